@@ -1,5 +1,5 @@
-"""Advantages, losses and importance corrections: pure functions of arrays, each citing its paper.
+"""Advantages, losses and importance corrections: pure functions on arrays, each citing its paper.
 
-``recipe`` is the single place that maps an algorithm of the run file to them; the learner and the controller call
+``recipe`` is the only place that maps the run file's algorithm to them; the learner and the controller call
 nothing else. Importing this package imports neither numpy nor torch.
 """

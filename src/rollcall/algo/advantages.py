@@ -1,8 +1,8 @@
-"""Advantages: what each completion, or each of its tokens, did better than expected. Numpy, on the host.
+"""Advantages: how much better than expected each completion, or each of its tokens, did. Numpy, on the host.
 
-Rewards stay float64 until they are compared; advantages are float32. Axes: G completions of a group, T tokens of a completion.
-Every token function takes the loss mask and steps over masked-out tokens (tool or user turns) as if they were not
-there: their entries come out as 0.
+Rewards stay float64 until they are compared; advantages are float32. Axes: G completions in a group, T tokens in a completion.
+Every token function takes the loss mask and skips masked-out tokens (tool or user turns) as if they were not
+there; their entries in the result are 0.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from numpy.typing import NDArray
 
 from rollcall.base.types import Bools, Doubles, Floats
 
-STD_EPSILON = 1e-6  # added to a group's deviation, which has the scale of the rewards
+STD_EPSILON = 1e-6  # added to a group's standard deviation, which has the scale of the rewards
 VARIANCE_EPSILON = 1e-8  # added to a batch's variance
-ROUNDING = 1e-12  # of the rewards' size; a smaller difference between sums in float64 is no preference
+ROUNDING = 1e-12  # relative to the size of the rewards; a smaller difference between float64 sums counts as rounding
 
 
 def all_equal(values: NDArray[np.floating], *, size: float = 0.0) -> bool:
-    """Whether nothing is to be preferred: none or one, or differences that are rounding. ``size`` is the largest number that went
-    into sums which may have cancelled each other.
+    """Whether the values are equal up to rounding, or fewer than two. ``size`` is the largest number that went into their sums, in
+    case its terms cancelled out.
 
     >>> all_equal(np.array([0.1 + 0.2 + 0.3, 0.3 + 0.2 + 0.1])), all_equal(np.array([0.6, 0.6000001]))
     (True, False)
@@ -30,9 +30,9 @@ def all_equal(values: NDArray[np.floating], *, size: float = 0.0) -> bool:
 
 
 def group_normalized(rewards_G: NDArray[np.floating]) -> Floats:
-    """GRPO (arXiv:2402.03300): rewards less the group's mean, over its (unbiased) standard deviation.
+    """GRPO (arXiv:2402.03300): rewards minus the group's mean, divided by its (unbiased) standard deviation.
 
-    Zeros when all rewards are equal, or when there is only one: there is nothing to prefer.
+    Zeros if all rewards are equal or there is only one.
 
     >>> group_normalized(np.array([1.0, 0.0, 0.0, 1.0], dtype=np.float32)).round(3).tolist()
     [0.8659999966621399, -0.8659999966621399, -0.8659999966621399, 0.8659999966621399]
@@ -46,7 +46,7 @@ def group_normalized(rewards_G: NDArray[np.floating]) -> Floats:
 
 
 def group_centered(rewards_G: NDArray[np.floating]) -> Floats:
-    """Dr. GRPO (arXiv:2503.20783): rewards less the group's mean, with no division by the deviation.
+    """Dr. GRPO (arXiv:2503.20783): rewards minus the group's mean, without dividing by the standard deviation.
 
     >>> group_centered(np.array([1.0, 0.0, 0.0, 1.0], dtype=np.float32)).tolist()
     [0.5, -0.5, -0.5, 0.5]
@@ -58,7 +58,7 @@ def group_centered(rewards_G: NDArray[np.floating]) -> Floats:
 
 
 def leave_one_out(rewards_G: NDArray[np.floating]) -> Floats:
-    """RLOO (arXiv:2402.14740): each reward less the mean of the others; 0 for a completion without others.
+    """RLOO (arXiv:2402.14740): each reward minus the mean of the others; 0 for the only completion of a group.
 
     >>> leave_one_out(np.array([3.0, 0.0, 0.0], dtype=np.float32)).tolist()
     [3.0, -1.5, -1.5]
@@ -73,11 +73,11 @@ def leave_one_out(rewards_G: NDArray[np.floating]) -> Floats:
 def token_rewards(
     reward: float, kl_T: Floats | None, *, kl_coef: float, mask_T: Bools, along: Sequence[tuple[int, float]] = ()
 ) -> Doubles:
-    """The scalar reward on the last loss token, less ``kl_coef`` times the KL of each loss token.
+    """Put the scalar reward on the last loss token and subtract ``kl_coef`` times the KL on each loss token.
 
     This is the per-token reward of PPO for language models (arXiv:2203.02155) and REINFORCE++ (arXiv:2501.03262).
-    ``kl_T=None``: no KL. A completion without loss tokens gets no reward anywhere. ``along``: parts of the reward that come
-    earlier, each with the loss token that gets it, counted from 0.
+    ``kl_T=None`` means no KL. A completion without loss tokens gets no reward anywhere. ``along`` lists the parts of the reward
+    that come earlier, each with the index of the loss token that gets it.
 
     >>> kl = np.array([0.5, 9.0, 1.0], dtype=np.float32)
     >>> token_rewards(1.0, kl, kl_coef=0.5, mask_T=np.array([True, False, True])).tolist()
@@ -115,10 +115,10 @@ def discounted_returns(token_rewards_T: NDArray[np.floating], mask_T: Bools, *, 
 def gae(
     token_rewards_T: NDArray[np.floating], values_T: Floats, mask_T: Bools, *, gamma: float, lam: float
 ) -> tuple[Doubles, Doubles]:
-    """Generalised advantage estimation (arXiv:1506.02438): advantages, and returns for the critic.
+    """Generalised advantage estimation (arXiv:1506.02438): advantages, and the critic's returns.
 
     ``delta_t = r_t + gamma * V_next - V_t`` and ``A_t = delta_t + gamma * lam * A_next``, where next is the next loss
-    token and both are 0 after the last one; ``returns = A + V``. Not whitened: see :func:`batch_normalized`.
+    token and both are 0 after the last one; ``returns = A + V``. The advantages are not whitened: see :func:`batch_normalized`.
 
     >>> rewards, values = np.array([0.0, 1.0], dtype=np.float32), np.array([0.5, 0.5], dtype=np.float32)
     >>> advantages, returns = gae(rewards, values, np.array([True, True]), gamma=1.0, lam=0.5)
@@ -138,10 +138,10 @@ def gae(
 
 
 def batch_normalized(values: list[Doubles], masks: list[Bools], *, size: float = 0.0) -> list[Floats]:
-    """Normalise to mean 0 and (unbiased) variance 1 over all loss tokens of the batch; one [T] array per completion.
+    """Normalise to mean 0 and (unbiased) variance 1 over all loss tokens in the batch; one [T] array per completion.
 
     REINFORCE++ (arXiv:2501.03262) does this to token returns; PPO does it to GAE's advantages, where it is called
-    whitening. Zeros when all values are equal (``size`` as in :func:`all_equal`), or when there are fewer than two loss tokens.
+    whitening. Zeros if all values are equal (``size`` as in :func:`all_equal`) or there are fewer than two loss tokens.
 
     >>> values = [np.array([1.0, 5.0]), np.array([3.0])]
     >>> [x.tolist() for x in batch_normalized(values, [np.array([True, False]), np.array([True])])]
@@ -158,9 +158,9 @@ def batch_normalized(values: list[Doubles], masks: list[Bools], *, size: float =
 
 
 def overlong_penalty(num_tokens: int, *, max_tokens: int, buffer: int, penalty: float) -> float:
-    """DAPO's soft overlong punishment (arXiv:2503.14476): what to add to the reward, from 0 down to ``-penalty``.
+    """DAPO's soft overlong punishment (arXiv:2503.14476): a number from 0 to ``-penalty`` to add to the reward.
 
-    0 up to ``max_tokens - buffer`` tokens, then a straight fall that reaches ``-penalty`` at ``max_tokens``.
+    It is 0 up to ``max_tokens - buffer`` tokens, then falls linearly to ``-penalty`` at ``max_tokens``.
     ``buffer=0`` turns it off.
 
     >>> [overlong_penalty(n, max_tokens=100, buffer=20, penalty=1.0) for n in (80, 90, 100)]
@@ -174,7 +174,7 @@ def overlong_penalty(num_tokens: int, *, max_tokens: int, buffer: int, penalty: 
 
 
 def _scatter(values: list[float] | Doubles, mask_T: Bools) -> Doubles:
-    """One value per loss token, put in its place among the zeros of the others."""
+    """Put one value on each loss token, and zeros on all other tokens."""
     whole = np.zeros(len(mask_T))
     whole[mask_T] = values
     return whole

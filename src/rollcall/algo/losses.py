@@ -13,20 +13,20 @@ import torch
 from torch import Tensor
 
 LOG_RATIO_BOUND = 20.0  # exp(20) is 5e8: far outside any clip range, and its square still fits float32
-K3_BOUND = 10.0  # k3 grows as exp; one token past this would outweigh the rest of the batch
+K3_BOUND = 10.0  # k3 grows exponentially; one token past this would outweigh the rest of the batch
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenLoss:
-    """A loss for each token. ``ratio`` and ``clipped`` are for metrics and carry no gradient."""
+    """The loss for each token. ``ratio`` and ``clipped`` are for metrics and carry no gradient."""
 
     loss: Tensor  # [L]
-    ratio: Tensor  # [L] policy over old (of the sequence, for GSPO)
+    ratio: Tensor  # [L] policy over old (for GSPO the sequence's ratio)
     clipped: Tensor  # [L] 1 where the clip decided the loss (for CISPO: changed the weight), else 0
 
 
 def bounded_ratio(logprobs: Tensor, base_logprobs: Tensor) -> Tensor:
-    """``exp(logprobs - base_logprobs)`` with the difference kept within +-20, so that it is always finite."""
+    """``exp(logprobs - base_logprobs)`` with the difference clamped to +-20, so that it is always finite."""
     return (logprobs - base_logprobs).clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND).exp()
 
 
@@ -41,8 +41,8 @@ def clipped_policy_loss(
 ) -> TokenLoss:
     """PPO's clipped surrogate (arXiv:1707.06347), ``-min(r A, clip(r, 1 - low, 1 + high) A)`` per token.
 
-    ``clip_high`` above ``clip_low`` is DAPO's clip-higher (arXiv:2503.14476). ``dual_clip=c`` bounds the loss of
-    tokens with a negative advantage at ``-c A`` (arXiv:1912.09729).
+    ``clip_high`` above ``clip_low`` is DAPO's clip-higher (arXiv:2503.14476). ``dual_clip=c`` limits the loss of
+    tokens with a negative advantage to ``-c A`` (arXiv:1912.09729).
 
     >>> result = clipped_policy_loss(
     ...     torch.tensor([1.5, 1.1, 4.0]).log(), old_logprobs=torch.zeros(3), advantages=torch.tensor([1.0, 1.0, -1.0]),
@@ -69,9 +69,9 @@ def gspo_policy_loss(
     """GSPO (arXiv:2507.18071): the clipped surrogate with one ratio per sequence, ``exp(mean_t log r_t)``.
 
     Each token's ratio has the sequence's value and the token's own gradient, ``s_t = sg[s] * p_t / sg[p_t]`` (the
-    paper's GSPO-token). Averaged over a response whose tokens share one advantage, value and gradient are those of
-    the sequence objective. The sequence is all that was sampled in an attempt, in all its rows: the reward is for all of
-    it, and the paper's point is that the unit of the ratio is the unit of the reward.
+    paper's GSPO-token). Averaged over a response whose tokens share one advantage, value and gradient equal those of
+    the sequence objective. The sequence is everything sampled in an attempt, in all its rows, because the reward is for all of
+    it, and the paper's point is that ratio and reward should have the same unit.
 
     >>> result = gspo_policy_loss(
     ...     torch.tensor([1.21, 1.0, 0.9]).log(), old_logprobs=torch.zeros(3), advantages=torch.tensor([1.0, 1.0, 1.0]),
@@ -93,7 +93,7 @@ def cispo_policy_loss(
 ) -> TokenLoss:
     """CISPO (arXiv:2506.13585): ``-sg[clip(r, 1 - low, 1 + high)] A log p`` per token.
 
-    The clipped ratio is a constant weight on the policy gradient, so a clipped token still learns.
+    The clipped ratio is a constant weight on the policy gradient, so clipped tokens still contribute.
 
     >>> logprobs = torch.tensor([0.5, 0.5]).log().requires_grad_()
     >>> old = torch.tensor([0.4, 0.05]).log()
@@ -112,8 +112,8 @@ def cispo_policy_loss(
 def value_loss(values: Tensor, *, old_values: Tensor, returns: Tensor, clip: float | None) -> Tensor:
     """Half the squared error to the returns, per token.
 
-    With ``clip``, the larger of this error and that of the value held within ``clip`` of the old one, so that a step gains
-    nothing by moving further (PPO's value clipping; arXiv:2005.12729 discusses its use).
+    With ``clip``, it is the larger of this error and the error of the value clamped to within ``clip`` of the old value, so a step
+    gains nothing by moving further (PPO's value clipping; arXiv:2005.12729 discusses its use).
 
     >>> value_loss(
     ...     torch.tensor([1.0, 0.6]), old_values=torch.tensor([0.5, 0.5]), returns=torch.tensor([1.0, 1.0]), clip=0.2
@@ -130,9 +130,9 @@ def value_loss(values: Tensor, *, old_values: Tensor, returns: Tensor, clip: flo
 def kl_estimate(logprobs: Tensor, reference_logprobs: Tensor, *, estimator: Literal["k1", "k2", "k3"]) -> Tensor:
     """Per-token estimate of KL(policy || reference) from the sampled token, with ``d = log p - log p_ref``.
 
-    The three are J. Schulman's ("Approximating KL divergence", 2020). k1 is ``d``: unbiased, may be negative. k2 is
-    ``d^2 / 2``: biased, never negative. k3 is ``exp(-d) - 1 + d``: unbiased, never negative, and the one in GRPO's
-    loss (arXiv:2402.03300); ``d`` is kept within +-20 and k3 below 10.
+    All three are from J. Schulman ("Approximating KL divergence", 2020). k1 is ``d``: unbiased, may be negative. k2 is
+    ``d^2 / 2``: biased, never negative. k3 is ``exp(-d) - 1 + d``: unbiased, never negative, and used in GRPO's
+    loss (arXiv:2402.03300). For k3, ``d`` is clamped to +-20 and the result to at most 10.
 
     >>> policy, reference = torch.tensor([0.5, 0.25]).log(), torch.tensor([0.25, 0.5]).log()
     >>> kl_estimate(policy, reference, estimator="k1")
@@ -146,18 +146,18 @@ def kl_estimate(logprobs: Tensor, reference_logprobs: Tensor, *, estimator: Lite
     if estimator == "k2":
         return 0.5 * difference.square()
     difference = difference.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
-    # expm1 keeps k3 at 0 or above where the two policies nearly agree; exp(-d) - 1 + d rounds below 0 there.
+    # expm1 keeps k3 at 0 or above where the two policies nearly agree; there exp(-d) - 1 + d can round below 0.
     return ((-difference).expm1() + difference).clamp(0.0, K3_BOUND)
 
 
-# Corrections for the gap between the policy that sampled (behaviour: the engine) and the one that the ratio starts from (old: the
-# learner before the step). Both compare old with behaviour token by token, and neither carries a gradient.
+# Corrections for the gap between the policy that sampled (behaviour: the engine) and the policy that the ratio starts from (old: the
+# learner before the step). Both functions compare old with behaviour token by token, and neither carries a gradient.
 
 
 def truncated_weights(old_logprobs: Tensor, behaviour_logprobs: Tensor, *, cap: float) -> Tensor:
     """Truncated importance weights: ``min(old / behaviour, cap)`` per token.
 
-    Truncation bounds the variance at the price of a bias, as in V-trace (arXiv:1802.01561).
+    Truncation limits the variance at the cost of a bias, as in V-trace (arXiv:1802.01561).
 
     >>> old = torch.tensor([0.5, 0.9, 0.2]).log()
     >>> truncated_weights(old, torch.tensor([0.5, 0.1, 0.4]).log(), cap=2.0)
@@ -167,7 +167,7 @@ def truncated_weights(old_logprobs: Tensor, behaviour_logprobs: Tensor, *, cap: 
 
 
 def mismatch_mask(old_logprobs: Tensor, behaviour_logprobs: Tensor, *, low: float, high: float) -> Tensor:
-    """1 where ``low <= old / behaviour <= high``, else 0: the tokens to keep (IcePop, arXiv:2510.18855).
+    """Return 1 for tokens to keep, where ``low <= old / behaviour <= high``, else 0 (IcePop, arXiv:2510.18855).
 
     >>> old = torch.tensor([0.5, 0.9, 0.2]).log()
     >>> mismatch_mask(old, torch.tensor([0.5, 0.1, 0.4]).log(), low=0.4, high=5.0)
@@ -178,7 +178,7 @@ def mismatch_mask(old_logprobs: Tensor, behaviour_logprobs: Tensor, *, low: floa
 
 
 def attempt_mean(values: Tensor, *, attempt: Tensor, num_attempts: int) -> Tensor:
-    """Mean of each attempt's tokens, [num_attempts]; 0 for one without tokens.
+    """Mean over each attempt's tokens, [num_attempts]; 0 for an attempt without tokens.
 
     >>> attempt_mean(torch.tensor([1.0, 3.0, 5.0]), attempt=torch.tensor([0, 0, 2]), num_attempts=3)
     tensor([2., 0., 5.])

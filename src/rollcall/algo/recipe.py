@@ -1,8 +1,8 @@
-"""The single place that maps an algorithm of the run file to its advantage, its aggregation and its loss.
+"""The only place that maps the run file's algorithm to its advantage, its aggregation and its loss.
 
-The controller calls ``compute_advantages`` once per step on all its groups; packing calls ``loss_weights`` once per
-optimizer update on all its rows; the learner calls ``policy_loss`` (and ``value_loss``) once per micro-batch. Losses
-and metrics are plain sums, so micro-batches and ranks add up to the whole batch however it was split.
+The controller calls ``compute_advantages`` once per step on all groups; packing calls ``loss_weights`` once per
+optimizer update on all rows; the learner calls ``policy_loss`` (and ``value_loss``) once per micro-batch. Losses
+and metrics are plain sums, so micro-batches and ranks add up to the full batch however it was split.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from rollcall.config import (
     Rloo,
 )
 
-# Axes: one entry per group, in it one per attempt, in that one per token of all its rows.
+# Axes: one entry per group, in it one per attempt, in that one per token over all the attempt's rows.
 Masks = list[list[Bools]]
 PerToken = list[list[Floats]]
 Measure = Callable[[str, Tensor], None]
@@ -41,7 +41,7 @@ Measure = Callable[[str, Tensor], None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenAdvantages:
-    """The targets of one attempt's tokens. Entries outside the loss mask are 0."""
+    """The targets for one attempt's tokens. Entries outside the loss mask are 0."""
 
     advantages: Floats  # [T]
     returns: Floats | None  # [T] the critic's target, if there is a critic
@@ -49,14 +49,14 @@ class TokenAdvantages:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchLoss:
-    """A micro-batch's part of the policy's loss.
+    """A micro-batch's part of the policy loss.
 
-    Each metric is a sum over tokens of ``weights`` times the metric: add them over micro-batches and ranks, and divide
-    by the added-up ``weight`` for the mean. (``weight`` adds up to 1 in an update, except for Dr. GRPO.)
+    Each metric is a weighted sum over tokens: add the sums over micro-batches and ranks, then divide by the total
+    ``weight`` to get the mean. (``weight`` adds up to 1 in an update, except for Dr. GRPO.)
     """
 
     loss: Tensor  # scalar, carries the gradient
-    metrics: dict[str, Tensor]  # scalars, detached; docs/algorithms.md has their meanings
+    metrics: dict[str, Tensor]  # scalars, detached; docs/algorithms.md explains them
 
 
 def compute_advantages(
@@ -68,11 +68,11 @@ def compute_advantages(
     values: PerToken | None,
     turns: list[list[TurnRewards]] | None = None,
 ) -> list[list[TokenAdvantages]]:
-    """Advantages of every token of a step's groups, given whole: REINFORCE++ and PPO normalise over the batch.
+    """Compute advantages for every token. Pass all groups of a step: REINFORCE++ and PPO normalise over the batch.
 
-    An attempt's rows follow each other in time, as one. ``turns`` are the parts of the rewards that come along the way; without
-    them all comes at the end. Algorithms that compare whole attempts do not look at them. ``kl`` is each token's estimated KL to the reference; it is needed, and used, only with ``kl_in="reward"`` and
-    ``kl_coef > 0``. ``values`` are the critic's; only PPO needs them.
+    An attempt's rows count as one sequence in time. ``turns`` are the parts of the rewards that come before the end; without them
+    all of the reward comes at the end. Only algorithms that compare turns or tokens use them. ``kl`` is each token's estimated KL to
+    the reference, used only with ``kl_in="reward"`` and ``kl_coef > 0``. ``values`` come from the critic; only PPO needs them.
 
     >>> rewards = [np.array([1.0, 0.0])]
     >>> masks = [[np.array([True, True]), np.array([True, False, True])]]
@@ -99,10 +99,10 @@ def loss_weights(
     max_response_tokens: int,
     attempts: Longs | None = None,
 ) -> Floats:
-    """Weight of each token of each row, [rows], so that an update's loss is ``sum_t weight * loss_t``.
+    """Compute the weight of each row's tokens, [rows], so that an update's loss is ``sum_t weight * loss_t``.
 
-    Rows are all of one optimizer update, over all ranks and micro-batches. ``attempts`` tells which rows are of one attempt,
-    which counts once, with all its rows; without it each row is an attempt. One without loss tokens weighs 0 and does not count.
+    Pass all rows of one optimizer update, over all ranks and micro-batches. ``attempts`` is each row's attempt; an attempt counts
+    once, with all its rows. Without it each row is an attempt. An attempt without loss tokens has weight 0 and does not count.
 
     >>> lengths = np.array([1, 4, 0])
     >>> loss_weights(Grpo(), num_loss_tokens=lengths, max_response_tokens=8).tolist()
@@ -141,11 +141,11 @@ def policy_loss(
     num_attempts: int,
     entropy: Tensor | None,
 ) -> BatchLoss:
-    """A micro-batch's policy loss: surrogate, importance correction, KL in the loss, entropy bonus. Tensors are [L].
+    """Compute a micro-batch's policy loss: surrogate, importance correction, KL, entropy bonus. Tensors are [L].
 
-    The ratio is taken to ``old_logprobs``, or without them to this forward's own (ratio 1). With ``algorithm.old_logprobs="engine"``
-    it is taken to the behaviour log-probs. For GSPO attempts must be whole, because it averages over them. Truncated importance
-    weights multiply the surrogate only. A token that the mismatch mask leaves out is left out of every term.
+    The ratio is relative to ``old_logprobs``, or without them to this forward's own log-probs (ratio 1). With
+    ``algorithm.old_logprobs="engine"`` it is relative to the behaviour log-probs. For GSPO, attempts must be complete, because it
+    averages over them. Truncated importance weights multiply only the surrogate. The mismatch mask applies to every term.
 
     >>> import torch
     >>> logprobs = torch.tensor([-1.0, -2.0], requires_grad=True)
@@ -198,7 +198,7 @@ def policy_loss(
 def _corrected(
     algorithm: Algorithm, surrogate: Tensor, weights: Tensor, base: Tensor, behaviour: Tensor, measure: Measure
 ) -> tuple[Tensor, Tensor]:
-    """The surrogate and the weights of its tokens after the importance corrections."""
+    """Return the surrogate and its token weights after the importance corrections."""
     kept = weights
     if algorithm.tis_cap is not None:
         tis = losses.truncated_weights(base, behaviour, cap=algorithm.tis_cap)
@@ -213,7 +213,7 @@ def _corrected(
 
 
 def value_loss(algorithm: Ppo, *, values: Tensor, old_values: Tensor, returns: Tensor, weights: Tensor) -> Tensor:
-    """A micro-batch's critic loss. Tensors are [L]; ``old_values`` are those that the advantages were computed from.
+    """Compute a micro-batch's critic loss. Tensors are [L]; the advantages were computed from ``old_values``.
 
     >>> import torch
     >>> half = torch.tensor([0.5, 0.5])
@@ -252,7 +252,7 @@ def _group_advantages(
     masks: Masks,
     kl: PerToken | None,
 ) -> list[list[TokenAdvantages]]:
-    """One number per attempt, which depends only on its group, on each of its loss tokens."""
+    """Compute one number per attempt from its group alone, and put it on each of the attempt's loss tokens."""
     compare, out = COMPARE[algorithm.name], []
     for i, (rewards_G, masks_G) in enumerate(zip(rewards, masks, strict=True)):
         if kl is not None:
@@ -276,7 +276,7 @@ def _turn_advantages(
     kl: PerToken | None,
     turns: list[list[TurnRewards]],
 ) -> list[list[TokenAdvantages]]:
-    """One number per turn: its discounted return, compared with that of the same turn in the attempts that have one."""
+    """Compute one number per turn: its discounted return, compared with the same turn in the attempts that have it."""
     compare, out = COMPARE[algorithm.name], []
     for i, (rewards_G, masks_G, turns_G) in enumerate(zip(rewards, masks, turns, strict=True)):
         returns_G: list[Doubles] = []
@@ -307,7 +307,7 @@ def _turn_advantages(
 
 
 def _spread(numbers: Floats, turn: TurnRewards, mask_T: Bools) -> Floats:
-    """Each turn's number on its loss tokens. An attempt that is masked whole has none."""
+    """Put each turn's number on its loss tokens. A fully masked attempt has no loss tokens."""
     advantages = np.zeros(len(mask_T), dtype=np.float32)
     if mask_T.any():
         advantages[mask_T] = np.repeat(numbers, turn.num_sampled)
@@ -323,7 +323,7 @@ def _batch_advantages(
     values: PerToken | None,
     turns: list[list[TurnRewards]] | None,
 ) -> list[list[TokenAdvantages]]:
-    """Token advantages, normalised over all loss tokens of the batch; groups of any size, one included."""
+    """Compute token advantages, normalised over all loss tokens in the batch. Groups may have any size, even one."""
     flat_masks = [mask_T for masks_G in masks for mask_T in masks_G]
     flat_rewards = [float(reward) for rewards_G in rewards for reward in rewards_G]
     flat_kl = [None] * len(flat_masks) if kl is None else [kl_T for kl_G in kl for kl_T in kl_G]
@@ -358,11 +358,11 @@ def _batch_advantages(
 
 
 def _largest(rewards_G: Doubles, turns_G: Sequence[TurnRewards]) -> float:
-    """The size of a group's rewards, of attempts and of their turns."""
+    """Return the largest absolute reward in a group, over attempts and turns."""
     return float(np.abs(np.concatenate([rewards_G, *(turn.rewards for turn in turns_G)])).max(initial=0.0))
 
 
 def _along(turn: TurnRewards) -> Sequence[tuple[int, float]]:
-    """The rewards along the way, each with the last loss token of its turn."""
+    """Return the rewards of single turns, each with the index of the turn's last loss token."""
     last = np.maximum(np.cumsum(turn.num_sampled) - 1, 0)
     return [(place, reward) for place, reward in zip(last.tolist(), turn.rewards.tolist(), strict=True) if reward]

@@ -1,5 +1,5 @@
-"""From a group's rewards to its advantages: which attempts count, what the advantage sees of them, and the comparison of each
-algorithm within a group."""
+"""From a group's rewards to its advantages: which attempts count, which rewards the advantage sees, and how each algorithm
+compares them within a group."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from rollcall.base.types import Completion, Doubles, EndReason, Floats, Group, L
 from rollcall.config import Algorithm, EnvironmentBase, GroupAlgorithm
 from rollcall.config.environments import Treatment
 
-# One number per completion, which depends only on its group. The other algorithms look at the whole batch.
+# These compute one number per completion from its group alone. The other algorithms look at the full batch.
 COMPARE: dict[str, Callable[[Doubles], Floats]] = {
     "grpo": adv.group_normalized,
     "dr_grpo": adv.group_centered,
@@ -26,7 +26,7 @@ COMPARE: dict[str, Callable[[Doubles], Floats]] = {
 
 
 def treatments_of(group: Group, environment: EnvironmentBase | None) -> list[Treatment]:
-    """The treatment of each attempt. One that no reward scored is dropped, as TRL leaves it out."""
+    """Return each attempt's treatment. An attempt that no reward scored is dropped, as in TRL."""
     return [
         _treatment_of(completion, environment) if score.is_given else "drop"
         for completion, score in zip(group.completions, group.scores, strict=True)
@@ -34,7 +34,7 @@ def treatments_of(group: Group, environment: EnvironmentBase | None) -> list[Tre
 
 
 def _treatment_of(completion: Completion, environment: EnvironmentBase | None) -> Treatment:
-    """The run file's treatment of an episode that ended this way."""
+    """Return the treatment that the run file sets for the way the episode ended."""
     if environment is None or completion.episode is None:
         return "keep"
     match completion.episode.ended:
@@ -49,7 +49,7 @@ def _treatment_of(completion: Completion, environment: EnvironmentBase | None) -
 
 
 def compared(group: Group, environment: EnvironmentBase | None) -> Group:
-    """The attempts that are compared with each other: without those that are dropped."""
+    """Return the group without its dropped attempts: these attempts are compared with each other."""
     places = [place for place, treatment in enumerate(treatments_of(group, environment)) if treatment != "drop"]
     if len(places) == len(group.completions):
         return group
@@ -61,23 +61,23 @@ def compared(group: Group, environment: EnvironmentBase | None) -> Group:
 
 
 def trained(group: Group, environment: EnvironmentBase | None) -> Group:
-    """``compared``, or no attempt at all if each is masked or dropped."""
+    """Like ``compared``, but without any attempts if every attempt is masked or dropped."""
     if "keep" not in treatments_of(group, environment):
         return replace(group, completions=(), scores=())
     return compared(group, environment)
 
 
 def has_signal(group: Group) -> bool:
-    """Whether the completions of a group differ in reward, before any punishment of their length. Only then can the group
-    teach anything (DAPO, arXiv:2503.14476, equation 11)."""
+    """Whether the completions of a group differ in reward, before any length punishment. Only then can the group teach
+    anything (DAPO, arXiv:2503.14476, equation 11)."""
     return not adv.all_equal(group.rewards)
 
 
 def shaped_rewards(group: Group, algorithm: Algorithm, max_response_tokens: int) -> Doubles:
-    """The rewards that the advantage sees: with the soft overlong punishment, when the algorithm has one.
+    """Return the rewards that the advantage sees, including the soft overlong punishment if the algorithm has one.
 
-    A group that dynamic sampling would leave out is not punished: it may fill a step that has no signal. The length is
-    that of all tokens behind the prompts of all rows, observations too, because that is what the limit bounds.
+    A group that dynamic sampling would leave out is not punished, because it may fill a step without signal. The length
+    counts all tokens after the prompts of all rows, observations included, because the limit applies to them.
     """
     rewards = group.rewards
     if algorithm.overlong_buffer and (has_signal(group) or not algorithm.dynamic_sampling):
@@ -97,14 +97,14 @@ def shaped_rewards(group: Group, algorithm: Algorithm, max_response_tokens: int)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TurnRewards:
-    """An attempt's rewards along the way. Its turns follow each other over the sampled tokens of all its rows."""
+    """An attempt's rewards for its turns. The turns follow each other over the sampled tokens of all the attempt's rows."""
 
     num_sampled: Longs  # [turns]
-    rewards: Doubles  # [turns] a part of the attempt's reward; the rest comes at its end
+    rewards: Doubles  # [turns] parts of the attempt's reward; the rest comes at the end of the attempt
 
 
 def turn_rewards(completion: Completion, *, weight: float) -> TurnRewards:
-    """``weight`` is that of the environment's rewards in the score. A failed episode scores 0, so its turns have no rewards."""
+    """``weight`` is the weight of the environment's rewards in the score. A failed episode scores 0, so its turns have no rewards."""
     num_sampled = completion.num_sampled
     episode = completion.episode
     if episode is None:
@@ -115,7 +115,7 @@ def turn_rewards(completion: Completion, *, weight: float) -> TurnRewards:
     rewards = np.array([turn.reward or 0.0 for turn in turns]) * weight
     if episode.error:
         rewards = np.zeros_like(rewards)
-    if not turns or ends[-1] < num_sampled:  # one turn, or one that the environment did not answer
+    if not turns or ends[-1] < num_sampled:  # a single turn, or a last turn that the environment did not answer
         counts = np.append(counts, num_sampled - counts.sum())
         rewards = np.append(rewards, 0.0)
     return TurnRewards(num_sampled=counts, rewards=rewards)
@@ -124,8 +124,8 @@ def turn_rewards(completion: Completion, *, weight: float) -> TurnRewards:
 def group_advantages(
     group: Group, algorithm: Algorithm, *, max_response_tokens: int, environment: EnvironmentBase | None = None
 ) -> Floats | None:
-    """One advantage for each completion of a journaled group. None if it depends on more than the group (a critic, the whole batch,
-    or the KL to the reference), or if each turn has its own."""
+    """Return one advantage for each completion of a journaled group. Return None if the advantages depend on more than the group
+    (a critic, the full batch, or the KL to the reference), or if each turn has its own advantage."""
     compare = COMPARE.get(algorithm.name)
     if compare is None or (algorithm.kl_in == "reward" and algorithm.kl_coef > 0) or not group.scores:
         return None

@@ -1,4 +1,4 @@
-"""One call to a process with a core: it brings new requests, and takes completions that have ended."""
+"""One call to a process with a core: it delivers new requests and returns completions that have ended."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from rollcall.engine.protocol import Core, Refused, Request
 class Exchanged:
     ended: dict[str, Completion] = field(default_factory=dict)  # by request
     refused: dict[str, str] = field(default_factory=dict)  # request -> why
-    num_waiting: int = 0  # requests that the core has not begun
-    num_preemptions: int = 0  # since the core was made
+    num_waiting: int = 0  # requests that the core has not started
+    num_preemptions: int = 0  # since the core was created
 
 
 def exchange(
     core: Core, new: Sequence[Request], cancelled: Sequence[str], ended_sessions: Sequence[str], *, look_s: float
 ) -> Exchanged:
-    """Take requests in, and decode until one has ended or ``look_s`` has passed."""
+    """Submit the new requests, then decode until a request has ended or ``look_s`` has passed."""
     answer = Exchanged()
     for request_id in cancelled:
         core.abort(request_id)

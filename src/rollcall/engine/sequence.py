@@ -1,6 +1,6 @@
-"""One completion in progress, and what every engine does with it: refuse, note, cut, hand over.
+"""One completion in progress, and what every engine does with it: check the request, note versions, cut at stop strings, return it.
 
-Stop strings are looked for in the decoded end of a completion, so that a look costs the same however long it is.
+Stop strings are looked for only in the decoded end of a completion, so the search costs the same however long the completion is.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class Sequence:
     logprobs: list[float] = field(default_factory=list)
     segments: list[Segment] = field(default_factory=list)
     finish: FinishReason | None = None
-    watched_from: int = 0  # the token from which on the text is decoded in search of stop strings
+    watched_from: int = 0  # the first token that is decoded in the search for stop strings
 
     @property
     def seed(self) -> int:
@@ -33,12 +33,12 @@ class Sequence:
 
     @property
     def order(self) -> tuple[tuple[int, int, int], int]:
-        """The lowest is admitted first, the highest preempted first."""
+        """The lowest order is admitted first, the highest is preempted first."""
         return self.request.order, self.number
 
     @property
     def length(self) -> int:
-        """Prompt and generated tokens. The KV of all but the last is cached; the last is fed next."""
+        """Number of prompt and generated tokens. The KV of all but the last is cached; the last is fed next."""
         return len(self.request.prompt_ids) + len(self.token_ids)
 
     @property
@@ -50,7 +50,7 @@ class Sequence:
 
 
 def check_fits(request: Request, *, running: Container[str], max_positions: int, room: int, vocabulary: int) -> None:
-    """Refuse a request that an engine with this many positions, this much KV room and this many tokens could never finish."""
+    """Refuse a request that an engine with these positions, this much KV room and this vocabulary could never finish."""
     if request.id in running:
         raise Refused(f"request {request.id!r} is already running; give each request its own id")
     num_prompt, num_new = len(request.prompt_ids), request.sampling.max_tokens
@@ -85,16 +85,16 @@ def note_version(sequence: Sequence, version: int, num_new: int) -> None:
 
 
 def cut_at_stop_string(sequence: Sequence, before: int, tokenizer: Any) -> bool:
-    """End at the first token that completes a stop string, however many were decoded past it. Returns whether there is one.
+    """Cut the sequence after the first token that completes a stop string. Return whether there is a stop string.
 
-    The first ``before`` tokens are known to hold none.
+    The first ``before`` tokens are known not to contain one.
     """
     stops = sequence.request.sampling.stop_strings
     end = text_of(sequence.token_ids[sequence.watched_from :], tokenizer)
     if not any(stop in end for stop in stops):
         _move_watch(sequence, end, tokenizer)
         return False
-    # The beginning of a cut-out piece can decode to what the whole does not hold, so the whole decides.
+    # The start of a piece can decode to characters that the full string does not contain, so the full string decides.
     if not any(stop in text_of(sequence.token_ids, tokenizer) for stop in stops):
         return False
     for count in range(before + 1, len(sequence.token_ids) + 1):
@@ -106,16 +106,15 @@ def cut_at_stop_string(sequence: Sequence, before: int, tokenizer: Any) -> bool:
     return False
 
 
-INCOMPLETE = "\ufffd"  # a part of a character decodes to this
-# Characters that the beginning of a cut-out piece can lose or add: bytes of a split one, a leading space.
+INCOMPLETE = "\ufffd"  # an incomplete character decodes to this
+# Characters that the start of a piece can lose or gain: bytes of a split character, a leading space.
 RAGGED = 8
-BYTES = 4  # most tokens of one character
+BYTES = 4  # the most tokens that one character can have
 
 
 def _move_watch(sequence: Sequence, end: str, tokenizer: Any) -> None:
-    """Watch from a later token, where enough text is left for a stop string that starts in it. ``end`` is the text watched so far.
-
-    Not while the last character is incomplete: a tokenizer that spells text in bytes decodes a whole run of them to
+    """Watch from a later token, but leave enough characters for a stop string that has already begun. ``end`` is the decoded end
+    so far. Do nothing while the last character is incomplete: a tokenizer with byte tokens decodes a full run of them to
     replacement characters until the run is complete.
     """
     needed = max(len(stop) for stop in sequence.request.sampling.stop_strings) + RAGGED
@@ -123,7 +122,7 @@ def _move_watch(sequence: Sequence, end: str, tokenizer: Any) -> None:
     if length - sequence.watched_from <= 2 * BYTES * needed or end.endswith(INCOMPLETE):
         return
     latest = length - BYTES * (needed + RAGGED)
-    # Within such a run a piece decodes as the whole does only if it begins with a character: one of these does.
+    # Within such a run, a piece decodes like the full string only if it starts at a character: one of these starts does.
     for start in range(latest, latest - BYTES, -1):
         text = text_of(sequence.token_ids[start:], tokenizer)
         if len(text) >= needed + RAGGED and text[-needed:] == end[-needed:]:
@@ -132,7 +131,7 @@ def _move_watch(sequence: Sequence, end: str, tokenizer: Any) -> None:
 
 
 def take_ended(ended: list[Sequence], requests: dict[str, Sequence], tokenizer: Any) -> dict[str, Completion]:
-    """Remove the ended sequences from both collections, and return the completions of those that were not aborted, by request."""
+    """Remove the ended sequences from both collections. Return the completions of sequences that were not aborted, by request."""
     taken = [sequence for sequence in ended if requests.pop(sequence.request.id, None) is not None]
     ended.clear()
     texts = texts_of([sequence.token_ids for sequence in taken], tokenizer)
@@ -154,14 +153,14 @@ def completion_of(sequence: Sequence, text: str) -> Completion:
 
 
 def texts_of(many: list[list[int]], tokenizer: Any) -> list[str]:
-    """``text_of`` each. Many end together, and a tokenizer that is not written in Python decodes them in parallel."""
+    """Decode each list with ``text_of``. Many completions end together, and a Rust tokenizer decodes them in parallel."""
     if not _decodes_as_its_backend(tokenizer):
         return [text_of(token_ids, tokenizer) for token_ids in many]
     return tokenizer.backend_tokenizer.decode_batch(many, skip_special_tokens=True)
 
 
 def _decodes_as_its_backend(tokenizer: Any) -> bool:
-    """Whether nothing is done to the text in Python."""
+    """Whether the Rust tokenizer alone decides what tokens decode to."""
     from transformers import PreTrainedTokenizerFast
 
     kind, plain = type(tokenizer), PreTrainedTokenizerFast

@@ -1,10 +1,9 @@
 """The engine of this process: a core as an ``Engine``.
 
-While anything is asked for, one task steps the core, in the thread of the event loop. It holds the policy of batching turns. Environments
-that are quick bring the next turns within moments. Filled and decoded together, those cost far less than one by one, so the task waits
-while they keep coming: for each until the pause is long, and for all of them for a share of the time that it decoded. Where
-environments are slow, it waits for one pause in vain. Episodes that begin together stay together, so an engine without work waits for
-them too.
+While there are requests, one task steps the core, in the event loop's thread. It also decides how turns are batched. Fast environments
+send their next turns within moments. Filled and decoded together, these turns cost far less than one by one. So the task waits while
+they keep coming, until a pause is too long, and at most for a fraction of the time that it spent decoding. If environments are slow,
+it waits in vain for one pause. Episodes that begin together stay together, so an idle engine waits for their first turns too.
 """
 
 from __future__ import annotations
@@ -29,17 +28,17 @@ class _Asked:
 
 class Ticker:
     def __init__(self, core: Core, *, max_running: int) -> None:
-        """``max_running``: most completions that the core decodes at once."""
+        """``max_running`` is the most completions that the core decodes at once."""
         self.core = core
         self._max_running = max_running
         self._asked: dict[str, _Asked] = {}
-        self._num_turns = 0  # of what is asked for: requests with a session
-        self._sessions: set[str] = set()  # that have not ended
+        self._num_turns = 0  # open requests with a session
+        self._sessions: set[str] = set()  # sessions that have not ended
         self._task: asyncio.Task[None] | None = None
         self._news = asyncio.Event()  # a request came or went
-        self._idle = asyncio.Event()  # nothing is asked for
+        self._idle = asyncio.Event()  # there are no requests
         self._idle.set()
-        self._open = asyncio.Event()  # requests may come
+        self._open = asyncio.Event()  # new requests are accepted
         self._open.set()
         self._is_still = False
         self._failure: Exception | None = None
@@ -86,7 +85,7 @@ class Ticker:
     def end_session(self, session: str) -> None:
         self._sessions.discard(session)
         self.core.end_session(session)
-        self._news.set()  # its next turn will not come
+        self._news.set()  # the session's next turn will not come
 
     def take_stats(self) -> Stats:
         num_preemptions = self.core.num_preemptions - self._preemptions_seen
@@ -105,7 +104,7 @@ class Ticker:
             self._task = asyncio.get_running_loop().create_task(self._tick())
 
     async def _tick(self) -> None:
-        """Step the core until nothing is asked for, or until a pause."""
+        """Step the core until there are no requests or the engine is paused."""
         try:
             if self._num_turns:
                 await self._gather(math.inf, quiet_s=FIRST_QUIET_S, most_s=FIRST_GATHER_S, burst=BURST)
@@ -127,7 +126,7 @@ class Ticker:
                     quiet_s=max(QUIET_S, QUIET_SHARE * decoded_s),
                     most_s=GATHER_SHARE * decoded_s,
                 )
-        except Exception as error:  # noqa: BLE001 - all waiting callers get it, and all later ones
+        except Exception as error:  # noqa: BLE001 - raised in all waiting callers and in all later ones
             self._failure = error
             for asked in [self._forget(request_id) for request_id in list(self._asked)]:
                 if not asked.done.cancelled():
@@ -142,8 +141,8 @@ class Ticker:
         return asked
 
     async def _gather(self, count: float, *, quiet_s: float, most_s: float, burst: int = 1) -> None:
-        """Wait for this many more requests, as many as there are sessions, or as the core decodes at once; no longer once none has come for
-        ``quiet_s``, or up to ``burst`` times as long: the more have come, the more are on their way."""
+        """Wait for ``count`` more requests, but not for more than there are sessions or the core decodes at once. Stop when none has
+        come for ``quiet_s``, or up to ``burst`` times as long: the more requests have come, the more are on their way."""
         wanted = min(len(self._asked) + count, self._max_running)
         until = time.perf_counter() + most_s
         while (num_there := len(self._asked)) < min(wanted, len(self._sessions) or math.inf):
@@ -155,5 +154,5 @@ class Ticker:
                 async with asyncio.timeout(pause_s):  # wait_for (3.11) may forget that it is cancelled
                     await self._news.wait()
             except TimeoutError:
-                if time.perf_counter() - now < 2 * pause_s:  # else other tasks ran meanwhile, and it was not quiet
+                if time.perf_counter() - now < 2 * pause_s:  # otherwise other tasks ran meanwhile, so it was not quiet
                     return

@@ -1,4 +1,4 @@
-"""Whether all processes of a run have the same tokenizer: each loads it from the files of its node."""
+"""Checks that all processes of a run have the same tokenizer, because each loads it from its own node's files."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from typing import Any
 
 
 def tokenizer_mark(tokenizer: Any) -> str:
-    """Equal for tokenizers that make the same tokens of a text and end at the same one. Of one without a Rust tokenizer only the
-    vocabulary is seen."""
+    """Return a mark that is equal for tokenizers that tokenise alike and have the same end token. Without a Rust tokenizer it covers
+    only the vocabulary and the special tokens."""
     rust = getattr(tokenizer, "backend_tokenizer", None)
     if rust is None:
         described = sorted(tokenizer.get_vocab().items(), key=lambda item: (item[1], item[0]))
     else:
-        # How it pads and cuts is set by each call.
+        # Each call sets padding and truncation itself.
         described = {
             key: part for key, part in json.loads(rust.to_str()).items() if key not in ("padding", "truncation")
         }
@@ -25,7 +25,7 @@ def tokenizer_mark(tokenizer: Any) -> str:
 
 
 def refuse_other_tokenizers(ours: str, marks: Mapping[str, str], *, path: str) -> None:
-    """``marks`` is by who has it, in words; prompts are tokenised with ours."""
+    """``marks`` maps a description of each holder to its mark; prompts are tokenised with ours."""
     if others := [who for who, mark in marks.items() if mark != ours]:
         raise ValueError(
             f"the tokenizer of {path} differs between {', '.join(others)} and the controller, which makes the prompts; "

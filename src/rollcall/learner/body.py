@@ -1,4 +1,4 @@
-"""What the learner has of a model: all of its weights (``whole.py``), or one rank's part of them (``sharded.py``)."""
+"""The learner's model: either all of its weights (``whole.py``) or one rank's part of them (``sharded.py``)."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from rollcall.model.recompute import HostStore
 from rollcall.plan.activations import Recompute
 
 _ONE, _NOTHING = np.zeros(1, dtype=np.int64), np.zeros(1, dtype=np.float32)
-# The micro-batch of a rank that has none left while others have.
+# The micro-batch for a rank that has none left while other ranks do.
 IDLE = MicroBatch(
     token_ids=_ONE, positions=_ONE, kv_index=_ONE, cu_q=np.array([0, 1], dtype=np.int32),
     cu_k=np.array([0, 1], dtype=np.int32), logit_index=_ONE, targets=_ONE, row=_ONE, sample_index=_ONE, attempt=_ONE,
@@ -38,7 +38,7 @@ IDLE = MicroBatch(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Work:
-    """One micro-batch, or this rank's tokens of it, on its way through the model."""
+    """One micro-batch, or this rank's tokens from it, on its way through the model."""
 
     token_ids: Tensor  # [N]
     layers: Pass
@@ -49,27 +49,27 @@ class Work:
 
 
 class BodyBase(ABC):
-    """The weights of one model on one rank of a gang. All ranks make the same calls in the same order."""
+    """One model's weights on one rank of a gang. All ranks make the same calls in the same order."""
 
     in_parts: bool  # whether a rank has only a part of each weight
     together: bool  # whether all ranks must run each forward and backward together
-    counts: bool  # whether no rank before this one works on the same rows
-    place: tuple[int, int]  # which share of the rows is this rank's, and of how many
+    counts: bool  # whether this is the first rank that works on its rows
+    place: tuple[int, int]  # index of this rank's share of the rows, and number of shares
     num_tensor = 1  # ranks that divide each layer
-    named: Mapping[str, Tensor]  # the weights that the optimizer steps on
-    base_names: list[str]  # the model's own weights, whatever is trained
+    named: Mapping[str, Tensor]  # the weights that the optimizer updates
+    base_names: list[str]  # names of the model's own weights, whatever is trained
 
     def __init__(
         self, decoder: Decoder, *, shape: Shape, rope: Rope, device: torch.device, gang: Gang, context: ContextGroup,
         adapter: Adapter | None,
     ):  # fmt: skip
-        """``shape`` is that of the part of a layer which this rank computes."""
+        """``shape`` is the shape of this rank's part of a layer."""
         self.gang, self.context, self.adapter = gang, context, adapter
         self.device, self.dtype = device, decoder.dtype
         self.shape, self.rope, self.head_dim = shape, rope, decoder.shape.head_dim
         self.windows = [layer.window for layer in decoder.layers]
         self.halves, self.is_compiled = Halves(), False
-        self.fit: Fit | None = None  # the size of its micro-batches: its learner's, or made at the first call
+        self.fit: Fit | None = None  # the micro-batch size: the learner's, or created at the first call
 
     def compile(self) -> None:
         self.halves, self.is_compiled = compiled_halves(), True
@@ -79,7 +79,7 @@ class BodyBase(ABC):
     def stats(
         self, batch: MicroBatch, *, temperature: float, recompute: Recompute = Recompute.NO, plain: bool = False
     ) -> TokenStats:
-        """``plain``: of the model without its adapter."""
+        """With ``plain``, compute them for the model without its adapter."""
         return TokenStats(*self._forward(batch, temperature=temperature, recompute=recompute, plain=plain))
 
     def values(self, batch: MicroBatch, *, recompute: Recompute = Recompute.NO) -> Tensor:
@@ -118,35 +118,35 @@ class BodyBase(ABC):
 
     @abstractmethod
     def _run(self, work: Work) -> tuple[Tensor, ...]:
-        """``head_outputs`` of the work's logits."""
+        """Compute ``head_outputs`` for the work's logits."""
 
     def nothing(self) -> Tensor:
-        """The loss of an idle pass: zero, and so are all gradients."""
+        """Return the loss of an idle pass: it is zero, and so are all its gradients."""
         return self._forward(IDLE)[0].sum() * 0.0
 
     @abstractmethod
     def gradients(self, loss: Tensor) -> Sequence[Tensor | None]:
-        """The gradients of one micro-batch, in the order of ``named``."""
+        """Compute the gradients of one micro-batch, in the order of ``named``."""
 
-    # The weights: whole tensors, and this rank's parts of them
+    # The weights: full tensors, and this rank's parts of them
 
     @abstractmethod
     def local(self, name: str) -> Tensor:
-        """This rank's part of a weight."""
+        """Return this rank's part of a weight."""
 
     @abstractmethod
     def layout(self, name: str) -> WeightSplit: ...
 
     @abstractmethod
     def gather(self, name: str, local: Tensor) -> Tensor:
-        """The whole tensor that everyone's parts make, on the device."""
+        """Gather the full tensor from all ranks' parts, on the device."""
 
     def cut(self, name: str, whole: Tensor) -> Tensor:
-        """This rank's part of a whole tensor, of which ``gather`` makes the whole again."""
+        """Cut this rank's part from a full tensor; ``gather`` is the inverse."""
         return self.layout(name).cut(whole)
 
     def whole_tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """The trained weights in the dtype that the model computes in."""
+        """Yield the full trained weights in the model's compute dtype."""
         for name, local in self.named.items():
             yield name, self.gather(name, local.detach().to(self.dtype))
 
@@ -156,21 +156,21 @@ class BodyBase(ABC):
 
     @property
     def shapes(self) -> Mapping[str, torch.Size]:
-        """The shapes of the whole trained weights."""
+        """The shapes of the full trained weights."""
         return {name: self.layout(name).shape for name in self.named}
 
     @property
     def whole_shapes(self) -> Mapping[str, torch.Size]:
-        """The shapes of the model's own whole weights."""
+        """The shapes of the model's own full weights."""
         return {name: self.layout(name).shape for name in self.base_names}
 
     @property
     def frozen_bytes(self) -> int:
-        """Memory of the weights that an adapter is added to."""
+        """Memory for the weights that an adapter is added to."""
         return 0 if self.adapter is None else sum(self.local(name).nbytes for name in self.base_names)
 
     def non_finite(self) -> list[str]:
-        """Weights with a NaN or an infinity in them, on any rank."""
+        """Return the names of weights that contain a NaN or an infinity on any rank."""
         return self.gang.names_of_all(non_finite_of(self.named, dtype=self.dtype))
 
     @torch.no_grad()
@@ -180,14 +180,14 @@ class BodyBase(ABC):
 
 
 def store_of(recompute: Recompute, device: torch.device) -> HostStore | None:
-    """A store for one forward and its backward, where inputs of layers go to the host."""
+    """Return a store for one forward and backward that keeps layer inputs on the host, or None if they stay on the device."""
     return HostStore(device) if recompute is Recompute.ON_HOST and device.type == "cuda" else None
 
 
 def head_outputs(
     hidden: Tensor, weights: Mapping[str, Tensor], targets: Tensor, *, temperature: float
 ) -> tuple[Tensor, ...]:
-    """The values of a critic, or the token statistics of a policy, from normed states [M, C]."""
+    """Compute a critic's values or a policy's token statistics from normed states [M, C]."""
     if "head" in weights:
         return (F.linear(hidden, weights["head"], weights["head_bias"])[:, 0].float(),)
     return token_stats(hidden, weights.get("lm_head", weights["embed"]), targets, temperature=temperature)

@@ -1,16 +1,16 @@
-"""Context parallel: each rank of a context group has some of the tokens of a micro-batch.
+"""Context parallelism: each rank of a context group has some of a micro-batch's tokens.
 
 The ranks of a group get the same micro-batch. Rank r of c takes tokens r, r + c, r + 2c and so on, and computes embeddings,
-products, norms and the output head only for these. Around attention an all-to-all gives each rank all tokens of some heads, and
-brings them back (Ulysses):
+products, norms and the output head only for these tokens. Around attention, an all-to-all gives each rank all tokens for some
+heads, and a second one reverses this (Ulysses):
 
     [N / c tokens, H heads]  ──▶  [N tokens, H / c heads]  ── attention ──▶  [N / c tokens, H heads]
 
-So attention sees whole rows, with the prefixes that they share, and every rank has the same work. Tokens are dealt out in turn
-because those with a logit to compute are at the ends of rows: a part in one piece would often have all of them, or none.
+So attention sees complete rows, with the prefixes that they share, and every rank has the same work. Tokens are dealt out in turn
+because the tokens that need a logit are at the ends of rows: a contiguous part would often have all of them, or none.
 
-The statistics of the logits go to all ranks of the group, so each computes the whole loss. Each has the gradient of its own tokens,
-and the gradient of the weights is the sum over all ranks, as it is over data ranks.
+The logit statistics go to all ranks of the group, so each computes the full loss. Each rank has the gradient of its own tokens,
+and the weights' gradient is the sum over all ranks, as it is over data ranks.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ from rollcall.model.layer import Attend
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Own:
-    """One rank's tokens and logits of a micro-batch. Every rank has as many tokens and logits as the others; the
-    last may be filled up with zeros."""
+    """One rank's tokens and logits from a micro-batch. All ranks have the same number of tokens and of logits; the last ones may
+    be padding."""
 
     token_ids: Longs  # [n]
     positions: Longs  # [n]
     logit_index: Longs  # [m], among the rank's own tokens
     targets: Longs  # [m]
-    # [M]: where each logit of the micro-batch is among those of all ranks; None where one rank has all.
+    # [M]: index of each of the micro-batch's logits in the concatenation over all ranks; None if there is only one rank.
     places: Longs | None
 
 
@@ -49,7 +49,7 @@ def own_of(batch: MicroBatch, *, rank: int, size: int) -> Own:
     most = int(counts.max())
     order = np.argsort(holder, kind="stable")
     places = np.empty(len(holder), dtype=np.int64)
-    # In order of their holders: the first of each holder is where those of all before it end.
+    # Sorted by holder: each holder's logits begin where those of the previous holders end.
     places[order] = np.arange(len(holder)) + (most * np.arange(size) - (np.cumsum(counts) - counts))[holder[order]]
     mine = holder == rank
     return Own(
@@ -85,7 +85,7 @@ class ContextGroup:
         return own_of(batch, rank=self.rank, size=self.size)
 
     def around(self, attend: Attend, *, count: int) -> Attend:
-        """``attend`` over all ``count`` tokens of the micro-batch, for a rank that has its own tokens only."""
+        """Wrap ``attend``, which needs all ``count`` tokens of the micro-batch, for a rank that has only its own tokens."""
         if self.size == 1:
             return attend
 
@@ -95,7 +95,7 @@ class ContextGroup:
         return run
 
     def join(self, values: Tensor, own: Own) -> Tensor:
-        """[m] of each rank's logits to [M] of the micro-batch's. All ranks compute the same from them, so each has the whole
+        """Join each rank's values [m] into the micro-batch's [M]. All ranks compute the same from them, so each rank has the full
         gradient of its part."""
         if own.places is None:
             return values
@@ -106,7 +106,7 @@ class ContextGroup:
         return everyones.index_select(0, on_device(own.places, values.device))
 
     def _to_heads(self, q: Tensor, k: Tensor, v: Tensor, count: int) -> list[Tensor]:
-        """[n, H, D] of own tokens to [count, H / c, D] of own heads. Ranks that share a key/value head all get it."""
+        """Exchange [n, H, D] for own tokens into [count, H / c, D] for own heads. Ranks that share a key/value head all get it."""
         copies = max(1, self.size // k.shape[1])
         if copies > 1:
             k, v = k.repeat_interleave(copies, dim=1), v.repeat_interleave(copies, dim=1)
@@ -116,13 +116,13 @@ class ContextGroup:
         return [heads.transpose(0, 1).flatten(0, 1)[:count] for heads in got.split(widths, dim=2)]
 
     def _to_tokens(self, attended: Tensor) -> Tensor:
-        """[N, H / c * D] of own heads to [n, H * D] of own tokens."""
+        """Exchange [N, H / c * D] for own heads into [n, H * D] for own tokens."""
         padded = pad_rows(attended, -(-len(attended) // self.size) * self.size)
         got = exchanged(padded.unflatten(0, (-1, self.size)).transpose(0, 1), self._swap, self._swap)
         return got.transpose(0, 1).flatten(1)
 
     def _swap(self, x: Tensor) -> Tensor:
-        """[c, ...]: slice i goes to rank i, and slice i comes from rank i. The way back is the same."""
+        """Send slice i of [c, ...] to rank i, and receive slice i from rank i. The same exchange reverses it."""
         x = x.contiguous()
         out = torch.empty_like(x)
         dist.all_to_all_single(out, x, group=self.group)
@@ -130,8 +130,8 @@ class ContextGroup:
 
 
 def join_context(gang: Gang, *, size: int, tensor: int = 1) -> ContextGroup:
-    """This rank's group among those of a gang; ``size`` neighbours, counted by tensor groups. Makes process groups: every rank
-    of the gang calls this at the same point."""
+    """Return this rank's context group: one rank from each of ``size`` neighbouring tensor groups. This creates process groups, so
+    every rank of the gang must call it at the same point."""
     if size == 1:
         return ContextGroup()
     key = ("context", size, tensor)

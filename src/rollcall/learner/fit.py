@@ -1,12 +1,12 @@
-"""What happens when a micro-batch does not fit in memory.
+"""Handles micro-batches that do not fit in memory.
 
-An allocation that fails costs no gradient: what was computed for the micro-batch is dropped, it is packed again with half the tokens,
-and so are all that follow. The smaller size stays. Only when a single row does not fit does the run end, with the sum of what
-was needed.
+A failed allocation loses no gradient: the results for the micro-batch are dropped, and it is packed again with half the tokens,
+like all later ones. The smaller size stays. The run ends only if a single row does not fit; the error lists the memory that it
+needs.
 
-Where a model or its tokens are divided, all ranks are inside the same forward. A rank that fails cannot run it again: the others wait for it
-in a collective. So it raises ``BatchTooLargeError``. The attempt ends, and the next one begins at the newest checkpoint
-with half the tokens; the journal has the groups.
+If a model or its tokens are divided, all ranks are inside the same forward. A rank that fails cannot run it again, because the others
+wait for it in a collective. So it raises ``BatchTooLargeError``. The attempt ends, and the next one starts from the newest checkpoint
+with half the tokens; the groups are in the journal.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ LossOf = Callable[[MicroBatch], tuple[Tensor, dict[str, Tensor]]]
 def accumulate(
     body: BodyBase, fit: Fit, packing: Packing, loss_of: LossOf, optimizer: Optimizer
 ) -> list[tuple[MicroBatch, dict[str, Tensor]]]:
-    """Backward through every micro-batch; returns each with its metrics."""
+    """Run backward for every micro-batch; return each with its metrics."""
 
     def run(batch: MicroBatch) -> dict[str, Tensor]:
         loss, metrics = loss_of(batch) if batch is not IDLE else (body.nothing(), {})
-        # Not kept in a name: the gradients would be there during the next backward too.
+        # Do not bind the gradients to a name, because they would stay in memory during the next backward.
         optimizer.accumulate(body.gradients(loss))
         return metrics
 
@@ -47,11 +47,11 @@ def accumulate(
 def each_fitting(
     body: BodyBase, fit: Fit, packing: Packing, run: Callable[[MicroBatch], T], *, optimizer: Optimizer | None = None
 ) -> Iterator[tuple[MicroBatch, T]]:
-    """Yield each micro-batch with the result of ``run``. Those that do not fit are made smaller, unless other ranks run the same one.
-    The next is packed while a card still computes the last."""
+    """Yield each micro-batch with the result of ``run``. If a micro-batch does not fit, use smaller ones, unless other ranks run the
+    same one. The next micro-batch is packed while a GPU still computes the last."""
     rows, done = range(len(packing.samples)), set[int]()
     waiting = packing.batches(rows, fit.tokens * body.context.size)
-    if body.in_parts:  # every rank runs the same number
+    if body.in_parts:  # every rank must run the same number of micro-batches
         own = list(waiting)
         waiting = iter([*own, *[IDLE] * (max(body.gang.gather(len(own))) - len(own))])
     while (batch := next(waiting, None)) is not None:
@@ -68,7 +68,7 @@ def each_fitting(
                 done.update(batch.sample_index.tolist())
                 yield batch, result
             continue
-        # Outside the handler: the error holds the frames, and these the tensors.
+        # Release memory outside the handler, because the error keeps the frames alive, and these keep the tensors.
         release(body.device)
         if not fit.shrink(batch, why=why, units=packing.units(batch), furthest=_furthest(body, optimizer)):
             raise MemoryShortError(row_sentence(body, fit, batch, why=why, optimizer=optimizer))
@@ -78,7 +78,7 @@ def each_fitting(
 def too_large(
     body: BodyBase, fit: Fit, batch: MicroBatch, packing: Packing, error: Exception, *, optimizer: Optimizer | None
 ) -> Exception:
-    """The error to raise where all ranks run the micro-batch together."""
+    """Return the error to raise if all ranks run the micro-batch together."""
     why, before = in_one_line(error), min(fit.tokens, -(-batch.num_tokens // body.context.size))
     if packing.units(batch) <= 1:
         return MemoryShortError(row_sentence(body, fit, batch, why=why, optimizer=optimizer))
@@ -91,14 +91,14 @@ def too_large(
 
 
 def release(device: torch.device) -> None:
-    """Give the memory of what failed back to the card."""
+    """Return the memory of what failed to the GPU."""
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()
 
 
 def sizes_of(shapes: Mapping[str, torch.Size], *, head_dim: int) -> DecoderSizes:
-    """The sizes of the decoder whose weights have these shapes."""
+    """Return the sizes of the decoder whose weights have these shapes."""
     (vocab, hidden), (_, queries) = shapes["embed"], shapes["layers.0.out"]
     return DecoderSizes(
         hidden=hidden,
@@ -112,7 +112,7 @@ def sizes_of(shapes: Mapping[str, torch.Size], *, head_dim: int) -> DecoderSizes
 
 
 def passes_of(body: BodyBase, fit: Fit, *, recompute: Recompute | None = None) -> Passes:
-    """The memory arithmetic of this body's passes, as ``rollcall plan`` does it."""
+    """Return the memory estimate for this body's passes, as in ``rollcall plan``."""
     trained = sum(tensor.numel() for tensor in body.named.values())
     return Passes(
         sizes=sizes_of(body.whole_shapes, head_dim=body.head_dim),
@@ -128,7 +128,7 @@ def passes_of(body: BodyBase, fit: Fit, *, recompute: Recompute | None = None) -
 
 
 def row_sentence(body: BodyBase, fit: Fit, batch: MicroBatch, *, why: str, optimizer: Optimizer | None) -> str:
-    """The error when a single row, or one attempt whose rows stay together, does not fit."""
+    """Return the error message for a single row, or an attempt whose rows stay together, that does not fit."""
     rows = "a row" if batch.num_rows == 1 else f"{counted(batch.num_rows, 'row')} that stay together, in all"
     parts = _needs(body, optimizer)
     parts["activations of this row"] = passes_of(body, fit).peak(-(-batch.num_tokens // body.context.size))
@@ -149,7 +149,7 @@ def row_sentence(body: BodyBase, fit: Fit, batch: MicroBatch, *, why: str, optim
 
 
 def step_sentence(body: BodyBase, fit: Fit, optimizer: Optimizer, why: str) -> str:
-    """The error when the weights cannot be updated, whatever the micro-batches."""
+    """Return the error message for when there is no memory to update the weights, whatever the micro-batch size."""
     return (
         f"{fit.name}: there is no memory left to update the weights ({why}). The update needs {_listed(_needs(body, optimizer))}"
         f"{_card(body.device)}. Lower rollout.kv_memory_fraction, set {fit.name}.master_weights=false, or divide the model with {fit.name}.sharding=fsdp over more "
@@ -158,7 +158,7 @@ def step_sentence(body: BodyBase, fit: Fit, optimizer: Optimizer, why: str) -> s
 
 
 def _furthest(body: BodyBase, optimizer: Optimizer | None) -> Recompute:
-    """The least that layers can keep: without a backward they keep nothing anyway, and on a CPU everything is in host memory."""
+    """Return the setting that keeps the least in memory. Without a backward, layers keep nothing; on a CPU, all memory is host memory."""
     if optimizer is None:
         return Recompute.NO
     return Recompute.ON_HOST if body.device.type == "cuda" else Recompute.YES

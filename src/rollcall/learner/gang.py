@@ -1,9 +1,9 @@
 """The processes that train one model together.
 
-Each holds the whole model, or a part of it (``sharded.py``), and works on its own rows. Gradients are added up over all
+Each process has the full model, or a part of it (``sharded.py``), and works on its own rows. Gradients are summed over all
 members before the optimizer steps, so all take the same step. A single learner is a gang of one. Every member must make the
-same calls in the same order. Members meet at a store that only they can enter, and prove who they are to each other in
-every group before it is used (``nodes/meeting.py``).
+same calls in the same order. Members meet at a store that only they can enter. In every group, they prove their identity to
+each other before the group is used (``nodes/meeting.py``).
 """
 
 from __future__ import annotations
@@ -28,23 +28,23 @@ from rollcall.plan.mesh import ModelSplit
 
 BUCKET_BYTES = 64 << 20  # gradients go over the network in pieces of about this size
 JOIN_S = 300.0
-# A debugger may hold a member this long. A member that is dead ends the others' calls at once; one that is silent or stuck is
-# noticed by the watch over the workers, which ends it.
+# A debugger may stop a member for this long. If a member dies, the others' calls end at once; the worker supervision notices a
+# silent or stuck member and kills it.
 COLLECTIVE_S = 24 * 3600.0
-LONGEST_BYTES = 1 << 30  # of one member at once: log-probs of 256 million tokens
+LONGEST_BYTES = 1 << 30  # from one member at once: log-probs for 256 million tokens
 
 
 class Gang:
-    # Of several members:
+    # Only set with several members:
     _secret: str
     _server: MeetingServer | None
     _store: MeetingStore
-    _small: Any  # ProcessGroup for small values
+    _small: Any  # the ProcessGroup for small values
 
     def __init__(self, *, rank: int, size: int) -> None:
         self.rank, self.size = rank, size
         self.nodes: Sequence[str] = ("",)  # where each member runs
-        self.meshes: dict[Any, Any] = {}  # groups of members, made once for each way to divide a model
+        self.meshes: dict[Any, Any] = {}  # groups of members, created once for each way to divide a model
 
     @classmethod
     def alone(cls) -> Gang:
@@ -61,13 +61,13 @@ class Gang:
         listener: socket.socket | None = None,
         interface: str | None = None,
     ) -> Gang:
-        """Meet the others where rank 0 listens, by its deadline. ``interface`` is the one that torch listens on too."""
+        """Meet the others where rank 0 listens, before the deadline. torch also listens on ``interface``."""
         gang = cls(rank=rank, size=size)
         if size == 1:
             return gang
-        if interface is not None:  # torch makes its own groups, and reads it only from here
+        if interface is not None:  # torch creates its own groups, and reads the interface only from here
             os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
-            os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={interface}")  # =: this name, not all that begin so
+            os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={interface}")  # "=" means exactly this name, not a prefix
         gang._secret = place.secret
         gang._server = MeetingServer(listener, secret=place.secret) if listener is not None else None
         gang._store = MeetingStore(place, timeout_s=JOIN_S)
@@ -86,13 +86,13 @@ class Gang:
         return gang
 
     def greet(self, group: Any, name: str) -> None:
-        """Have the members of a new group prove who they are to each other; the name is new each time."""
+        """Have the members of a new group prove their identity to each other; each name must be new."""
         if self.size == 1:
             return
         if dist.get_backend(group) == "gloo":
             members = dist.get_process_group_ranks(group)
             greet(group, self._store, name=name, rank=self.rank, members=members, secret=self._secret)
-        # torch has no public call for it (2.13). Groups that torch makes by itself have its own default.
+        # torch (2.13) has no public call for this. Groups that torch creates by itself have its own default.
         dist.distributed_c10d._set_pg_timeout(timedelta(seconds=COLLECTIVE_S), group)
 
     def close(self) -> None:
@@ -103,29 +103,29 @@ class Gang:
                 self._server.close()
 
     def sum_over(self, tensor: Tensor) -> None:
-        """Replace a tensor by its sum over the gang."""
+        """Replace a tensor with its sum over the gang."""
         if self.size > 1:
             dist.all_reduce(tensor)
 
     def gather_bytes(self, data: bytes) -> list[bytes]:
-        """The bytes of each member, by rank."""
+        """Gather each member's bytes, by rank."""
         return _gather_bytes(data, group=self._small, size=self.size) if self.size > 1 else [data]
 
     def gather(self, value: Any) -> list[Any]:
-        """A small value of each member, by rank, as JSON. Never a pickle: reading one runs code."""
+        """Gather a small value from each member, by rank, as JSON. Never use pickle here: reading a pickle runs code."""
         return [json.loads(data) for data in self.gather_bytes(json.dumps(value).encode())]
 
     def names_of_all(self, names: list[str]) -> list[str]:
-        """The names that any member has: the same list for all, so that all continue or none."""
+        """Return the names that any member has. All members get the same list, so either all continue or none does."""
         return list(dict.fromkeys(name for own in self.gather(names) for name in own))
 
     def gather_floats(self, values: Floats) -> list[Floats]:
-        """Float32 numbers of each member, by rank; members may have different numbers of them."""
+        """Gather each member's float32 values, by rank; their lengths may differ."""
         own = np.ascontiguousarray(values, dtype="<f4").tobytes()
         return [np.frombuffer(data, dtype="<f4").astype(np.float32) for data in self.gather_bytes(own)]
 
     def sum_all(self, tensors: Sequence[Tensor]) -> None:
-        """Replace each tensor by its sum over the gang."""
+        """Replace each tensor with its sum over the gang."""
         if self.size == 1:
             return
         bucket: list[Tensor] = []
@@ -150,7 +150,7 @@ class Gang:
 
 
 def _gather_bytes(data: bytes, *, group: Any, size: int) -> list[bytes]:
-    """Gather tensors that are all as long as the longest."""
+    """Gather bytes from all ranks, padded to the longest."""
     lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(size)]
     dist.all_gather(lengths, torch.tensor([len(data)]), group=group)
     counts = [int(length) for length in lengths]
@@ -167,16 +167,16 @@ def _gather_bytes(data: bytes, *, group: Any, size: int) -> list[bytes]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Meshes:
-    """torch's view of a split. Weights that tensor parallel does not cut are sharded over its ranks too."""
+    """torch's view of a split. Weights that tensor parallelism does not cut are also sharded over the tensor ranks."""
 
     data: Any  # DeviceMesh [shard], or [replicate, shard]
     tensor: Any  # DeviceMesh [tensor]
     every: Any  # DeviceMesh [every], which is shard x tensor, or [replicate, every]
-    kv_group: Any  # of the neighbours in a tensor group that have the same key/value head, if any do
+    kv_group: Any  # neighbours in a tensor group that have the same key/value head, if there are any
 
 
 def make_meshes(gang: Gang, split: ModelSplit, *, device_type: str, kv_copies: int) -> Meshes:
-    """torch's groups for a model that a gang divides. Every rank of the gang calls this at the same point."""
+    """Create torch's groups for a model that a gang divides. Every rank of the gang must call this at the same point."""
     from torch.distributed.device_mesh import init_device_mesh
 
     if split.num_lanes * split.tensor == 1 and not dist.is_initialized():
@@ -207,8 +207,8 @@ def make_meshes(gang: Gang, split: ModelSplit, *, device_type: str, kv_copies: i
 
 
 def share(costs: Sequence[int], *, keys: Sequence[int], attempts: Sequence[int], rank: int, size: int) -> list[int]:
-    """The part of the items that ``rank`` of ``size`` gets, about equal in cost. Items with equal keys stay together if
-    there are enough keys for all members; items of one attempt always.
+    """Return the items for ``rank`` of ``size``; all ranks get about equal cost. Items with equal keys stay together if there are
+    enough keys for all members; items of one attempt always stay together.
 
     >>> share([5, 1, 1, 3], keys=[0, 1, 2, 3], attempts=[0, 1, 2, 3], rank=1, size=2)
     [1, 2, 3]
@@ -222,7 +222,7 @@ def share(costs: Sequence[int], *, keys: Sequence[int], attempts: Sequence[int],
 
 
 def units_of(keys: Sequence[int]) -> list[list[int]]:
-    """The places of equal keys, in the order of their first.
+    """Group the indices of equal keys, in the order of first appearance.
 
     >>> units_of([7, 8, 7])
     [[0, 2], [1]]
@@ -234,7 +234,7 @@ def units_of(keys: Sequence[int]) -> list[list[int]]:
 
 
 def balance(parts: Sequence[list[int]], costs: Sequence[int], *, size: int) -> list[list[int]]:
-    """Divide parts over ``size`` members: the costliest first, each to the member with the least. Items of a member are in order.
+    """Divide parts over ``size`` members: costliest part first, each to the member with the least cost; a member's items are sorted.
 
     >>> balance([[0, 1], [2], [3], [4, 5]], [9, 4, 6, 3], size=2)
     [[0, 1, 4, 5], [2, 3]]

@@ -1,8 +1,8 @@
-"""AdamW with its two moments in bfloat16: a third less to hold per weight with float32 masters.
+"""AdamW with its two moments in bfloat16: this saves a third of the memory per weight with float32 masters.
 
-Everything is computed in float32. Only what is kept is rounded, up or down by chance so that the mean is right: the second moment
-changes by a thousandth per step, less than bfloat16 can show, and would not move if it were rounded to the nearest. The chance is
-drawn from the number of the update, so a resumed run draws the same.
+Everything is computed in float32. Only the stored state is rounded, randomly up or down so that the mean is right: the second moment
+changes by a thousandth per step, less than bfloat16 can represent, and would never change if it were rounded to nearest. The random
+numbers depend on the number of the update, so a resumed run draws the same ones.
 
 AdamW: Loshchilov & Hutter 2019, https://arxiv.org/abs/1711.05101. Stochastic rounding: Zamirai et al. 2020,
 https://arxiv.org/abs/2010.06192.
@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-AT_ONCE = 1 << 24  # numbers that are in float32 at the same time
+AT_ONCE = 1 << 24  # elements that are in float32 at the same time
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
@@ -57,7 +57,7 @@ class HalfStateAdamW(torch.optim.Optimizer):
             _step(own, grad, first, second, group=group, step=step, chance=chance)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """torch gives the moments the weights' precision; from float32 state they become bfloat16 here."""
+        """Convert the moments to bfloat16 again, because torch converts them to the weights' precision."""
         super().load_state_dict(state_dict)
         for entry in self.state.values():
             for name in MOMENTS:
@@ -84,7 +84,7 @@ def _step(
 
 
 def by_chance(x: Tensor, chance: torch.Generator) -> Tensor:
-    """Float32 numbers that bfloat16 holds exactly: the one below or above, with the probabilities that keep the mean.
+    """Round float32 numbers to bfloat16 values (still as float32), up or down with the probabilities that keep the mean.
 
     >>> by_chance(torch.tensor([1.0, -3.0]), torch.Generator().manual_seed(0))
     tensor([ 1., -3.])

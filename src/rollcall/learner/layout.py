@@ -1,12 +1,12 @@
-"""How one weight of a model is divided over the ranks of a gang, and which blocks of the model's tensors a rank holds.
+"""How a weight is divided over the ranks of a gang, and which blocks of the model's tensors a rank has.
 
-A rank's own part of a fused weight (q/k/v, gate/up) is rows of several tensors of the model. ``blocks`` says where each run of
-these rows lies in the tensor that transformers knows, so that a checkpoint holds that model's names and any other gang can
-read it. What several ranks hold (copies of the state, weights that tensor parallel does not cut, shared key/value heads) is
-one rank's own.
+A rank's part of a fused weight (q/k/v, gate/up) contains rows from several model tensors. ``blocks`` says where each run of
+these rows belongs in the tensors that transformers knows, so that checkpoints use transformers' names and any other gang can
+read them. If several ranks have the same data (copies of the state, weights that tensor parallelism does not cut, shared
+key/value heads), one of them owns it.
 
-A rank reads its part from where the model is stored: only its own blocks, one piece at a time. So the host memory that reading takes
-is that of a piece, whatever the size of the model and the number of processes.
+A rank reads its part directly from the model files: only its own blocks, one piece at a time. So reading takes the host memory of
+one piece, whatever the size of the model and the number of processes.
 """
 
 from __future__ import annotations
@@ -27,44 +27,44 @@ WHOLE = ModelSplit(replicate=1, shard=1, tensor=1, rank=0)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Block:
-    """A block of one tensor of the model, and the rows of a rank's part that hold it."""
+    """A block of one model tensor, and the rows of a rank's part that contain it."""
 
-    name: str  # of the tensor, as transformers knows it
+    name: str  # the tensor's name in transformers
     start: tuple[int, ...]  # where the block begins in the tensor
-    shape: tuple[int, ...]  # of the block
-    whole: tuple[int, ...]  # of the tensor
-    row: int  # the first of the rank's rows
+    shape: tuple[int, ...]  # the block's shape
+    whole: tuple[int, ...]  # the full tensor's shape
+    row: int  # the block's first row in the rank's part
 
     def of(self, part: Tensor) -> Tensor:
-        """The block's rows of a rank's part: a view."""
+        """Return the block's rows of a rank's part, as a view."""
         return part[self.row : self.row + self.shape[0]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightSplit:
-    """One weight, as one rank of a gang holds it."""
+    """How one weight is divided, from the view of one rank of a gang."""
 
-    name: str  # of Decoder.named_tensors, or a critic's head
-    shape: torch.Size  # of the whole weight
-    rows: tuple[int, ...]  # of each tensor that the weight is fused from
+    name: str  # a name in Decoder.named_tensors, or a critic's head
+    shape: torch.Size  # the full weight's shape
+    rows: tuple[int, ...]  # rows of each tensor that the weight is fused from
     split: ModelSplit = WHOLE
-    dim: int | None = None  # the dimension that tensor parallel cuts; None: all ranks of the tensor group have the same
-    order: Tensor | None = None  # rows of the whole weight in the order they are cut
-    is_root: bool = False  # sharded over the ranks of the tensor groups too
+    dim: int | None = None  # the dimension that tensor parallelism cuts; None if all tensor ranks have the same
+    order: Tensor | None = None  # the full weight's rows in the order in which they are cut
+    is_root: bool = False  # whether it is also sharded over the ranks of the tensor groups
 
     @property
     def num_shards(self) -> int:
         return self.split.shard * (self.split.tensor if self.is_root else 1)
 
     def cut(self, whole: Tensor) -> Tensor:
-        """This rank's part of a whole tensor."""
+        """Return this rank's part of a full tensor."""
         part = self.tensor_part(whole)
         rank = self.split.rank % self.num_shards if self.is_root else self.split.shard_rank
         rows = -(-len(part) // self.num_shards)
         return part[rank * rows : (rank + 1) * rows]
 
     def tensor_part(self, whole: Tensor) -> Tensor:
-        """The part that the ranks with this place in their tensor group have together."""
+        """Return the part that all ranks with this rank's place in their tensor groups have together."""
         if self.order is not None:
             whole = whole.index_select(0, self.order.to(whole.device))
         if self.dim is None or self.split.tensor == 1:
@@ -72,8 +72,8 @@ class WeightSplit:
         return whole.chunk(self.split.tensor, dim=self.dim)[self.split.tensor_rank]
 
     def blocks(self, *, own: bool = False) -> Iterator[Block]:
-        """All blocks of this rank's part, in the order of its rows; ``own``: without those that another rank writes."""
-        # The whole row that each row of the part is; a second dimension, because that may be cut.
+        """Yield all blocks of this rank's part, in row order; with ``own``, without the blocks that another rank writes."""
+        # Maps each row of the part to its row in the full weight. It has a second dimension because that may be cut.
         index = torch.arange(self.shape[0])[:, None].expand(-1, self.split.tensor if self.dim == 1 else 1)
         rows = self.cut(index)[:, 0].numpy()
         keep = self._is_own(rows) if own else np.ones(len(rows), dtype=bool)
@@ -96,7 +96,7 @@ class WeightSplit:
         return Block(name=name, start=(row, *start), shape=(count, *rest), whole=(of, *self.shape[1:]), row=at)
 
     def _is_own(self, rows: np.ndarray) -> np.ndarray:
-        """Which of these rows of the whole weight this rank writes: the first of the ranks that have the same row does."""
+        """Return which of these rows this rank writes: the first rank that has a row writes it."""
         split = self.split
         if split.lane >= split.shard or (self.dim is None and not self.is_root and split.tensor_rank):
             return np.zeros(len(rows), dtype=bool)
@@ -109,7 +109,7 @@ class WeightSplit:
 
 
 def module_shapes(layouts: Iterable[WeightSplit]) -> dict[str, torch.Size]:
-    """The whole tensors that these weights are fused from, by the names of transformers, in order."""
+    """Return the shapes of the full tensors that these weights are fused from, by their names in transformers, in order."""
     return {
         module: torch.Size((rows, *layout.shape[1:]))
         for layout in layouts
@@ -118,7 +118,7 @@ def module_shapes(layouts: Iterable[WeightSplit]) -> dict[str, torch.Size]:
 
 
 def fused_rows(name: str, num_rows: int, *, heads: int, kv_heads: int) -> tuple[int, ...]:
-    """The rows of each tensor that a weight of the decoder is fused from.
+    """Return the number of rows of each tensor that a decoder weight is fused from.
 
     >>> fused_rows("layers.0.qkv", 64, heads=4, kv_heads=2)
     (32, 16, 16)
@@ -134,8 +134,8 @@ def fused_rows(name: str, num_rows: int, *, heads: int, kv_heads: int) -> tuple[
 def read_part(
     into: Tensor, layout: WeightSplit, stored: Stored, *, prefix: str = "", rounded_to: torch.dtype | None = None
 ) -> None:
-    """Fill ``into``, which is what this rank holds of the weight or a tensor of the same shape, on any device. ``rounded_to``: the
-    precision that the values go through on their way."""
+    """Read this rank's part of a weight into ``into``, which has the shape of that part and may be on any device. With ``rounded_to``,
+    round the values to that dtype first."""
     for block in layout.blocks():
         part = block.of(into)
         for row, piece in stored.runs(f"{prefix}{block.name}", start=block.start, shape=block.shape):

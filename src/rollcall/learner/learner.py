@@ -1,7 +1,7 @@
-"""The learner: samples in, a changed policy out.
+"""The learner: samples in, an updated policy out.
 
-``update`` packs the samples, sums gradients over micro-batches and steps the optimizer; ``score`` is the same forward
-without gradients. The loss is a weighted sum over tokens whose weights are fixed before packing, so neither packing
+``update`` packs the samples, sums gradients over micro-batches and steps the optimizer; ``score`` runs the same forward
+without gradients. The loss is a weighted sum over tokens. The weights are fixed before packing, so neither packing
 nor accumulation changes the gradient.
 """
 
@@ -42,7 +42,7 @@ Body: TypeAlias = "Whole | Sharded"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenScores:
-    """Per response token, [T]; zero where the mask is false."""
+    """Scores per response token, [T]; zero where the mask is false."""
 
     logprobs: Floats
     entropy: Floats
@@ -52,8 +52,8 @@ class TokenScores:
 class Learner:
     """The policy and its optimizer.
 
-    In a gang of several, every member gets all samples and takes its share of them. If the model is in parts
-    (``section.sharding``, ``section.tensor_parallel_size``), all members must make every call together, ``score`` too.
+    In a gang with several members, every member gets all samples and takes its share. If the model is divided
+    (``section.sharding``, ``section.tensor_parallel_size``), all members must make every call together, including ``score``.
     """
 
     def __init__(
@@ -71,9 +71,9 @@ class Learner:
         unread: Stored | None = None,
         adapter: Adapter | None = None,
     ):
-        """If each rank takes only a part of it, ``model`` may be on another device than ``device``. It then does not change,
-        unless ``mirror`` asks that it follows the trained weights. ``unread``: where the weights of a model on the meta device
-        are. With an ``adapter`` only that is trained, and it is what follows."""
+        """If each rank takes only a part of ``model``, it may be on a different device than ``device``. It then does not change,
+        unless ``mirror`` makes it follow the trained weights. ``unread`` is where to read the weights of a model on the meta device.
+        With an ``adapter``, only the adapter is trained, and only the adapter is mirrored."""
         self.adapter = adapter
         self.model = model
         self.gang = gang or Gang.alone()
@@ -94,17 +94,17 @@ class Learner:
 
     @cached_property
     def base_identities(self) -> dict[str, str]:
-        """Identities by type of the weights that the adapter is added to, which no update changes; empty if there is no adapter, or if they have none."""
+        """Identities, by type, of the weights that the adapter is added to, which never change. Empty without an adapter or identities."""
         if self.adapter is None or is_adapter(self.adapter.base):
             return {}
         return base_identities(self.body.base_tensors(), dtype=self.body.dtype)
 
     def score(self, samples: Sequence[Sample]) -> list[TokenScores]:
-        """The policy's own statistics of the samples' tokens, at the sampling temperature."""
+        """Compute the policy's own statistics for the samples' tokens, at the sampling temperature."""
         return score_samples(self.body, samples, self.section, temperature=self.temperature)
 
     def update(self, samples: Sequence[Sample]) -> dict[str, float]:
-        """All updates of one step (epochs x minibatches); the metrics are means over them."""
+        """Make all updates of one step (epochs x minibatches); the metrics are means over the updates."""
         rows: list[dict[str, float]] = []
         if self.rescores and samples[0].old_logprobs is None:
             scores = self.score(samples)
@@ -114,7 +114,7 @@ class Learner:
                 rows.append(self._update_once(part))
         self.refresh()
         metrics = {name: float(np.mean([row[name] for row in rows if name in row])) for name in rows[0]}
-        for name in ("mismatch", "mismatch_max"):  # only the first pass sees the policy that was sampled from
+        for name in ("mismatch", "mismatch_max"):  # only the first update sees the policy that was sampled from
             metrics[name] = rows[0][name]
         metrics["lr"] = rows[-1]["lr"]
         return metrics
@@ -128,13 +128,13 @@ class Learner:
 
     @contextmanager
     def _drawing(self) -> Iterator[None]:
-        """Make the draws of dropout in an update a function of the run's seed, the update and the tokens' rank."""
+        """Make dropout in an update depend only on the run's seed, the update and the rank that has the tokens."""
         if self.adapter is None or not self.adapter.section.dropout:
             yield
             return
         device = self.body.device
         with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-            # The ranks of a tensor group compute with the same tokens, and draw the same.
+            # The ranks of a tensor group compute with the same tokens, so they must draw the same numbers.
             numbers = (self.adapter.seed, self.optimizer.num_updates, self.body.place[0], self.body.context.rank)
             torch.manual_seed(int(np.random.SeedSequence(numbers).generate_state(1, np.uint64)[0]))
             yield
@@ -160,14 +160,14 @@ class Learner:
         return {**metrics, "loss": loss, "mismatch": mismatch / num_tokens, "mismatch_max": largest, **stepped}
 
     def _rows_with_gradient(self, samples: Sequence[Sample]) -> list[int]:
-        """Rows that can change the weights. Without KL or entropy in the loss, a row of zero advantages cannot. The loss
-        weights already count it, so leaving it out is exact and saves its share of the work."""
+        """Return the rows that can change the weights. Without KL or entropy in the loss, a row with zero advantages cannot. The loss
+        weights already count such a row, so leaving it out is exact and saves work."""
         regularised = self.algorithm.entropy_coef > 0 or (self.algorithm.kl_coef > 0 and self.algorithm.kl_in == "loss")
         with_loss = [row for row, sample in enumerate(samples) if sample.mask.any()]
         if regularised:
             return with_loss
         learns = {row for row in with_loss if samples[row].advantages.any()}
-        if self.algorithm.name == "gspo":  # the ratio of an attempt is that of all its rows
+        if self.algorithm.name == "gspo":  # an attempt has one ratio over all its rows
             attempts = attempts_of(samples)
             learning = {attempts[row] for row in learns}
             learns = {row for row in with_loss if attempts[row] in learning}
@@ -202,7 +202,7 @@ class Learner:
 
 
 class Critic:
-    """PPO's value function: a policy-shaped body with a one-number head, and its own optimizer."""
+    """PPO's value function: a body like the policy's with a scalar head, and its own optimizer."""
 
     def __init__(
         self,
@@ -216,7 +216,7 @@ class Critic:
         unread: Stored | None = None,
     ):
         self.gang = gang or Gang.alone()
-        # All values of a new critic are 0.
+        # A new critic's values are all 0.
         heads = {"head": torch.zeros(1, model.config.hidden_size), "head_bias": torch.zeros(1)}
         self.section = section
         self.algorithm = algorithm
@@ -226,7 +226,7 @@ class Critic:
 
     @torch.no_grad()
     def values(self, samples: Sequence[Sample]) -> list[Floats]:
-        """The value before each response token, [T] per sample."""
+        """Compute the value before each response token, [T] per sample."""
         (values,) = over_samples(
             self.body, samples, self.section, lambda batch: (self.body.values(batch),), num_outputs=1
         )
@@ -257,7 +257,7 @@ class Critic:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reference:
-    """The frozen policy, asked for the log-probs of samples. ``plain``: it is the weights of ``body`` without the adapter."""
+    """The frozen policy, which computes log-probs of samples. With ``plain``, it is ``body`` without the adapter."""
 
     body: Body
     section: OptimizerSection
@@ -280,8 +280,8 @@ def make_body(
     unread: Stored | None = None,
     adapter: Adapter | None = None,
 ) -> Body:
-    """The model's weights as this rank of the gang has them: all, or a part. ``unread``: where those of a model on the meta device
-    are. With an ``adapter`` only that is trained."""
+    """Create this rank's body: all of the model's weights, or a part. ``unread`` is where to read the weights of a model on the meta
+    device. With an ``adapter``, only the adapter is trained."""
     split = split_of(section, rank=gang.rank, nodes=gang.nodes, name=name)
     optimizer_class(section, name=name, in_parts=split is not None)
     decoder = Decoder.of(model)
@@ -310,13 +310,13 @@ def make_body(
 
 
 def whole_body(model: Any, *, gang: Gang | None = None, context: int = 1, adapter: Adapter | None = None) -> Body:
-    """A whole model in this process, for scoring only. In a ``gang``, ``context`` neighbours divide the tokens of their rows."""
+    """Return a full model in this process, for scoring only. In a ``gang``, ``context`` neighbours divide the tokens of their rows."""
     mine = gang if gang is not None and context > 1 else Gang.alone()
     return Whole(Decoder.of(model), gang=mine, context=context, adapter=adapter)
 
 
 def share_rows(samples: Sequence[Sample], rows: Sequence[int], body: Body) -> list[int]:
-    """The rows that this member of the gang works on: an equal share of the tokens."""
+    """Return the rows for this member of the gang: an equal share of the tokens."""
     costs = [len(samples[row].prompt_ids) + len(samples[row].response_ids) for row in rows]
     rank, size = body.place
     keys, attempts = [samples[row].draw for row in rows], attempts_of([samples[row] for row in rows]).tolist()
@@ -326,18 +326,18 @@ def share_rows(samples: Sequence[Sample], rows: Sequence[int], body: Body) -> li
 def step_on(
     model: Learner | Critic, samples: Sequence[Sample], *, rows: Sequence[int], weights: Floats
 ) -> tuple[dict[str, float], dict[str, float]]:
-    """Backward through the gang's micro-batches of these rows, and one step of the optimizer. Returns the metrics of both; those of the
-    micro-batches are sums over them (``*_max``: the largest)."""
+    """Run backward for the gang's micro-batches of these rows, then one optimizer step. Return the metrics of both. Metrics of the
+    micro-batches are summed (``*_max``: the largest)."""
     body, optimizer = model.body, model.optimizer
     mine = share_rows(samples, rows, body)
     packing = Packing(
         samples=[samples[row] for row in mine],
         weights=weights[mine],
         max_rows=model.section.train_micro_batch_size,
-        whole_attempts=model.algorithm.name == "gspo",  # its ratio is a mean over them
+        whole_attempts=model.algorithm.name == "gspo",  # its ratio is a mean over the full attempt
     )
     own = accumulate(body, model.fit, packing, model._loss, optimizer)
-    # Read here, not while others still compute.
+    # Read the values only now, not while the device still computes other micro-batches.
     metrics = [
         {name: float(value) for name, value in row.items()} | {"packed": float(batch.num_tokens)} for batch, row in own
     ]
@@ -365,7 +365,7 @@ def step_on(
 def score_samples(
     body: Body, samples: Sequence[Sample], section: OptimizerSection, *, temperature: float, plain: bool = False
 ) -> list[TokenScores]:
-    """A model's statistics of the samples' tokens; also how the frozen reference is asked."""
+    """Compute a model's statistics for the samples' tokens; the frozen reference uses this too."""
     run = partial(body.stats, temperature=temperature, plain=plain)
     rows = zip(*over_samples(body, samples, section, run, num_outputs=3), strict=True)
     return [TokenScores(logprobs=one, entropy=two, certainty=three) for one, two, three in rows]
@@ -379,8 +379,8 @@ def over_samples(
     *,
     num_outputs: int,
 ) -> list[list[Floats]]:
-    """The outputs of ``run`` for each loss token, as [T] per sample. If the members of a gang run every forward
-    together, each runs its share of the samples, and all get all results."""
+    """Compute the outputs of ``run`` for each loss token, as [T] per sample. If the members of a gang run every forward
+    together, each runs its share of the samples, and all members get all results."""
     mine = share_rows(samples, range(len(samples)), body) if body.together else list(range(len(samples)))
     own = [samples[index] for index in mine]
     out = [[np.zeros(len(sample.response_ids), dtype=np.float32) for sample in own] for _ in range(num_outputs)]
@@ -391,7 +391,7 @@ def over_samples(
             scatter(values, batch, own, rows)
     if not body.together:
         return out
-    # Rank by rank: which samples, and the numbers of all of them, output by output.
+    # Gather from each rank the indices of its samples, and all their numbers, output by output.
     counts = body.counts
     shares = body.gang.gather(mine if counts else [])
     flat = np.concatenate([np.zeros(0, dtype=np.float32), *(row for rows in out for row in rows)])
@@ -406,14 +406,14 @@ def over_samples(
 
 
 def scatter(values: Tensor, batch: MicroBatch, samples: Sequence[Sample], out: list[Floats]) -> None:
-    """Per-loss-token values back to the rows they came from."""
+    """Write values per loss token back to the rows that they came from."""
     flat = values.float().cpu().numpy()
     for row, index in enumerate(batch.sample_index):
         out[index][samples[index].mask] = flat[batch.row == row]
 
 
 def split_by_draw(samples: Sequence[Sample], parts: int) -> Iterator[Sequence[Sample]]:
-    """Consecutive parts with the same number of prompts. A group is never split; a part with nothing to learn is left out."""
+    """Yield consecutive parts with the same number of prompts. A group is never split; a part without loss tokens is left out."""
     draws = list(dict.fromkeys(sample.draw for sample in samples))
     size = -(-len(draws) // parts)
     some = any(sample.mask.any() for sample in samples)

@@ -1,7 +1,7 @@
-"""Log-probs of chosen tokens straight from hidden states, a chunk of rows at a time.
+"""Log-probs of chosen tokens, computed directly from hidden states, a chunk of rows at a time.
 
-The forward keeps three numbers per row, and the backward makes each chunk's logits again, so the full [tokens, vocabulary]
-matrix never exists. Where a card has room for it, the forward keeps it and saves a product; the numbers are the same.
+The forward keeps a few numbers per row, and the backward recomputes each chunk's logits, so the full [tokens, vocabulary]
+matrix never exists. If a GPU has room for the logits, the forward keeps them and saves a product; the results are the same.
 Entropy and self-certainty come from the same pass.
 """
 
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from rollcall.model.decoder import wide_product
 
-CHUNK_ELEMENTS = {"cpu": 1 << 24, "cuda": 1 << 29}  # logits held at once
+CHUNK_ELEMENTS = {"cpu": 1 << 24, "cuda": 1 << 29}  # logits in memory at once
 
 
 class TokenStats(NamedTuple):
@@ -26,7 +26,7 @@ class TokenStats(NamedTuple):
 
 
 def token_stats(hidden: Tensor, weight: Tensor, targets: Tensor, *, temperature: float) -> TokenStats:
-    """Statistics of softmax(hidden @ weight.T / temperature) at the targets."""
+    """Compute statistics of softmax(hidden @ weight.T / temperature) at the targets."""
     return TokenStats(*_TokenStats.apply(hidden, weight, targets, 1.0 / temperature))  # type: ignore[misc]
 
 
@@ -73,7 +73,7 @@ class _TokenStats(torch.autograd.Function):
                 scale=ctx.scale,
                 dtype=hidden.dtype,
             )
-            del logits  # the largest tensors here: only one chunk of each is alive at a time
+            del logits  # these are the largest tensors here: keep only one chunk alive at a time
             torch.mm(grad, weight, out=grad_hidden[part])
             if grad_weight is not None:
                 _accumulate(grad_weight, grad, hidden[part])
@@ -86,7 +86,7 @@ _may_keep = True
 
 @contextmanager
 def not_kept() -> Iterator[None]:
-    """While the block runs no logits are kept: for measuring what is needed at least."""
+    """Keep no logits while the block runs, to measure the least memory that is needed."""
     global _may_keep
     before, _may_keep = _may_keep, False
     try:
@@ -96,7 +96,7 @@ def not_kept() -> Iterator[None]:
 
 
 def _has_room(rows: int, weight: Tensor) -> bool:
-    """Whether a card has twice the memory free that all logits take."""
+    """Whether the GPU has twice as much free memory as all logits take."""
     if not weight.is_cuda or not _may_keep:
         return False
     device = weight.device
@@ -121,7 +121,7 @@ def _accumulate(total: Tensor, grad: Tensor, hidden: Tensor) -> None:
 
 
 def _row_stats(logits: Tensor, targets: Tensor, scale: float) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """(log-prob of the target, log-sum-exp, entropy, mean logit) of the scaled logits, each [rows]."""
+    """Compute (log-prob of the target, log-sum-exp, entropy, mean logit) for the scaled logits, each [rows]."""
     if logits.is_cuda:
         from rollcall.model.kernels.logprobs import row_stats
 

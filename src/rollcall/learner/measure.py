@@ -1,4 +1,4 @@
-"""One forward and backward of made-up rows, to see what a micro-batch really takes on this card."""
+"""Runs a forward and backward with made-up rows, to measure how much memory a micro-batch really takes on this GPU."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from rollcall.plan.choose import Line
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rows:
-    """The rows of a run at their longest."""
+    """The lengths of a run's longest rows."""
 
     prompt: int
     response: int
-    group: int  # completions of a prompt
+    group: int  # completions per prompt
 
     def fill(self, tokens: int, *, vocab: int) -> list[Sample]:
-        """Groups with about this number of packed tokens; always several rows."""
+        """Make groups with about this many packed tokens; there are always several rows."""
         prompt, response = min(self.prompt, max(1, tokens // 8)), min(self.response, max(2, tokens // 4))
         rng = np.random.default_rng(0)
         samples: list[Sample] = []
@@ -50,8 +50,8 @@ def _row(prompt: np.ndarray, response: np.ndarray, *, draw: int, attempt: int) -
 
 
 def measured(model: Learner | Critic, rows: Rows) -> Line | None:
-    """Bytes beyond what is held, with the sums of gradients, of passes with the model's present ``fit``, or None with too few
-    tokens to tell. All ranks of a gang call it together, with the same ``fit``."""
+    """Measure the extra bytes, including gradient sums, that passes with the model's current ``fit`` need. Return None if there are
+    too few tokens to tell. All ranks of a gang must call it together, with the same ``fit``."""
     most = model.fit.tokens
     many, few = most // 2, most // 4
     if few < 8:
@@ -59,21 +59,21 @@ def measured(model: Learner | Critic, rows: Rows) -> Line | None:
     per_token = passes_of(model.body, model.fit)
     estimated = (per_token.peak(many) - per_token.peak(few)) / (many - few)
     with logprobs.not_kept():
-        _peak(model, rows, few)  # compiles
+        _peak(model, rows, few)  # the first run compiles
         points = [(tokens, _peak(model, rows, tokens)) for tokens in (few, many)]
-    # On a card that was too small for this, the fit has shrunk.
+    # If the GPU was too small for this, the fit has shrunk.
     if model.fit.tokens < most:
         return None
     return Line.through(*points, at_least=0.5 * estimated)
 
 
 def _peak(model: Learner | Critic, rows: Rows, tokens: int) -> int:
-    """The peak of two micro-batches: the second is computed while the sums of the first are held."""
+    """Return the peak memory of two micro-batches: the second runs while the gradient sums of the first are in memory."""
     body, device = model.body, model.body.device
     samples = rows.fill(tokens * body.context.size, vocab=body.whole_shapes["embed"][0])
     twice = [*samples, *(sample.with_(draw=sample.draw + len(samples)) for sample in samples)]
     packing = Packing(samples=twice, weights=np.zeros(len(twice), dtype=np.float32), max_rows=len(samples))
-    fit = replace(model.fit, tokens=2 * tokens)  # rows decide where the first ends
+    fit = replace(model.fit, tokens=2 * tokens)  # the row limit decides where the first micro-batch ends
     release(device)
     torch.cuda.synchronize(device)
     torch.cuda.reset_peak_memory_stats(device)

@@ -1,5 +1,5 @@
-"""The optimizer that the run file names (AdamW unless it says otherwise), with warm-up, decay, clipping, and float32
-master weights for bfloat16 models.
+"""The run file's optimizer (AdamW by default), with warm-up, decay, clipping, and float32 master weights for bfloat16
+models.
 
 Gradients are summed over micro-batches in float32, so that the number of micro-batches does not change the update.
 """
@@ -30,7 +30,7 @@ class Optimizer:
         total_updates: int,
         norm: Callable[[Mapping[str, Tensor]], Tensor] | None = None,
     ):
-        """``norm`` computes the norm of all gradients together, if these weights are only a part."""
+        """``norm`` computes the norm over all gradients, if these weights are only a part."""
         self.section = section
         self._norm = norm or norm_of
         self.total_updates = total_updates
@@ -38,14 +38,14 @@ class Optimizer:
         self.named = {name: weight.requires_grad_() for name, weight in weights.items()}
         low_precision = any(parameter.dtype != torch.float32 for parameter in self.named.values())
         self.uses_masters = low_precision and section.master_weights
-        # What AdamW steps on: float32 masters, or the parameters themselves.
+        # The tensors that the optimizer updates: float32 masters, or the parameters themselves.
         self.targets: dict[str, Tensor] = {
             name: parameter.detach().float().contiguous().clone() if self.uses_masters else parameter
             for name, parameter in self.named.items()
         }
         self._sums: dict[str, Tensor] = {}
         decays = {name: target.ndim >= 2 for name, target in self.targets.items()}
-        # In the order of the groups: a saved state numbers the weights this way.
+        # In the order of the groups, because a saved state numbers the weights this way.
         self.names = [name for wanted in (True, False) for name in decays if decays[name] is wanted]
         groups = [
             {"params": [self.targets[name] for name in decays if decays[name]], "weight_decay": section.weight_decay},
@@ -56,12 +56,12 @@ class Optimizer:
 
     @torch.no_grad()
     def allocate(self) -> None:
-        """Make Adam's state at the start, as its first step would: a card that is too small for it says so before anything is sampled.
-        Other optimizers make theirs in the first update."""
+        """Create Adam's state at the start, as its first step would, so that a GPU that is too small fails before anything is sampled.
+        Other optimizers create their state in the first update."""
         if not isinstance(self.adamw, torch.optim.Adam | torch.optim.AdamW | HalfStateAdamW) or self.adamw.state:
             return
         for group in self.adamw.param_groups:
-            group["lr"] = 0.0  # so the step changes no weight; every update sets its own
+            group["lr"] = 0.0  # so that the step changes no weight; every update sets its own rate
         for target in self.targets.values():
             target.grad = torch.zeros_like(target)
             self.adamw.step()
@@ -70,9 +70,9 @@ class Optimizer:
             entry["step"].zero_()
 
     def accumulate(self, gradients: Sequence[Tensor | None]) -> None:
-        """Add the gradients of one micro-batch, in the order of ``named``, to the float32 sums: all of them, or none if memory ends."""
+        """Add the gradients of one micro-batch, in the order of ``named``, to the float32 sums: all, or none if memory runs out."""
         given = {name: gradient for name, gradient in zip(self.named, gradients, strict=True) if gradient is not None}
-        # Everything that is allocated is allocated before anything changes.
+        # Allocate everything before anything changes.
         new = {name: gradient.float() for name, gradient in given.items() if name not in self._sums}
         for name, gradient in given.items():
             if name not in new:
@@ -81,7 +81,7 @@ class Optimizer:
 
     @property
     def num_bytes(self) -> int:
-        """Memory of masters and state; before the first update that of AdamW's state."""
+        """Memory for masters and state; before the first update, assume AdamW's state."""
         values = [value for entry in self.adamw.state.values() for value in entry.values()]
         state = sum(value.nbytes for value in values if isinstance(value, Tensor))
         masters = sum(target.nbytes for target in self.targets.values())
@@ -89,7 +89,7 @@ class Optimizer:
         return (masters if self.uses_masters else 0) + (state or expected)
 
     def sum_over(self, gang: Gang) -> None:
-        """Add up the sums over the whole gang; a member without rows adds zeros."""
+        """Add up the gradient sums over the gang; a member without rows adds zeros."""
         if gang.size == 1:
             return
         for name, weight in self.named.items():
@@ -102,14 +102,14 @@ class Optimizer:
         self._sums.clear()
 
     def step(self) -> dict[str, float]:
-        """Clip, update, clear. A gradient of zero changes nothing; one that is not finite raises before anything changes."""
+        """Clip, update, clear. A zero gradient changes nothing; a non-finite gradient raises before anything changes."""
         grad_norm = float(self._norm(self._sums))
         if not math.isfinite(grad_norm):
             self.discard()
             raise NonFiniteError(f"the gradient norm is {grad_norm}")
         lr = self.learning_rate(self.num_updates)
         if grad_norm == 0:
-            # Nothing to learn: momentum and decay must not change the weights, and the schedule must not advance.
+            # There is nothing to learn: momentum and decay must not change the weights, and the schedule must not advance.
             self.discard()
             return {"grad_norm": 0.0, "lr": lr, "skipped_fraction": 1.0}
         clip = self.section.grad_clip
@@ -134,7 +134,7 @@ class Optimizer:
         return {"grad_norm": grad_norm, "lr": lr, "skipped_fraction": 0.0}
 
     def learning_rate(self, update: int) -> float:
-        """Warm-up to the peak, then the decay that the section names."""
+        """Return the learning rate: warm-up to the peak, then the section's decay."""
         section = self.section
         if update < section.warmup_steps:
             return section.lr * (update + 1) / section.warmup_steps
@@ -154,28 +154,28 @@ class Optimizer:
         }
 
     def settings_dict(self) -> dict[str, Any]:
-        """The part of the state that is not about single weights."""
+        """Return the part of the state that does not belong to single weights."""
         groups = self.adamw.state_dict()["param_groups"]
         return {"optimizer": self.section.optimizer.name, "num_updates": self.num_updates, "param_groups": groups}
 
     def states(self) -> dict[str, dict[str, Any]]:
-        """The optimizer's state of each weight; empty before the first update."""
+        """Return the optimizer's state for each weight; empty before the first update."""
         return {name: dict(self.adamw.state.get(self.targets[name], {})) for name in self.names}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take momentum, masters and the number of updates from the state, and the settings from the section.
+        """Load momentum, masters and the number of updates from the state; the settings come from the section.
 
-        Load the weights first: they take the place of masters that the state does not have.
+        Load the weights first: they replace masters that the state does not have.
         """
         groups = self._groups_for(state)
-        self.adamw.state.clear()  # a card may not have room for both the old and the new one
+        self.adamw.state.clear()  # a GPU may not have room for both the old and the new state
         self.adamw.load_state_dict({**state["adamw"], "param_groups": groups})
         self._lay_out_states()
         self.num_updates = state["num_updates"]
         self._take_masters(state["masters"])
 
     def _groups_for(self, state: dict[str, Any]) -> list[dict[str, Any]]:
-        """Our own groups, with the counters of the saved ones (keys that are not arguments of the optimizer)."""
+        """Return our own groups, with the saved groups' counters (keys that are not arguments of the optimizer)."""
         name = self.section.optimizer.name
         saved, own = state["adamw"]["param_groups"], self.adamw.state_dict()["param_groups"]
         if (before := state.get("optimizer", name)) != name:
@@ -202,7 +202,7 @@ class Optimizer:
 
     @torch.no_grad()
     def _take_masters(self, masters: Mapping[str, Tensor]) -> None:
-        """The optimizer steps on saved masters at the precision kept here, else on the parameters as they are."""
+        """Load the saved masters, converted to the targets' precision; without them, use the current parameters."""
         for name, target in self.targets.items():
             target.copy_(masters.get(name, self.named[name]))
         if self.uses_masters:
@@ -210,7 +210,7 @@ class Optimizer:
 
     @torch.no_grad()
     def _lay_out_states(self) -> None:
-        """Give the state the memory layout of the weights: a state saved by other ranks may differ, and every step is then slow."""
+        """Give the state the memory layout of the weights. A state saved by other ranks may differ, which makes every step slow."""
         for weight, entry in self.adamw.state.items():
             for key, value in entry.items():
                 if isinstance(value, Tensor) and value.shape == weight.shape and value.stride() != weight.stride():
@@ -238,18 +238,18 @@ def norm_of(tensors: Mapping[str, Tensor]) -> Tensor:
     return torch.linalg.vector_norm(torch.stack(torch._foreach_norm(list(tensors.values()))))
 
 
-# Each number of a weight is updated only from its own gradient and state, so parts of a weight can be updated separately.
+# These update each element of a weight only from its own gradient and state, so parts of a weight can be updated separately.
 ELEMENTWISE = (
     "torch.optim.AdamW", "torch.optim.Adam", "torch.optim.SGD", "torch.optim.RMSprop", "torch.optim.Adagrad",
     "torch.optim.Adadelta", "torch.optim.Adamax", "torch.optim.NAdam", "torch.optim.RAdam", "torch.optim.ASGD",
     "torch.optim.Rprop",
 )  # fmt: skip
-# Arguments of these that need state from the first update on; only SGD begins its momentum when there is none.
+# Arguments of these optimizers that need state from the first update on; only SGD creates its momentum if there is none.
 STATEFUL = ("amsgrad", "centered", "momentum")
 
 
 def optimizer_class(section: OptimizerSection, *, name: str = "actor", in_parts: bool = False) -> type:
-    """The class that ``optimizer.name`` means; ``in_parts``: for weights of which each rank has a part."""
+    """Return the class that ``optimizer.name`` means. With ``in_parts``, each rank has only a part of each weight."""
     path = section.optimizer.name
     module, _, attribute = path.rpartition(".")
     where = f"{name}.optimizer.name={path}"
@@ -286,8 +286,8 @@ def make_optimizer(groups: list[dict[str, Any]], section: OptimizerSection, *, o
         return HalfStateAdamW(groups, lr=section.lr, betas=section.betas, eps=section.eps)
     accepted = inspect.signature(kind).parameters
     adam = kind in (torch.optim.AdamW, torch.optim.Adam)
-    # The section's defaults are Adam's; another optimizer keeps its own, unless the run file has other values. A resolved run
-    # file sets every key, so that a key is set says nothing.
+    # The section's defaults are Adam's. Other optimizers keep their own defaults, unless the run file has different values. A
+    # resolved run file sets every key, so it does not matter whether a key is set.
     fields = type(section).model_fields
     own = ["lr", *(key for key in ("betas", "eps") if adam or getattr(section, key) != fields[key].default)]
     settings = {key: getattr(section, key) for key in own if key in accepted}

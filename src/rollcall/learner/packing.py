@@ -1,8 +1,8 @@
-"""Samples into micro-batches: rows packed end to end under a token budget, each shared beginning laid out once.
+"""Packs samples into micro-batches: rows are concatenated under a token budget, and each shared prefix is laid out once.
 
-A row with response tokens r0..rn feeds its prompt and r0..r(n-1); r0 is predicted by the prompt's last token. Rows of one draw
-that meet in a micro-batch form a prefix tree: tokens that a row has in common with the beginning of an earlier row, in the prompt
-or past it, are those of that row. So what the attempts of a group or the branches of an episode share is paid once. Rows are
+A row with response tokens r0..rn feeds its prompt and r0..r(n-1); the prompt's last token predicts r0. Rows of one draw in the
+same micro-batch form a prefix tree: a row reuses the tokens that it has in common with the beginning of an earlier row, in the
+prompt or past it. So tokens that the attempts of a group or the branches of an episode share are computed once. Rows are
 never split.
 
     system, task ─┬─ answer 1
@@ -27,8 +27,8 @@ from rollcall.learner.gang import units_of
 from rollcall.plan.activations import Recompute
 
 OPTIONAL = ("old_logprobs", "reference_logprobs", "returns", "values")
-# Rows that share their prompt and fewer tokens past it share only the prompt. Responses of equal length then have segments of
-# one shape, which attention on a CPU computes together, and that is worth more than a few tokens.
+# Rows that share their prompt and fewer than this many tokens past it share only the prompt. Responses of equal length then have
+# segments of the same shape. Attention on a CPU computes these together, which is worth more than a few tokens.
 FEW = 8
 
 
@@ -36,14 +36,14 @@ FEW = 8
 class Fit:
     """The micro-batch size in use. It only shrinks, and all ranks of a gang agree on it after every update."""
 
-    name: str  # of the section: actor or critic
+    name: str  # the section's name: actor or critic
     tokens: int
     recompute: Recompute
-    may_recompute: bool = False  # whether the section leaves it open
+    may_recompute: bool = False  # whether the section leaves recomputation open
 
     @classmethod
     def of(cls, section: OptimizerSection, *, name: str) -> Fit:
-        """The section's size, or a CPU's defaults, before anything is measured."""
+        """Return the section's size, or the default for a CPU, before anything is measured."""
         tokens, setting = section.tokens_per_microbatch, section.activation_checkpointing
         return cls(
             name=name,
@@ -53,8 +53,8 @@ class Fit:
         )
 
     def shrink(self, batch: MicroBatch, *, why: str, units: int, furthest: Recompute) -> bool:
-        """Make room after this micro-batch did not fit, and return whether that was possible. It has ``units`` rows, or attempts that stay
-        together; layers may keep no less than ``furthest``."""
+        """Make room after this micro-batch did not fit, and return whether that was possible. It has ``units`` rows, or attempts whose rows
+        stay together. ``furthest`` is the strongest recomputation allowed."""
         before = min(self.tokens, batch.num_tokens)
         if units > 1:
             self.tokens = max(1, before // 2)
@@ -73,14 +73,14 @@ class Fit:
         return False
 
     def agree(self, others: Sequence[tuple[int, int]]) -> None:
-        """Take the smallest size that any rank of the gang has."""
+        """Use the smallest size of all ranks in the gang."""
         self.tokens = min(tokens for tokens, _ in others)
         self.recompute = Recompute(max(recompute for _, recompute in others))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Packing:
-    """Samples that become micro-batches of a size that fits."""
+    """Samples to pack into micro-batches of a size that fits."""
 
     samples: Sequence[Sample]
     weights: Floats
@@ -88,7 +88,7 @@ class Packing:
     whole_attempts: bool = False
 
     def batches(self, rows: Sequence[int], tokens: int) -> Iterator[MicroBatch]:
-        """Pack these samples lazily; a micro-batch names its rows by their place among all samples."""
+        """Pack these samples lazily; a micro-batch refers to its rows by their index among all samples."""
         places = np.array(rows, dtype=np.int64)
         for batch in pack(
             [self.samples[row] for row in rows],
@@ -111,11 +111,11 @@ def pack(
     max_rows: int | None = None,
     whole_attempts: bool = False,
 ) -> Iterator[MicroBatch]:
-    """Pack in the given order, each micro-batch when it is asked for. ``weights[i]`` is the loss weight of each loss token of sample
+    """Pack in the given order, each micro-batch when it is needed. ``weights[i]`` is the loss weight of each loss token in sample
     ``i``.
 
-    The budget counts a shared token once. Samples without a loss token cost nothing and are left out. ``max_rows`` bounds the rows
-    of a micro-batch, as the budget bounds its tokens. ``whole_attempts``: all rows of an attempt are in one micro-batch, whatever they cost.
+    The budget counts a shared token once. Samples without a loss token cost nothing and are left out. ``max_rows`` limits the rows
+    of a micro-batch. With ``whole_attempts``, all rows of an attempt are in the same micro-batch, even past the budget.
     """
     rows = [index for index, sample in enumerate(samples) if sample.mask.any()]
     units = units_of(attempts_of([samples[index] for index in rows]).tolist() if whole_attempts else rows)
@@ -131,27 +131,27 @@ def pack(
 
 
 class _Row(NamedTuple):
-    index: int  # of the sample
-    ids: Ints  # what it feeds
-    key: bytes  # the same
-    parent: int  # the row of the micro-batch that it shares most with
-    shared: int  # how many of the parent's first tokens are its own too
+    index: int  # the sample's index
+    ids: Ints  # the tokens that the row feeds
+    key: bytes  # the same tokens as bytes
+    parent: int  # the row in the micro-batch with which it shares the most tokens
+    shared: int  # how many first tokens it shares with the parent
 
 
 class _Trees:
     """The rows of one micro-batch, with a prefix tree for each draw.
 
-    A row shares most with a neighbour in the sorted order of all rows, so a sorted list is enough of a tree: a new row is compared
-    with two others, however many there are.
+    A row shares the most tokens with a neighbour in the sorted order of all rows, so a sorted list can serve as the tree: a new row
+    is compared with only two others, however many there are.
     """
 
     def __init__(self) -> None:
         self.rows: list[_Row] = []
         self._num_tokens = 0
-        self._sorted: dict[int, list[tuple[bytes, int]]] = {}  # by draw: key and place of each row
+        self._sorted: dict[int, list[tuple[bytes, int]]] = {}  # by draw: each row's key and index
 
     def take(self, samples: Sequence[Sample], unit: list[int], *, most_tokens: int, most_rows: int | None) -> bool:
-        """Add these rows and return whether there was room for them; if not, none is added. The first unit is always taken."""
+        """Add these rows if there is room for all of them; return whether they were added. The first unit is always added."""
         first, before = len(self.rows), self._num_tokens
         for index in unit:
             self._add(samples[index], index)
@@ -184,7 +184,7 @@ class _Trees:
 
 
 def _common(one: Ints, other: Ints) -> int:
-    """How many first tokens are equal."""
+    """Return how many tokens at the start are equal."""
     length = min(len(one), len(other))
     differ = one[:length] != other[:length]
     place = int(differ.argmax())
@@ -196,7 +196,7 @@ def _lay_out(samples: Sequence[Sample], rows: list[_Row], weights: Floats) -> Mi
     positions: list[np.ndarray] = []
     kv_index: list[np.ndarray] = []
     logit_index: list[np.ndarray] = []
-    paths: list[Longs] = []  # of each row: the packed place of each token that it feeds
+    paths: list[Longs] = []  # per row: the packed position of each token that it feeds
     end = 0
     for row in rows:
         sample, length = samples[row.index], len(row.ids)
@@ -212,7 +212,7 @@ def _lay_out(samples: Sequence[Sample], rows: list[_Row], weights: Floats) -> Mi
                 positions.append(np.arange(start, stop))
                 kv_index.append(path[:stop])
         end += length - row.shared
-        # The state that predicts response token t: the prompt's last for t = 0, that of response token t - 1 after that.
+        # The position that predicts response token t: the prompt's last token for t = 0, then response token t - 1.
         logit_index.append(path[prompt_end - 1 :])
 
     indices = [row.index for row in rows]

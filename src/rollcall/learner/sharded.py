@@ -1,11 +1,11 @@
-"""A model whose weights are in parts on the ranks of a gang: FSDP2 over the data ranks, tensor parallel inside.
+"""A model whose weights are divided over the ranks of a gang: FSDP2 over the data ranks, tensor parallelism inside.
 
 Each decoder layer is a module that owns its fused weights; so is the root with embeddings, final norm and output head
-(``sharded_modules.py``). FSDP gathers a module's weights before its forward and its backward, frees them after, and leaves
-each rank its part of the gradient's sum over all ranks. Loss weights are global, so gradients add up and are never divided.
+(``sharded_modules.py``). FSDP gathers a module's weights before its forward and its backward, frees them afterwards, and leaves
+each rank its part of the gradient sum over all ranks. Loss weights are global, so gradients are summed and never divided.
 
-All ranks must run every forward and backward together, the same number of them. A rank with fewer micro-batches runs idle ones, whose
-gradient is zero (``fit.py``).
+All ranks must run the same forwards and backwards together. A rank with fewer micro-batches runs idle ones, whose gradient is zero
+(``fit.py``).
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class Home:
 
     @property
     def local(self) -> Tensor:
-        """This rank's part: plain, and sharing the parameter's memory."""
+        """This rank's part, as a plain tensor that shares the parameter's memory."""
         with torch.no_grad():
             return self.parameter.detach().to_local()
 
@@ -82,9 +82,9 @@ class Sharded(BodyBase):
         unread: Stored | None = None,
         adapter: Adapter | None = None,
     ):
-        """``decoder`` has the whole weights, on any device, and is not kept. On the meta device this rank reads its part of
-        ``unread``, or without that the first rank sends the weights. ``heads`` are a critic's, which replace the output head. With an
-        ``adapter``, which every rank has whole, only that is trained."""
+        """``decoder`` has the full weights, on any device, and is not kept. If it is on the meta device, this rank reads its part from
+        ``unread``; without ``unread``, the first rank sends the weights. ``heads`` are a critic's heads, which replace the output head.
+        Every rank has the full ``adapter``; with it, only the adapter is trained."""
         tensor, whole = split.tensor, decoder.shape
         kv_copies = max(1, tensor // whole.kv_heads)
         if (split, kv_copies) not in gang.meshes:
@@ -100,7 +100,7 @@ class Sharded(BodyBase):
             adapter=adapter,
         )
         self.split, self.section, self.frozen = split, section, frozen
-        # The ranks of a tensor group, and those of a context group, work on the same rows.
+        # The ranks of a tensor group or a context group work on the same rows.
         self.counts = split.tensor_rank == split.context_rank == 0
         self.place = (split.data_rank, split.num_data)
         self.num_tensor = tensor
@@ -129,7 +129,7 @@ class Sharded(BodyBase):
             self._read(unread, made=heads or {}, path=next(filter(None, origins)))
 
     def _read(self, unread: Stored | None, *, made: Collection[str], path: str) -> None:
-        """Fill this rank's parts from the files, but for what was ``made`` here. All ranks call it, also those that have values."""
+        """Read this rank's parts from the files, except weights that were ``made`` here. All ranks call it, even if they have values."""
         base = {name: self.local(name) for name in self.base_names}
         if unread is not None:
             for name, local in base.items():
@@ -185,7 +185,7 @@ class Sharded(BodyBase):
         return WeightSplit(name=name, shape=shape, rows=rows, split=self.split, **how)
 
     def _whole(self, tensor: Tensor) -> Tensor:
-        """A weight of the decoder, with its values."""
+        """Return a decoder weight with its values."""
         if not self._first_gives:
             return tensor
         if self.gang.rank == 0:
@@ -198,10 +198,10 @@ class Sharded(BodyBase):
     def _parameter(
         self, tensor: Tensor, *, dim: int | None = None, is_root: bool = True, trained: bool = True
     ) -> nn.Parameter:
-        """A parameter of this rank, in float32 where updates go to master weights: FSDP rounds what it gathers."""
+        """Create a parameter for this rank, in float32 if it serves as the master weight: FSDP rounds what it gathers."""
         trained = trained and not self.frozen
         dtype = torch.float32 if self.section.master_weights and trained else self.dtype
-        if tensor.is_meta:  # FSDP takes this rank's part of it, which is filled from the files then
+        if tensor.is_meta:  # FSDP takes this rank's part, which is then read from the files
             kept = torch.empty(tensor.shape, device=self.device, dtype=dtype)
         else:
             kept = tensor.detach().to(self.device, dtype).contiguous()
@@ -228,7 +228,7 @@ class Sharded(BodyBase):
         return sharded
 
     def compile(self) -> None:
-        """Only layers that are whole while they run: between tensor ranks there is a collective every few operations."""
+        """Compile only without tensor parallelism, which needs a collective every few operations."""
         if self.num_tensor == 1:
             super().compile()
 
@@ -242,11 +242,11 @@ class Sharded(BodyBase):
     def _run(self, work: Work) -> tuple[Tensor, ...]:
         out = self.root(work)
         if not torch.is_grad_enabled():
-            self.root.reshard()  # there is no backward to do it, and gathered weights would be stale after an update
+            self.root.reshard()  # no backward does this, and gathered weights would be stale after an update
         return out
 
     def sum_gradients(self, optimizer: Optimizer) -> None:
-        """FSDP does it in every backward."""
+        """Do nothing: FSDP sums gradients in every backward."""
 
     def gradients(self, loss: Tensor) -> Sequence[Tensor | None]:
         loss.backward()
@@ -258,7 +258,7 @@ class Sharded(BodyBase):
         return gradients
 
     def norm(self, tensors: Mapping[str, Tensor]) -> Tensor:
-        """The norm of all tensors together; each rank has parts, and some parts are on several ranks."""
+        """Compute the norm of all tensors together; each rank has parts, and some parts are on several ranks."""
         own = {name: self._once(name, tensor) for name, tensor in tensors.items() if tensor.numel()}
         total = torch.zeros((), dtype=torch.float64, device=self.device)
         if own:
@@ -273,7 +273,7 @@ class Sharded(BodyBase):
         return total.sqrt()
 
     def _once(self, name: str, tensor: Tensor) -> Tensor:
-        """Scale the rows of shared key/value heads down, so that all their copies together count as one."""
+        """Scale down the rows of shared key/value heads, so that all copies together count as one."""
         order = self.layout(name).order
         if self.kv_copies == 1 or order is None or not name.endswith(("qkv", "qkv_bias", *SHARED_HEADS)):
             return tensor
@@ -281,7 +281,7 @@ class Sharded(BodyBase):
         own = self.cut(name, factors)
         return tensor * (own if tensor.ndim == 1 else own[:, None])
 
-    # Whole weights, and other tensors of the same shapes
+    # Full weights, and other tensors of the same shapes
 
     def local(self, name: str) -> Tensor:
         return self.homes[name].local
@@ -305,23 +305,23 @@ class Sharded(BodyBase):
         return whole
 
     def masters(self, optimizer: Optimizer) -> Mapping[str, Tensor]:
-        """This rank's parts of them."""
+        """Return this rank's parts of the master weights."""
         return self.named if self.dtype != torch.float32 and self.section.master_weights else {}
 
     def load_state(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
-        """Load the state of a whole model. The state saved by any number of ranks is the same."""
+        """Load the state of the full model. It is the same whatever the number of ranks that saved it."""
         parts = {
             index: {key: self._own(optimizer.names[index], value) for key, value in entry.items()}
             for index, entry in state["adamw"]["state"].items()
         }
         optimizer.load_state_dict({**state, "adamw": {**state["adamw"], "state": parts}, "masters": {}})
-        if state["masters"]:  # the weights themselves, at the precision that is kept here
+        if state["masters"]:  # the weights themselves, at the precision of the masters
             self.load(state["masters"])
 
     def whole_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """The state that ``load_state`` of any body takes, on the gang's first rank. For an adapter's state, which is small."""
+        """Return the full state on the gang's first rank, for any body's ``load_state``. Only for an adapter's state, which is small."""
         state, own = optimizer.state_dict(), optimizer.states()
-        # The first rank has the first rows of every weight; another may have none, and then no state.
+        # The first rank has the first rows of every weight; another rank may have no rows, and then it has no state.
         parts = {name: [key for key, value in own[name].items() if self._is_part(name, value)] for name in own}
         keys = self.gang.gather(parts)[0]
         whole: dict[int, dict[str, Any]] = {}
@@ -337,13 +337,13 @@ class Sharded(BodyBase):
         return isinstance(value, Tensor) and value.ndim > 0 and value.shape == self.named[name].shape
 
     def _own(self, name: str, value: Any) -> Any:
-        """A copy: the state may be mapped from a file that is removed later."""
+        """Return a copy of this rank's part, because the state may be mapped from a file that is removed later."""
         if not isinstance(value, Tensor):
             return value
         return (self.cut(name, value) if value.ndim > 0 and value.shape == self.layout(name).shape else value).clone()
 
 
 def own_rotary(decoder: Decoder) -> nn.Module:
-    """A copy, because the model's weights may be freed; on the meta device its angles are computed from the config."""
+    """Return a copy of the rotary module, because the model's weights may be freed; on the meta device, create it from the config."""
     rotary: Any = decoder.rope.rotary
     return type(rotary)(rotary.config) if decoder.device.type == "meta" else copy.deepcopy(rotary)

@@ -1,4 +1,4 @@
-"""The modules of a sharded model: what one rank computes with its part of the weights (``sharded.py``)."""
+"""The modules of a sharded model: the computation of one rank with its part of the weights (``sharded.py``)."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ LAYER_TENSORS = tuple(field.name for field in fields(Layer) if field.name not in
 
 
 class ShardedLayer(nn.Module):
-    """One decoder layer. The code that makes it registers its weights under the names of ``Layer``, and those of an adapter under
-    theirs (``low_rank.py``)."""
+    """One decoder layer. The code that creates it registers its weights under the names in ``Layer``, and an adapter's weights under
+    the names in ``low_rank.py``."""
 
     def __init__(self, *, index: int, window: int, shape: Shape, group: TensorGroup, lora: LoraSection | None = None):
         super().__init__()
@@ -52,8 +52,8 @@ class ShardedLayer(nn.Module):
             return self.group.with_kv_copies(weight.to_local(), num_own=0)
         if cut_dim(name) is not None:
             return weight.to_local()
-        # All ranks have this weight. A rank computes a part of its gradient: that of its heads or columns, or with sequence parallel
-        # that of its tokens.
+        # All ranks have this weight. A rank computes a part of its gradient: for its heads or columns, or with sequence parallelism
+        # for its tokens.
         is_partial = (
             name in ("q_norm", "k_norm") or name.endswith(("_lora_A", "_lora_B")) or self.group.sequence_parallel
         )
@@ -71,7 +71,7 @@ class ShardedRoot(nn.Module):
         self.layers = nn.ModuleList(layers)
 
     def forward(self, work: Work) -> tuple[Tensor, ...]:
-        """The token statistics (or the values), [M] each, the same on every rank of a tensor group."""
+        """Return the token statistics (or the values), [M] each, the same on every rank of a tensor group."""
         group, count = self.group, len(work.token_ids)
         weights: dict[str, Any] = self._parameters
         x = F.embedding(group.own_part(work.token_ids), weights["embed"])
@@ -83,5 +83,5 @@ class ShardedRoot(nn.Module):
         rows = group.own_part(work.logit_index)
         hidden = work.layers.ops.norm(group.enter(x, count).index_select(0, rows), weights["norm"])
         out = head_outputs(hidden, weights, group.own_part(work.targets), temperature=work.temperature)
-        # Copied: FSDP hooks its backward to what comes out here, and the statistics are views of one tensor.
+        # Clone the outputs: FSDP hooks its backward to them, and the statistics are views of one tensor.
         return tuple(group.join_parts(part, len(work.targets)).clone() for part in out)

@@ -1,15 +1,15 @@
-"""Tensor parallel: each rank of a tensor group has some of the heads and some of the MLP's columns.
+"""Tensor parallelism: each rank of a tensor group has some of the heads and some of the MLP's columns.
 
-A layer's input is either whole on every rank, or, with sequence parallel, each rank's own part of the tokens. ``enter``
-brings it to the products that are cut by heads or columns, ``leave`` sums what they give and brings it back:
+A layer's input is either complete on every rank or, with sequence parallelism, each rank's own part of the tokens. ``enter``
+prepares it for the products that are cut by heads or columns; ``leave`` sums their results and brings them back:
 
                forward                        backward
   enter        nothing   | all-gather         all-reduce | reduce-scatter
   leave        all-reduce | reduce-scatter    nothing    | all-gather
   join_parts   all-gather                     own part
 
-The fused weights are cut by rows in the order of ``split_order``: the queries of a rank, its keys, its values; its gates,
-its ups. Where there are more ranks than key/value heads, neighbours have the same one, and add up its gradients so that the
+The fused weights are cut by rows in the order of ``split_order``: a rank's queries, its keys, its values; its gates,
+its ups. If there are more ranks than key/value heads, neighbours have the same head and add up its gradients so that the
 copies stay equal. Embeddings, final norm and output head are not cut: there each rank works on its own part of the tokens,
 so the vocabulary may have any size, and weights may be tied.
 """
@@ -28,27 +28,27 @@ from torch import Tensor
 from rollcall.model.layer import Layer, TorchOps, product
 from rollcall.model.low_rank import FIELDS, a_of, b_of
 
-# An adapter's A is cut as the inputs of its module are, its B as the outputs.
+# An adapter's A is cut like its module's inputs, its B like the outputs.
 BY_ROWS = (
     "qkv", "qkv_bias", "gate_up", "gate_up_bias",
     *(b_of(module) for module, field in FIELDS.items() if field in ("qkv", "gate_up")),
 )  # fmt: skip
 BY_COLUMNS = ("out", "down", *(a_of(module) for module, field in FIELDS.items() if field in ("out", "down")))
-SHARED_HEADS = (b_of("k_proj"), b_of("v_proj"))  # whose rows are key/value heads and nothing else
+SHARED_HEADS = (b_of("k_proj"), b_of("v_proj"))  # these have only rows for key/value heads
 Exchange = Callable[[Tensor], Tensor]
 
-# torch 2.13 warns of the names that torch 2.11 has.
+# torch 2.13 warns about the names from torch 2.11.
 _gather_into = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 _reduce_into = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
 
 
 def cut_dim(field: str) -> int | None:
-    """The dimension along which a layer's weight is cut, or None if every rank has all of it."""
+    """Return the dimension along which a layer's weight is cut, or None if every rank has all of it."""
     return 0 if field in BY_ROWS else 1 if field in BY_COLUMNS else None
 
 
 def split_order(field: str, *, heads: int, kv_heads: int, dim: int, intermediate: int, tensor: int) -> Tensor | None:
-    """The order of the fused weight's rows in which equal slices are what the ranks need, or None if that is their own order.
+    """Return the row order in which equal slices of the weight are the ranks' parts, or None if that is the existing order.
 
     >>> split_order("qkv", heads=4, kv_heads=2, dim=1, intermediate=0, tensor=2).tolist()
     [0, 1, 4, 6, 2, 3, 5, 7]
@@ -72,21 +72,21 @@ def split_order(field: str, *, heads: int, kv_heads: int, dim: int, intermediate
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorGroup:
-    """The ranks of one tensor group and how they pass activations on."""
+    """The ranks of one tensor group and how they exchange activations."""
 
     group: Any  # ProcessGroup
     rank: int
     size: int
     sequence_parallel: bool
-    kv_group: Any = None  # of the ranks that have the same key/value head
+    kv_group: Any = None  # the ranks that have the same key/value head
     kv_copies: int = 1
 
     def part_size(self, count: int) -> int:
-        """Rows of each rank's part; the last ranks' parts may reach past the end."""
+        """Return the number of rows in each rank's part; the last ranks' parts may reach past the end."""
         return -(-count // self.size)
 
     def own_part(self, rows: Tensor) -> Tensor:
-        """This rank's part of [N, ...], filled up with zeros to ``part_size``."""
+        """Return this rank's part of [N, ...], padded with zeros to ``part_size``."""
         if self.size == 1:
             return rows
         size = self.part_size(len(rows))
@@ -94,14 +94,14 @@ class TensorGroup:
         return pad_rows(part, size)
 
     def join_parts(self, part: Tensor, count: int) -> Tensor:
-        """Everyone's parts, [count, ...]. All ranks compute the same from them, so each has the whole gradient of its part."""
+        """Join all ranks' parts, [count, ...]. All ranks compute the same from them, so each has the full gradient of its part."""
         if self.size == 1:
             return part
         own = slice(self.rank * len(part), (self.rank + 1) * len(part))
         return exchanged(part, self._gather, lambda grad: grad[own])[:count]
 
     def enter(self, x: Tensor, count: int) -> Tensor:
-        """[count, C] for products that are cut by heads or columns."""
+        """Return [count, C] for products that are cut by heads or columns."""
         if self.size == 1:
             return x
         if self.sequence_parallel:
@@ -109,7 +109,7 @@ class TensorGroup:
         return exchanged(x, _same, self._add_up)
 
     def with_kv_copies(self, weight: Tensor, *, num_own: int) -> Tensor:
-        """A fused q/k/v weight whose rows from ``num_own`` on others have too: their gradients are everyone's."""
+        """Return a fused q/k/v weight. Other ranks share its rows from ``num_own`` on, so the gradients of these rows are summed."""
         if self.kv_copies == 1:
             return weight
         own, copied = weight.split((num_own, len(weight) - num_own))
@@ -117,7 +117,7 @@ class TensorGroup:
         return torch.cat((own, shared))
 
     def leave(self, x: Tensor) -> Tensor:
-        """The sum over ranks of what such products give: whole, or this rank's part."""
+        """Sum the results of such products over ranks; return the full sum, or this rank's part."""
         if self.size == 1:
             return x
         if self.sequence_parallel:
@@ -132,7 +132,7 @@ class TensorGroup:
         return all_gather(x, group=self.group, size=self.size)
 
     def _scatter(self, x: Tensor) -> Tensor:
-        """The sum over ranks, and of that this rank's part."""
+        """Sum over ranks and return this rank's part."""
         x = x.contiguous()
         out = x.new_empty((len(x) // self.size, *x.shape[1:]))
         _reduce_into(out, x, group=self.group)
@@ -146,7 +146,7 @@ def pad_rows(x: Tensor, count: int) -> Tensor:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorOps(TorchOps):
-    """The steps of a layer of which each rank holds its heads and columns."""
+    """The steps of a layer whose heads and columns are divided over ranks."""
 
     group: TensorGroup
 
@@ -154,14 +154,14 @@ class TensorOps(TorchOps):
         return product(self.group.enter(x, len(self.cos)), layer, name)
 
     def add_product(self, x: Tensor, h: Tensor, layer: Layer, name: str) -> Tensor:
-        # What an adapter adds is summed with the rest: each rank has a part of its inputs.
+        # The adapter's output is summed with the rest, because each rank has a part of its inputs.
         out = self.group.leave(product(h, layer, name, with_bias=False))
         bias: Tensor | None = getattr(layer, name + "_bias")
         return x + (out if bias is None else out + bias)
 
 
 def all_gather(x: Tensor, *, group: Any, size: int) -> Tensor:
-    """Equal parts of all ranks one after the other along the first dimension."""
+    """Concatenate equal parts from all ranks along the first dimension."""
     x = x.contiguous()
     out = x.new_empty((size * len(x), *x.shape[1:]))
     _gather_into(out, x, group=group)
@@ -175,7 +175,7 @@ def _all_reduce(x: Tensor, group: Any) -> Tensor:
 
 
 def exchanged(x: Tensor, forward: Exchange, backward: Exchange) -> Tensor:
-    """``forward`` of the activations on the way there, ``backward`` of their gradients on the way back."""
+    """Apply ``forward`` to activations in the forward pass and ``backward`` to their gradients in the backward pass."""
     return _Exchange.apply(x, forward, backward)  # type: ignore[return-value]
 
 

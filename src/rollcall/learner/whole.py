@@ -1,4 +1,4 @@
-"""A model that is whole in this process. ``sharded.Sharded`` has the same methods for a model in parts."""
+"""A model that is complete in this process. ``sharded.Sharded`` has the same methods for a divided model."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from rollcall.model.decoder import Decoder
 
 class Whole(BodyBase):
     in_parts = False
-    norm = staticmethod(norm_of)  # of all gradients together
+    norm = staticmethod(norm_of)  # over all gradients together
 
     def __init__(
         self,
@@ -30,8 +30,8 @@ class Whole(BodyBase):
         context: int = 1,
         adapter: Adapter | None = None,
     ):
-        """``heads`` are a critic's, which replace the output head. ``context`` neighbours divide the tokens of their rows. With an
-        ``adapter`` only that is trained."""
+        """``heads`` are a critic's heads, which replace the output head. ``context`` neighbours divide the tokens of their rows. With
+        an ``adapter``, only the adapter is trained."""
         group = join_context(gang, size=context)
         super().__init__(
             decoder, shape=decoder.shape, rope=decoder.rope, device=decoder.device, gang=gang, context=group,
@@ -71,12 +71,12 @@ class Whole(BodyBase):
         return local
 
     def masters(self, optimizer: Optimizer) -> Mapping[str, Tensor]:
-        """The weights at the precision that updates go to; empty where the weights themselves have it."""
+        """Return the master weights; empty if the optimizer updates the weights themselves."""
         return optimizer.targets if optimizer.uses_masters else {}
 
     def load_state(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
         optimizer.load_state_dict(state)
 
     def whole_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """The state that ``load_state`` of any body takes."""
+        """Return the full state, for any body's ``load_state``."""
         return optimizer.state_dict()

@@ -1,6 +1,6 @@
-"""The adapters of an engine: fixed buffers that hold all of them, so that rows of one batch may have different ones.
+"""An engine's adapters: fixed buffers contain all of them, so that rows in one batch may use different adapters.
 
-The buffers never move: a captured graph reads them, and ``refresh`` copies new values into them.
+The buffers never move, because captured graphs read them; ``refresh`` copies new values into them.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from rollcall.model.adapter import Adapter
 from rollcall.model.decoder import Decoder
 from rollcall.model.low_rank import MODULES, LayerAdapter, LowRank, fuse_product
 
-BASE = "base"  # the name that means no adapter
+BASE = "base"  # this name means no adapter
 
 
 class Served:
-    """Adapters by name. The first is that of requests which name none."""
+    """Adapters by name. Requests that name no adapter use the first."""
 
     def __init__(self, decoder: Decoder, adapters: Mapping[str, Adapter]) -> None:
         assert adapters and BASE not in adapters
@@ -29,7 +29,7 @@ class Served:
         self._rank = max(adapter.section.rank for adapter in adapters.values())
         self._rows = decoder.part_rows()
         gains = [adapter.section.gain for adapter in adapters.values()]
-        # Row [slots] of each slot, and of none.
+        # One row [slots] per slot, and a last row of zeros for no adapter.
         self._gains = torch.cat((torch.diag(torch.tensor(gains)), torch.zeros(1, len(gains)))).to(decoder.device)
         self._layers = [self._empty(decoder, index) for index in range(len(decoder.layers))]
         self.refresh()
@@ -41,19 +41,19 @@ class Served:
         return self._layers[index]
 
     def gain(self, slots: Longs | Tensor) -> Tensor:
-        """``LayerAdapter.gain`` for rows with these slots; -1: no adapter."""
+        """Return ``LayerAdapter.gain`` for rows with these slots; slot -1 means no adapter."""
         if isinstance(slots, np.ndarray):
             slots = torch.from_numpy(slots)
         return self._gains[slots.to(self._gains.device)]
 
     @torch.no_grad()
     def refresh(self) -> None:
-        """Take over the adapters' present values."""
+        """Copy the adapters' current values."""
         for slot, adapter in enumerate(self.adapters.values()):
             for layer, tensors in zip(self._layers, adapter.layers, strict=True):
                 for field, modules in MODULES.items():
                     all_of, own = getattr(layer, field), fuse_product(tensors, field, rows=self._rows[field])
-                    if own is not None:  # otherwise its part stays zero
+                    if own is not None:  # otherwise this part of the buffer stays zero
                         start = slot * len(modules) * self._rank
                         all_of.a[start : start + len(own.a)] = own.a
                         all_of.b[:, start : start + len(own.a)] = own.b

@@ -1,15 +1,15 @@
 """The native engine: continuous batching over a runner.
 
-One ``step`` is: admit what fits, make room for the next chunk of tokens (preempting the last in order when there is none),
-decode the chunk, take out what has ended. A sequence's KV always covers all its tokens but the last; the last is fed
-next. So a new prompt, a preempted sequence and a sequence after a weight update are all treated alike: fill, then
-decode.
+Each ``step`` admits the sequences that fit, makes room for the next chunk of tokens (preempting the last sequence in order if there is
+none), decodes the chunk and removes what has ended. A sequence's KV always covers all its tokens but the last; the last is fed
+next. So a new prompt, a preempted sequence and a sequence after a weight update are all treated the same way: fill,
+then decode.
 
-With several rows and no request waiting, the next chunk is started before the last is done, so that a card does not wait for the host.
-Rows that have ended stay until leaving them out makes a step smaller, and what they get is dropped.
+With several rows and no waiting request, the next chunk starts before the last one is done, so that a GPU does not wait for the host.
+Rows that have ended stay until a step without them is smaller; tokens sampled for them meanwhile are dropped.
 
-The first in order is admitted first (``Request.order``). The turns of an episode have the order of the episode: with more of them than
-rows, those that have begun continue before others begin, and their KV is used while it is there.
+The first in order is admitted first (``Request.order``). An episode's turns have the episode's order. So if there are more episodes than
+rows, running episodes continue before others begin, and their KV is used while it is there.
 """
 
 from __future__ import annotations
@@ -45,9 +45,9 @@ class NativeEngine:
         graphs: bool = True,
         adapters: Mapping[str, Adapter] | None = None,
     ):
-        """``graphs``: on CUDA, capture decode steps; without, each runs line by line, for a debugger. ``adapters`` are by the names that
-        requests use; they share the model's weights, and rows of one batch may have different ones. The first is that of requests
-        without a name."""
+        """With ``graphs``, decode steps are captured on CUDA; without, each step runs line by line, for a debugger. The keys of
+        ``adapters`` are the names that requests use. Adapters share the model's weights, and rows in one batch may use different
+        ones. Requests without a name use the first."""
         decoder = Decoder.of(model)
         self.served = Served(decoder, adapters) if adapters else None
         if self.served is not None:
@@ -80,11 +80,11 @@ class NativeEngine:
         self.vocabulary = len(decoder.embed)
         self.version = 0
         self.num_preemptions = 0
-        self._waiting: list[Sequence] = []  # by their order
+        self._waiting: list[Sequence] = []  # sorted by order
         self._running: list[Sequence] = []
-        self._started = 0  # steps of the newest chunk that is on its way; 0: none is
-        self._requests: dict[str, Sequence] = {}  # not yet handed over
-        self._ended: list[Sequence] = []  # of these
+        self._started = 0  # steps of the newest chunk in progress; 0 if there is none
+        self._requests: dict[str, Sequence] = {}  # sequences that have not been returned yet
+        self._ended: list[Sequence] = []  # the ended ones among them
         self._num_submitted = 0
 
     @property
@@ -119,7 +119,7 @@ class NativeEngine:
         return take_ended(self._ended, self._requests, self.tokenizer)
 
     def _sentence(self, why: str) -> str:
-        """The error message when sampling runs out of memory."""
+        """Return the error message for when sampling runs out of memory."""
         return (
             f"the native engine is out of memory ({why}). It has weights of {size(self._weight_bytes)} and a KV cache of "
             f"{self.runner.room} tokens, and samples {len(self._running)} completions; lower rollout.kv_memory_fraction, "
@@ -142,7 +142,7 @@ class NativeEngine:
             self._take_in(goes_on=False)
 
     def update_weights(self, version: int) -> None:
-        """KV made by old weights is never mixed with new ones: every running sequence is filled again."""
+        """Fill every running sequence again, so that KV from old weights is never mixed with new weights."""
         self.settle()
         self.version = version
         if self.served is not None:
@@ -153,12 +153,12 @@ class NativeEngine:
 
     def end_session(self, session: str) -> None:
         self.runner.forget(session)
-        for sequence in self._running:  # a turn that has ended and is not removed yet leaves nothing
+        for sequence in self._running:  # an ended turn that is not removed yet must not leave KV
             if sequence.finish is not None and sequence.request.session == session:
                 sequence.request = replace(sequence.request, session=None)
 
     def close(self) -> None:
-        """Nothing outlives the object."""
+        """Do nothing: nothing outlives the object."""
 
     def _check_adapter(self, request: Request) -> None:
         names = [] if self.served is None else [BASE, *self.served.adapters]
@@ -189,13 +189,13 @@ class NativeEngine:
         self._started = steps
 
     def _take_in(self, *, goes_on: bool) -> None:
-        """Take in the oldest chunk that is on its way; ``goes_on``: start the next one first, if there is no reason to wait."""
+        """Collect the oldest chunk in progress. With ``goes_on``, start the next chunk first unless there is a reason to wait."""
         steps, rows = self._started, list(self._running)
         is_behind = goes_on and not any(map(_leaves_kv, rows)) and self._start_next(steps)
         chunk = self.runner.read()
         if not is_behind:
             self._started = 0
-            self._remove_finished()  # what ended in the chunk before
+            self._remove_finished()  # sequences that ended in the previous chunk
             if goes_on:
                 self._start_next(steps)
         self._collect(chunk, rows)
@@ -203,7 +203,7 @@ class NativeEngine:
             self._remove_finished()
 
     def _start_next(self, steps: int) -> bool:
-        """Start another chunk while the last one's ``steps`` are not collected; false: there is a reason to wait for them."""
+        """Start another chunk before the last one's ``steps`` are collected. Return False if there is a reason to wait for them."""
         remaining = [each.limit - each.length - steps for each in self._running if each.finish is None]
         if self._waiting or not remaining or len(remaining) < self.runner.ahead_from:
             return False
@@ -257,7 +257,7 @@ def _leaves_kv(sequence: Sequence) -> bool:
 
 
 def _extend(sequence: Sequence, tokens: list[int], logprobs: list[float]) -> None:
-    """Append up to the stop token or the limit, and note which it was."""
+    """Append tokens up to a stop token or the limit, and note which of the two ended the sequence."""
     stops = sequence.request.sampling.stop_token_ids
     room = sequence.limit - sequence.length
     if len(tokens) >= room:

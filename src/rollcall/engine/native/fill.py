@@ -1,6 +1,6 @@
-"""Filling the KV cache: several token lists run through the decoder in one packed forward, without padding.
+"""Fills the KV cache: several token lists run through the decoder in one packed forward, without padding.
 
-A list without a past attends to its own tokens. One with a past, such as the next turn of a session, also attends to what is stored.
+A list without a past attends to its own tokens. A list with a past, such as a session's next turn, also attends to the stored KV.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ AttendPast = Callable[[int, Tensor], Tensor]
 def run_fills(
     decoder: Decoder, fills: list[Fill], store: Store, attend_past: AttendPast, *, gain: Tensor | None = None
 ) -> None:
-    """Compute the keys and values of all fills, in the given order, those with a past last. ``gain`` says which adapter each token has."""
+    """Compute the keys and values of all fills in order; fills with a past must be last. ``gain`` selects each token's adapter."""
     ids = np.concatenate([fill.token_ids for fill in fills]).astype(np.int64)
     positions = np.concatenate([fill.past + np.arange(len(fill.token_ids)) for fill in fills])
     device = decoder.device
@@ -55,7 +55,7 @@ def run_fills(
 
 
 def run_halved(fills: list[Fill], run: Callable[[list[Fill]], None], *, smaller: Callable[[int], None]) -> None:
-    """Run all fills at once; if memory ends, each half of them by itself. What was stored before is stored again, the same.
+    """Run all fills at once; if memory runs out, run each half by itself. KV that was already stored is stored again, unchanged.
     ``smaller`` gets the number of tokens that did not fit. A single fill that does not fit raises."""
     try:
         run(fills)
@@ -80,7 +80,7 @@ def _attend_fresh(
 
 
 def _equal_length_runs(q: Tensor, k: Tensor, v: Tensor, lengths: list[int], *, window: int, scale: float) -> Tensor:
-    """One batched call per run of neighbouring fills of the same length."""
+    """Attend with one batched call per run of neighbouring fills of the same length."""
     outs, start = [], 0
     for length, run in groupby(lengths):
         count = len(list(run))
@@ -94,7 +94,7 @@ def _equal_length_runs(q: Tensor, k: Tensor, v: Tensor, lengths: list[int], *, w
 
 
 def attend_packed(q: Tensor, keys: Tensor, values: Tensor, fills: list[Fill], *, window: int, scale: float) -> Tensor:
-    """[Nq, H, D] of the fills' tokens end to end, against [Nk, Hkv, D] of their pasts and tokens end to end, to [Nq, H * D]."""
+    """Attend with q [Nq, H, D] of all fills' tokens over keys and values [Nk, Hkv, D] of their pasts and tokens; return [Nq, H * D]."""
     num_queries = [len(fill.token_ids) for fill in fills]
     num_keys = [fill.past + len(fill.token_ids) for fill in fills]
     if not runs_flash(q.device, q.dtype):
@@ -108,14 +108,14 @@ def attend_packed(q: Tensor, keys: Tensor, values: Tensor, fills: list[Fill], *,
 
 
 def _attend_one(q: Tensor, keys: Tensor, values: Tensor, *, window: int, scale: float) -> Tensor:
-    """One fill; its last query and its last key are the same token."""
+    """Attend for one fill; its last query and its last key are the same token."""
     parts = (x.transpose(0, 1)[None] for x in (q, keys, values))
     out = _attend(*parts, mask=end_aligned_mask(len(q), len(keys), window, q.device), scale=scale)
     return out[0].transpose(0, 1).reshape(len(q), -1)
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, *, mask: Tensor | None, scale: float) -> Tensor:
-    """[B, H, queries, D]; causal where there is no mask."""
+    """Attend with inputs [B, H, queries, D]; causal if there is no mask."""
     grouped = q.shape[1] != k.shape[1]
     return F.scaled_dot_product_attention(
         q, k, v, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=grouped

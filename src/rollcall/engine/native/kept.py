@@ -1,7 +1,7 @@
-"""KV that stays between the requests of a session: which sessions have it, and of which tokens.
+"""KV that is kept between the requests of a session: which sessions have kept KV, and for which tokens.
 
-A session is only a cache. A request takes what its session left, as far as the tokens agree; what it takes is its own, and its
-end leaves something again. So the order of leaving is the order of last use.
+A session is only a cache. A request takes the KV that its session left, as far as the tokens agree; it then owns this KV, and leaves
+KV again when it ends. So sessions are in the order of their last use.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ KV = TypeVar("KV")
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kept(Generic[KV]):
     session: str
-    ids: Ints  # the tokens that the KV is of
+    ids: Ints  # the tokens whose KV this is
     kv: KV
 
     def num_shared(self, sequence: Sequence) -> int:
-        """How many tokens of the sequence this KV serves: those that agree, and not its last, which is fed next."""
+        """Return how many of the sequence's tokens can use this KV: those that agree, except the last token, which is fed next."""
         ids = sequence.all_ids()[:-1]
         length = min(len(ids), len(self.ids))
         different = np.flatnonzero(ids[:length] != self.ids[:length])
@@ -33,7 +33,7 @@ class Kept(Generic[KV]):
 
 
 class KeptSessions(Generic[KV]):
-    """Oldest first."""
+    """The kept KV by session, oldest first."""
 
     def __init__(self) -> None:
         self._kept: dict[str, Kept[KV]] = {}
@@ -45,7 +45,7 @@ class KeptSessions(Generic[KV]):
         return iter(self._kept.values())
 
     def put(self, kept: Kept[KV]) -> Kept[KV] | None:
-        """The newest; returns what the session had before."""
+        """Add as the newest; return what the session had before."""
         before = self._kept.pop(kept.session, None)
         self._kept[kept.session] = kept
         return before

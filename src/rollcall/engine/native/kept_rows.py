@@ -1,9 +1,9 @@
-"""KV of sessions outside a CPU's dense rows.
+"""Session KV that is kept outside a CPU's dense rows.
 
-Rows that end together are copied together: a bundle has them side by side, in the columns that they had. So leaving and
-coming back are one copy of a layer for many rows. Where all rows end together, as those of quick environments do, the bundle is their
-memory itself, and if they all come back together it becomes the rows again. A row that is gone leaves a hole in its bundle, which
-counts as memory; where memory is short, bundles with holes are copied to their size.
+Rows that end together are copied together: a bundle has them side by side, in the columns that they had. So saving and restoring
+take one copy per layer for many rows. If all rows end together, as with fast environments, the bundle takes over their memory, and
+if they all come back together it becomes the rows again. A row that is gone leaves a hole in its bundle, which still counts as
+memory; when memory is short, bundles with many holes are copied without them.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from rollcall.base.types import Ints
 from rollcall.engine.native.kept import Kept, KeptSessions
 from rollcall.engine.native.runner import Sequence
 
-HOLES = 4  # one row in this many being a hole is many
+HOLES = 4  # a bundle has many holes if at least one row in this many is a hole
 
 
 class Plane(NamedTuple):
-    """Keys or values of one layer, as they lie in memory: [rows, Hkv, D and columns]."""
+    """One layer's keys or values in memory order: [rows, Hkv, then D and columns in either order]."""
 
     tensor: Tensor
-    dim: int  # of the columns
+    dim: int  # the dimension of the columns
 
     def columns(self, start: int, end: int) -> Tensor:
         return self.tensor.narrow(self.dim, start, end - start)
@@ -38,7 +38,7 @@ class Bundle:
     planes: list[Plane]
     num_columns: int
     rows: set[KeptRow] = field(default_factory=set)
-    num_taken: int = 0  # of its rows, that are about to be copied back
+    num_taken: int = 0  # rows that are about to be copied back
 
     @property
     def num_rows(self) -> int:
@@ -50,15 +50,15 @@ class Bundle:
 
     @property
     def num_tokens(self) -> int:
-        """The memory it takes, without the rows that were taken: they count where they go."""
+        """The bundle's memory without the taken rows, which count where they go."""
         return self.num_columns * (self.num_rows - self.num_taken)
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class KeptRow:
     bundle: Bundle
-    index: int  # its row
-    start: int  # its first column
+    index: int  # the row in the bundle
+    start: int  # the row's first column
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,39 +66,39 @@ class Leaving:
     """A row whose KV is kept."""
 
     session: str
-    ids: Ints  # the tokens that are kept
+    ids: Ints  # the tokens whose KV is kept
     row: int
-    past: int  # columns from its first to the end of all rows
+    past: int  # columns from the row's first column to the end of all rows
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Returning:
-    """Kept KV that a row begins with."""
+    """Kept KV with which a row begins."""
 
     kept: Kept[KeptRow]
-    num_tokens: int  # of it
+    num_tokens: int  # tokens of the kept KV that are used
     row: int
-    column: int  # where its first token goes
+    column: int  # where the first token goes
 
 
 class KeptRows:
-    """Counts are kept as it changes: there may be thousands of sessions, and each turn asks."""
+    """The kept rows of all sessions. Counts are updated on each change: there may be thousands of sessions, and each turn reads them."""
 
     def __init__(self) -> None:
         self._sessions: KeptSessions[KeptRow] = KeptSessions()
-        self._holed: dict[Bundle, None] = {}  # those with many holes, in the order in which they got them
-        self.num_tokens = 0  # the memory that it takes, as tokens of KV
-        self.longest = 0  # columns of the longest row since it was empty
+        self._holed: dict[Bundle, None] = {}  # bundles with many holes, in the order in which they got them
+        self.num_tokens = 0  # memory in use, as tokens of KV
+        self.longest = 0  # columns of the longest row since this was last empty
 
     def put(self, rows: list[Leaving], planes: list[Plane], *, end: int) -> None:
-        """Copy these rows, which all end at the column ``end``."""
+        """Copy these rows, which all end at column ``end``."""
         width = max(row.past for row in rows)
         which = places([row.row for row in rows])
         copies = [Plane(_copied(plane.columns(end - width, end), which), plane.dim) for plane in planes]
         self._put(rows, Bundle(planes=copies, num_columns=width), indices=range(len(rows)), end=width)
 
     def put_all(self, rows: list[Leaving], planes: list[Plane], *, end: int) -> None:
-        """``put`` for all rows at once: their memory itself is kept, and nothing is copied."""
+        """Like ``put``, but for all rows at once: take over their memory without a copy."""
         bundle = Bundle(planes=planes, num_columns=planes[0].tensor.shape[planes[0].dim])
         self._put(rows, bundle, indices=[row.row for row in rows], end=end)
 
@@ -114,8 +114,8 @@ class KeptRows:
         self._leave(self._sessions.put(kept))
 
     def take(self, sequence: Sequence) -> tuple[Kept[KeptRow], int] | None:
-        """Take out what the sequence's session left, with the number of its tokens that can be used. It no longer counts here; ``restore`` or
-        ``put_back`` follows."""
+        """Take out the KV that the sequence's session left, with the number of tokens that can be used. It no longer counts here. The
+        caller must call ``restore`` or ``put_back``."""
         kept = self._sessions.take(sequence.request.session)
         if kept is None:
             return None
@@ -131,8 +131,8 @@ class KeptRows:
         self._add(kept)
 
     def restore(self, returning: list[Returning], planes: list[Plane], *, home: Bundle | None = None) -> None:
-        """Copy what was taken into rows, and forget it here. Other columns that are copied with it are hidden by masks, or overwritten. Of the bundle
-        ``home`` these planes are the memory."""
+        """Copy the taken KV into rows, and drop it here. Masks hide any other columns that are copied, or they are overwritten. If given,
+        ``home`` is the bundle whose memory these planes are."""
 
         def alike(one: Returning) -> tuple[int, int]:
             return id(one.kept.kv.bundle), one.column - one.kept.kv.start
@@ -141,7 +141,7 @@ class KeptRows:
             members = list(group)
             bundle = members[0].kept.kv.bundle
             if bundle is home and not shift:
-                continue  # they are there
+                continue  # they are already in place
             start = min(one.kept.kv.start for one in members)
             end = max(one.kept.kv.start + one.num_tokens for one in members)
             runs = side_by_side([(one.row, one.kept.kv.index) for one in members])
@@ -158,7 +158,7 @@ class KeptRows:
         self._leave(self._sessions.take(session))
 
     def give_way(self) -> bool:
-        """Do a little for more memory: close the holes of a bundle that has many, or forget the oldest session. Returns whether there was anything to do."""
+        """Free some memory: close the holes of a bundle with many holes, or drop the oldest session. Return whether anything was done."""
         if self._holed:
             bundle = next(iter(self._holed))
             del self._holed[bundle]
@@ -195,7 +195,7 @@ class KeptRows:
 
 
 def bundle_of_all(rows: Mapping[int, KeptRow]) -> Bundle | None:
-    """The bundle that has these rows, each in its place, and no others."""
+    """Return the bundle that contains exactly these rows, each in its place, or None."""
     bundles = {id(row.bundle): row.bundle for row in rows.values()}
     if len(bundles) != 1:
         return None
@@ -219,7 +219,7 @@ def _copied(tensor: Tensor, rows: slice | Tensor) -> Tensor:
 
 
 def side_by_side(pairs: list[tuple[int, int]]) -> list[tuple[int, int, int]]:
-    """Pairs of rows as runs in which both count up, each with its length.
+    """Group pairs of rows into runs in which both count up; each run has its length.
 
     >>> side_by_side([(4, 0), (5, 1), (2, 7), (6, 3)])
     [(2, 7, 1), (4, 0, 2), (6, 3, 1)]
@@ -234,7 +234,7 @@ def side_by_side(pairs: list[tuple[int, int]]) -> list[tuple[int, int, int]]:
 
 
 def places(rows: list[int]) -> slice | Tensor:
-    """A slice where it can be one: it is read without a copy."""
+    """Return a slice if the rows are consecutive, because a slice is read without a copy."""
     if rows == list(range(rows[0], rows[0] + len(rows))):
         return slice(rows[0], rows[0] + len(rows))
     return torch.tensor(rows)

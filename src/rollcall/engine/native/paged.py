@@ -1,12 +1,12 @@
-"""The CUDA runner: paged KV, whole decode steps as CUDA graphs, sampling on the card.
+"""The CUDA runner: paged KV, full decode steps as CUDA graphs, sampling on the GPU.
 
 A chunk of steps is replayed without the host: the sampled token is fed back on the device, positions and
 draw counters advance there, tokens and log-probs collect in a buffer that is read once per chunk. The host mirrors
-that state exactly (it is a function of the number of steps), so it can change rows between chunks and send the whole
-state again. Where the rows stay, the next chunk is queued behind the one that runs, and the card never waits.
+that state exactly (it depends only on the number of steps), so it can change rows between chunks and send the full
+state again. If the rows do not change, the next chunk is queued behind the running one, and the GPU never waits.
 
-Blocks of a prompt that several completions share are counted, not copied; only the last, partly filled one is. Blocks of a
-session stay between its requests, also counted. They go, oldest first, when rows need the room.
+When several completions share a prompt, its blocks are reference-counted, not copied; only the last, partly filled block is copied.
+A session's blocks stay between its requests, also reference-counted. They are freed, oldest first, when rows need the memory.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ from rollcall.model.layer import Layer, Pass, product
 from rollcall.plan.choose import KV_BLOCK as BLOCK
 from rollcall.plan.engine import FILL_TOKENS
 
-CHUNK = 16  # steps between two looks at the results
-AHEAD_ROWS = 4  # with fewer, the next request should not wait for a chunk that is not needed
-PAST = 16  # tokens whose keys are read for a fill take less memory than one token that is computed
+CHUNK = 16  # steps before the results are read
+AHEAD_ROWS = 4  # with fewer rows, the next request should not wait for a chunk that is not needed
+PAST = 16  # reading the keys of this many past tokens takes less memory than computing one token
 
 
 class PagedRunner:
@@ -58,7 +58,7 @@ class PagedRunner:
         graphs: bool = True,
         served: Served | None = None,
     ):
-        """``graphs``: capture decode steps; without, a debugger can step through them."""
+        """With ``graphs``, decode steps are captured; without, a debugger can step through them."""
         if decoder.shape.head_dim % 16:
             raise UnsupportedModel(
                 f"on CUDA the native engine needs heads of a multiple of 16 numbers; this model's have {decoder.shape.head_dim}"
@@ -81,13 +81,13 @@ class PagedRunner:
         self._rows = RowState(max_running, served=served)
         self._served = served
 
-        # Its numbers on the device. Positions are -1 for rows that are past their limit.
+        # The row state's numbers on the device. Positions are -1 for rows that are past their limit.
         self._state = torch.zeros(5, max_running, dtype=torch.int64, device=device)
         self._sampling = torch.zeros(3, max_running, dtype=torch.float32, device=device)
-        self._adapter_slots = torch.full((max_running,), -1, dtype=torch.int64, device=device)  # of the rows' adapters
+        self._adapter_slots = torch.full((max_running,), -1, dtype=torch.int64, device=device)  # per row
         self._tables = torch.zeros(max_running, 16, dtype=torch.int32, device=device)
         self._step = torch.zeros(1, dtype=torch.int64, device=device)
-        # Of the chunk that runs; it is copied to the host before the next one begins.
+        # Results of the running chunk, copied to the host before the next chunk begins.
         self._out_tokens = torch.zeros(CHUNK, max_running, dtype=torch.int64, device=device)
         self._out_logprobs = torch.zeros(CHUNK, max_running, dtype=torch.float32, device=device)
         self._cos_sin = torch.empty(0)
@@ -99,12 +99,12 @@ class PagedRunner:
         return self._pool.num_blocks * BLOCK
 
     def steps(self, remaining: list[int]) -> int:
-        """A look at the results costs a round trip, and decoding a row past its end costs almost nothing: continue until the last row ends."""
+        """Continue until the last row ends: reading results costs a round trip, but decoding past a row's end costs almost nothing."""
         return min(CHUNK, max(remaining))
 
     def admit(self, sequences: list[Sequence]) -> int:
         first = self.num_rows
-        prefixes: dict[PromptKey, list[int]] = {}  # blocks of a prompt whose first completion was just admitted
+        prefixes: dict[PromptKey, list[int]] = {}  # prompt blocks of completions that were just admitted
         copies: list[tuple[int, int]] = []
         past: dict[int, int] = {}
         count = 0
@@ -146,7 +146,7 @@ class PagedRunner:
         return True
 
     def carry(self, ended: list[int]) -> bool:
-        """A step of fewer rows is a smaller graph. Until there is one, rows that have ended cost a little of the products."""
+        """Keep ended rows until a smaller graph fits the rest: they add only a little work to the matrix products."""
         if _bucket(self.num_rows - len(ended), self.max_running) < _bucket(self.num_rows, self.max_running):
             return False
         self._rows.limit[ended] = self._rows.position[ended]
@@ -200,22 +200,22 @@ class PagedRunner:
             self._pool.give_back(kept.kv)
 
     def _take(self, count: int) -> list[int] | None:
-        """Free blocks, those of sessions if there are no others, or None if there are not enough."""
+        """Take free blocks, and blocks from sessions if there are too few. Return None if there are still not enough."""
         while (blocks := self._pool.take(count)) is None and len(self._kept):
             self._give_back(self._kept.take_oldest())
         return blocks
 
     def _num_served(self, kept: Kept[list[int]], sequence: Sequence) -> int:
-        """The number of tokens whose kept KV is used. The sequence writes behind them, so they do not end in a block that others read."""
+        """Return how many tokens of kept KV to use. The sequence writes after them, so they must not end in a block that others read."""
         shared = kept.num_shared(sequence)
         is_read = shared % BLOCK and self._pool.is_shared(kept.kv[shared // BLOCK])
         return shared - shared % BLOCK if is_read else shared
 
     def _blocks_after(self, kept: Kept[list[int]], sequence: Sequence, served: int) -> list[int] | None:
-        """The kept blocks of the first ``served`` tokens, and new ones behind them."""
+        """Return the kept blocks of the first ``served`` tokens, followed by new blocks."""
         full = -(-served // BLOCK)
         total = -(-min(sequence.length + 1, sequence.limit) // BLOCK)
-        self._pool.give_back(kept.kv[full:])  # first: there may be no others
+        self._pool.give_back(kept.kv[full:])  # free these first: there may be no other free blocks
         new = self._take(total - full)
         if new is None:
             self._kept.put(replace(kept, ids=kept.ids[:served], kv=kept.kv[:full]))
@@ -225,7 +225,7 @@ class PagedRunner:
     def _blocks_for(
         self, sequence: Sequence, prefixes: dict[PromptKey, list[int]], copies: list[tuple[int, int]]
     ) -> list[int] | None:
-        """Blocks that hold the sequence and its next token; a sibling's full prompt blocks are shared."""
+        """Return blocks for the sequence and its next token; full prompt blocks are shared with a sibling."""
         filled = sequence.length - 1
         total = -(-min(sequence.length + 1, sequence.limit) // BLOCK)
         key = prompt_key(sequence)
@@ -245,7 +245,7 @@ class PagedRunner:
         return siblings[:full] + own
 
     def _grow_tables(self, length: int) -> None:
-        """Block tables and rotary tables for sequences this long; graphs hold their addresses, so growing drops them."""
+        """Grow the block tables and rotary tables to this length. Graphs contain their addresses, so growing drops the graphs."""
         width = -(-length // BLOCK)
         if width > self._tables.shape[1]:
             width = 1 << (width - 1).bit_length()
@@ -258,13 +258,13 @@ class PagedRunner:
             self._drop_graphs()
 
     def _drop_graphs(self) -> None:
-        """Their memory pool ends with the last of them, and torch refuses to capture into one that has ended."""
+        """Drop all graphs and create a new memory pool: a pool dies with its last graph, and torch refuses to reuse a dead pool."""
         self._graphs.clear()
         self._graph_pool = torch.cuda.graph_pool_handle()
 
     @torch.inference_mode()
     def _fill(self, fills: list[Fill]) -> None:
-        """Compute each fill once, into the blocks of its first row; the sharing was arranged by admit."""
+        """Compute each fill once, into the blocks of its first row; ``admit`` has arranged the sharing."""
         batch: list[Fill] = []
         size = 0
         for fill in order_fills(fills):
@@ -306,7 +306,7 @@ class PagedRunner:
         run_fills(self.decoder, fills, store, attend_past, gain=gain)
 
     def _slots(self, parts: list[tuple[int, int, int]]) -> Tensor:
-        """Where the tokens of these parts (row, from, to) lie in the cache, end to end."""
+        """Return the cache slots of the tokens in these parts (row, from, to), concatenated."""
         slots: list[np.ndarray] = [np.zeros(0, dtype=np.int64)]
         for row, start, end in parts:
             positions = np.arange(start, end)
@@ -314,7 +314,7 @@ class PagedRunner:
         return on_device(np.concatenate(slots), self.decoder.device)
 
     def _upload_ends(self) -> None:
-        """Behind the chunk that runs: rows at their limit, which may have been set since that chunk began."""
+        """Queue after the running chunk: mark rows at their limit, which may have been set since that chunk began."""
         over = self._rows.is_over(self.num_rows)
         if over.any():
             ends = on_device(over, self.decoder.device)
@@ -335,7 +335,7 @@ class PagedRunner:
         tables = np.zeros((self.num_rows, self._tables.shape[1]), dtype=np.int32)
         for row, blocks in enumerate(self._blocks):
             tables[row, : len(blocks)] = blocks
-        # From pinned memory: the host does not wait for the chunk that runs.
+        # Copy from pinned memory, so that the host does not wait for the running chunk.
         self._tables[: self.num_rows].copy_(torch.from_numpy(tables).pin_memory(), non_blocking=True)
 
     def _graph(self, size: int, truncates: bool) -> torch.cuda.CUDAGraph:
@@ -356,7 +356,7 @@ class PagedRunner:
         return self._graphs[size, truncates]
 
     def _decode_step(self, rows: int, truncates: bool) -> None:
-        """One token for every row, entirely on the device. Captured: shapes and addresses are fixed."""
+        """Sample one token for every row, entirely on the device. Shapes and addresses are fixed, because this is captured."""
         tokens, position, limit, drawn, seed = (state[:rows] for state in self._state)
         logits = self.decoder.logits(self._hidden(tokens, position, rows))
         temperature = self._sampling[0, :rows]
@@ -392,8 +392,8 @@ class PagedRunner:
 
 @dataclass(slots=True, kw_only=True)
 class _DecodeOps:
-    """The steps of a layer as kernels. A norm adds the last product to the stream on its way; what attention gets is rotated while it is
-    stored in the cache."""
+    """A layer's steps as kernels. A norm also adds the last product to the residual stream; queries and keys are rotated while keys and
+    values are stored in the cache."""
 
     eps: float
     stream: Tensor | None = None
@@ -417,7 +417,7 @@ class _DecodeOps:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _OnTheWay:
-    """A chunk that the card makes, and then copies to the host."""
+    """A chunk that the GPU computes and then copies to the host."""
 
     tokens: Tensor  # [steps, rows] on the host
     logprobs: Tensor
@@ -446,7 +446,7 @@ class BlockPool:
         self._users = np.zeros(num_blocks, dtype=np.int64)
 
     def take(self, count: int) -> list[int] | None:
-        """This many blocks for one user each, or None when there are not as many."""
+        """Take this many blocks for one user each, or return None if there are too few."""
         if count > len(self._free):
             return None
         taken = [self._free.pop() for _ in range(count)]
@@ -465,7 +465,7 @@ class BlockPool:
 
 
 def _bucket(rows: int, most: int) -> int:
-    """Graph sizes: powers of two to 32, then multiples of 32, so that few graphs serve every batch."""
+    """Return the graph size: powers of two up to 32, then multiples of 32, so that few graphs serve every batch."""
     size = 1 << (rows - 1).bit_length() if rows <= 32 else -(-rows // 32) * 32
     return min(size, most) if rows <= most else rows
 

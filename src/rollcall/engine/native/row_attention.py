@@ -1,10 +1,10 @@
 """Attention over a CPU's dense rows, in one of two ways: two batched products, or torch's fused kernel.
 
-Rows end together, so a row that has fewer columns than the longest begins later, and a mask hides what is before it. Rows are often almost
-equally long. A product's scores are masked only in the columns where something is hidden; the fused kernel takes a mask of all columns.
+Rows end together, so a row with fewer columns than the longest begins later, and a mask hides the columns before it. Rows often have
+almost the same length. A product's scores are masked only in the columns where something is hidden; the fused kernel needs a full mask.
 
-An ``Extension`` is several new tokens for each of some rows, such as the next turns of sessions. The new tokens are the last ones of their
-rows. So neighbouring rows with equally many of them are attended to in one call, whatever their lengths.
+An ``Extension`` is several new tokens for each row in a set, such as the next turns of sessions. The new tokens are the last tokens of
+their rows. So one call attends for neighbouring rows with the same number of new tokens, however long the rows are.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from rollcall.base.types import Longs
 from rollcall.engine.native.runner import Fill
 from rollcall.model.attention import Way
 
-MOST_SCORES = 1 << 25  # rows x heads x queries x keys of one call
+MOST_SCORES = 1 << 25  # rows x heads x queries x keys in one call
 
 Masks = tuple[tuple[int, Tensor], ...]
 """Additive, [rows * Hkv or 1, queries or 1, columns], each with its first column. Where there is none, every query sees every column."""
@@ -50,7 +50,7 @@ ATTEND: dict[Way, AttendRows] = {"products": attend_by_products, "fused": attend
 
 
 def hide_starts(num_hidden: Longs, *, num_columns: int, way: Way) -> Tensor | None:
-    """A mask from the first column on that hides this many columns of each of [rows * Hkv], or None if there is nothing to hide."""
+    """Return a mask that hides this many columns at the start of each of [rows * Hkv], or None if there is nothing to hide."""
     most = int(num_hidden.max())
     if not most:
         return None
@@ -64,12 +64,12 @@ def additive(hidden: Tensor) -> Tensor:
 
 @dataclass(slots=True, kw_only=True)
 class Extension:
-    """Rows side by side that get equally many tokens."""
+    """Adjacent rows that get the same number of new tokens."""
 
-    start: int  # of their tokens among those of all extensions
-    num_new: int  # of each
+    start: int  # where these rows' tokens begin among the tokens of all extensions
+    num_new: int  # new tokens per row
     first_row: int
-    lengths: list[int]  # tokens of each row, the new ones included
+    lengths: list[int]  # tokens in each row, including the new ones
     masks: dict[int, Masks] = field(default_factory=dict)  # by window
 
     @property
@@ -77,7 +77,7 @@ class Extension:
         return max(self.lengths)
 
     def attend(self, q: Tensor, keys: Tensor, values: Tensor, *, window: int, scale: float, way: Way) -> Tensor:
-        """q [N, H, D] of all extensions' tokens; keys and values of these rows, as long as the longest. [tokens of these, H * D]"""
+        """Attend with q [N, H, D] of all extensions over these rows' keys and values. Return [own tokens, H * D]."""
         count, dim = len(self.lengths), q.shape[-1]
         kv_heads = len(keys) // count
         own = q[self.start : self.start + count * self.num_new]
@@ -96,7 +96,7 @@ class Extension:
         return torch.cat(outs, dim=3).permute(0, 3, 1, 2, 4).reshape(len(own), -1).to(q.dtype)
 
     def _masks(self, queries: Tensor, *, kv_heads: int, window: int, way: Way) -> Masks:
-        """Masks for the new tokens with these numbers as queries."""
+        """Return masks for these new tokens (by index) as queries."""
         num_hidden = (self.longest - np.array(self.lengths)).repeat(kv_heads)
         if way == "products" and not window:
             behind = torch.arange(self.num_new) > queries[:, None]
@@ -113,11 +113,11 @@ class Extension:
 
 
 def plan_extensions(fills: list[Fill]) -> list[Extension]:
-    """Group the fills with a past; those with equal numbers of tokens are side by side."""
+    """Group the fills with a past; fills of equal length must be next to each other."""
     extensions: list[Extension] = []
     start = 0
     past = [fill for fill in fills if fill.past]
-    # Rows side by side keep their distance to their place.
+    # For adjacent rows, the difference between row and index is constant.
     for (num_new, _), group in groupby(
         enumerate(past), key=lambda each: (len(each[1].token_ids), each[1].rows[0] - each[0])
     ):

@@ -1,13 +1,13 @@
 """The CPU runner: one dense row of KV per running sequence, decoded step by step.
 
-Rows are kept compact (0..n-1) and end together: the token of a step goes into one column for all rows, and a row that
-came later starts further right. So a step writes one plain slice, and attention reads plain slices. Where products are
-the fast way (``attention.cpu_way``), it is two batched products, and keys lie transposed in memory for the first; else it
-is torch's fused kernel, and keys lie as values do. Both keep keys under the same shape. Room is rows x columns, which is
-what the memory really is. It is float32 for bfloat16 models too: products of so few rows take longer in bfloat16.
+Rows are kept compact (0..n-1) and end together: a step's tokens go into the same column for all rows, and a row that
+came later starts further right. So a step writes one plain slice, and attention reads plain slices. Where matrix products are
+faster (``attention.cpu_way``), attention is two batched products, and keys are stored transposed for the first product. Otherwise
+it is torch's fused kernel, and keys are stored like values. Keys have the same shape either way. Room is counted as rows x columns,
+which is the real memory. KV is float32 for bfloat16 models too: products of so few rows take longer in bfloat16.
 
-The KV of sessions is kept outside the rows and counts as room. It goes, oldest first, when rows need the room. Where room has
-no limit, it takes at most ``KEPT_PER_ROW`` times what ``max_running`` rows take.
+Session KV is kept outside the rows and counts towards the room. It is dropped, oldest first, when rows need the room. Without
+a limit on room, it takes at most ``KEPT_PER_ROW`` times the memory of ``max_running`` rows.
 """
 
 from __future__ import annotations
@@ -42,13 +42,11 @@ from rollcall.engine.native.sampler import sample, uniforms
 from rollcall.model.attention import Way, cpu_way
 from rollcall.model.decoder import Decoder
 
-KEPT_PER_ROW = (
-    2  # conversations whose KV is kept for each row: one that waits for its next turn, one whose turn has just ended
-)
-CHUNK = 8  # steps between two looks at the results
+KEPT_PER_ROW = 2  # kept conversations per row: one waits for its next turn, the other has just ended a turn
+CHUNK = 8  # steps before the results are read
 COLUMN_STEP = 32  # rows grow by this many columns
-FILL_TOKENS = 1024  # at once: what a layer computes of so few stays in the cache
-TURN = 128  # columns before the first one and behind the last, for the next turns of sessions
+FILL_TOKENS = 1024  # tokens filled at once: a layer's results for so few tokens stay in the cache
+TURN = 128  # spare columns before the first and after the last, for the next turns of sessions
 
 
 class RowRunner:
@@ -68,23 +66,23 @@ class RowRunner:
         self.kv_tokens = kv_tokens
         self.num_rows = 0
         self._capacity = (0, 0)  # rows, columns
-        self._keys = _nothing(decoder)  # of each layer [rows * Hkv, D, columns]
-        self._values = _nothing(decoder)  # of each layer [rows * Hkv, columns, D]
+        self._keys = _nothing(decoder)  # per layer [rows * Hkv, D, columns]
+        self._values = _nothing(decoder)  # per layer [rows * Hkv, columns, D]
         self._column = 0  # where the next token of every row goes
-        self._chunks: deque[Chunk] = deque()  # sampled and not read
-        self.ahead_from = math.inf  # the host computes: there is nothing to wait for
+        self._chunks: deque[Chunk] = deque()  # sampled but not read
+        self.ahead_from = math.inf  # the host itself computes, so there is nothing to wait for
         self._rows = RowState(max_running, served=served)  # a row starts ``position`` columns back
         self._uniform = np.zeros((max_running, 0), dtype=np.float32)  # the row's draws
         self._kept = KeptRows()
         self._has_sessions = False
-        self._broken = np.zeros(max_running, dtype=np.bool_)  # rows that had a log-prob which is not finite
+        self._broken = np.zeros(max_running, dtype=np.bool_)  # rows that had a non-finite log-prob
 
     @property
     def room(self) -> int:
         return self.kv_tokens if self.kv_tokens is not None else self.decoder.max_positions
 
     def steps(self, remaining: list[int]) -> int:
-        """Compute is what a CPU is short of: look as soon as a row must end, so that none is decoded past it."""
+        """Stop as soon as a row must end, so that no row is decoded past its end: a CPU is short of compute."""
         return min(CHUNK, *remaining)
 
     def admit(self, sequences: list[Sequence]) -> int:
@@ -93,7 +91,7 @@ class RowRunner:
         for row, sequence in enumerate(sequences[: self.max_running - self.num_rows], start=self.num_rows):
             longest = max(longest, sequence.length)
             kept = self._kept.take(sequence)
-            # One more step must fit as well, or the next reserve would throw the newcomer out again.
+            # One more step must fit as well, or the next ``reserve`` would preempt the new row at once.
             if not self._make_fit(row + 1, min(longest + 1, max(longest, sequence.limit))):
                 if kept is not None:
                     self._kept.put_back(kept[0])
@@ -130,7 +128,7 @@ class RowRunner:
         return True
 
     def carry(self, ended: list[int]) -> bool:
-        return not ended  # decoding a row takes time here
+        return not ended  # on a CPU, decoding a row takes time
 
     @torch.inference_mode()
     def start(self, steps: int) -> None:
@@ -162,7 +160,7 @@ class RowRunner:
         self.num_rows = last
 
     def _clear_if_broken(self, row: int) -> None:
-        """Clear a row that had a NaN before another row takes its place: masked values still take part in products, and zero times NaN is NaN."""
+        """Clear a row that had a NaN before another takes its place: masked values take part in products, and zero times NaN is NaN."""
         if self._broken[row]:
             for tensor in (*self._keys, *self._values):
                 tensor[self._seats(row)] = 0
@@ -207,12 +205,12 @@ class RowRunner:
             self._kept.forget(session)
 
     def _give_away(self) -> None:
-        """Rows that leave together take the memory with them."""
+        """Let go of the memory: rows that leave together take it with them."""
         self._keys, self._values = _nothing(self.decoder), _nothing(self.decoder)
         self._capacity, self._column = (0, 0), 0
 
     def _go_home(self, taken: dict[int, tuple[Kept[KeptRow], int]]) -> Bundle | None:
-        """Rows that left together and come back together bring their memory with them, if they fit into it. No other row is there."""
+        """Reuse the memory of rows that left together and come back together, if they fit into it. There must be no other row."""
         bundle = bundle_of_all({row: kept.kv for row, (kept, _) in taken.items()})
         if bundle is None:
             return None
@@ -237,7 +235,7 @@ class RowRunner:
 
     def _planes(self) -> list[Plane]:
         shape = (self._capacity[0], self.decoder.shape.kv_heads)
-        transposed = self._way == "products"  # keys, in memory
+        transposed = self._way == "products"  # how keys are stored in memory
         keys = [
             Plane(layer.unflatten(0, shape), 3) if transposed else Plane(layer.transpose(1, 2).unflatten(0, shape), 2)
             for layer in self._keys
@@ -248,7 +246,7 @@ class RowRunner:
         return self.kv_tokens is None or rows * length + self._kept.num_tokens <= self.kv_tokens
 
     def _make_fit(self, rows: int, length: int) -> bool:
-        """Whether it fits when sessions give way. They do not for what would not fit even then."""
+        """Drop session KV until this many rows and columns fit; return whether they do. Drop nothing if they could never fit."""
         if self.kv_tokens is not None and rows * length > self.kv_tokens:
             return False
         while not self._fits(rows, length):
@@ -257,11 +255,11 @@ class RowRunner:
         return True
 
     def _make_room(self, *, steps: int, live: tuple[int, int]) -> None:
-        """Room for every row's past and ``steps`` more columns. ``live``: the rows and columns whose KV is kept; they end at
-        the column of the next token."""
+        """Make room for every row's past and ``steps`` more columns. ``live`` is the number of rows and columns whose KV is kept; they end
+        at the column of the next token."""
         lead = int(self._rows.position[: self.num_rows].max())
-        # A turn comes back longer by more than its rows' steps. Room before the first column spares it a copy of all rows, and rows that
-        # all come back need it behind the last.
+        # A session's next turn is longer by more than the sampled tokens. Room before the first column saves a copy of all rows, and rows
+        # that all come back need room after the last column.
         spare = TURN if self._has_sessions else 0
         if not live[0]:
             self._column = max(lead, min(lead + spare, self._capacity[1] - steps - spare))
@@ -274,7 +272,7 @@ class RowRunner:
         seats, kept = live[0] * heads, live[1]
         new, old = slice(column - kept, column), slice(self._column - kept, self._column)
         for index, (old_keys, old_values) in enumerate(zip(self._keys, self._values, strict=True)):
-            # Zeros, not leftovers: masked values still take part in products, and zero times NaN is NaN.
+            # Start from zeros, not uninitialised memory: masked values still take part in products, and zero times NaN is NaN.
             values = torch.zeros(rows * heads, num_columns, dim)
             keys = torch.zeros_like(values).transpose(1, 2)
             if self._way == "products":
@@ -286,11 +284,11 @@ class RowRunner:
         self._capacity, self._column = (rows, num_columns), column
 
     def _new_capacity(self, needed: int, *, spare: int) -> tuple[int, int]:
-        """Rows and columns with room for ``needed`` columns of every row; where memory allows, rounded up, with ``spare`` more, and no fewer
-        than there are now."""
+        """Return rows and columns with room for ``needed`` columns in every row. If memory allows, round up, add ``spare`` columns, and
+        keep at least the current capacity."""
         num_rows, num_columns = self._capacity
         rounded, roomy = _rounded(needed), _rounded(needed + spare)
-        # Without a limit: one long row must not be as long in all rows that there once were.
+        # Without a limit, one long row must not lengthen all the rows that there once were.
         most = 2 * max(num_rows * num_columns, self.num_rows * roomy) if self.kv_tokens is None else math.inf
         for rows in (max(self.num_rows, num_rows), self.num_rows):
             for columns in (max(roomy, num_columns), roomy, max(rounded, num_columns), rounded, needed):
@@ -299,7 +297,7 @@ class RowRunner:
         return self.num_rows, needed
 
     def _draw_uniforms(self, sequences: list[Sequence], first: int) -> None:
-        """All numbers that these sequences will ever draw; numbers past a sequence's limit are never used."""
+        """Compute all random numbers that these sequences will ever draw; numbers past a sequence's limit are never used."""
         width = max(sequence.request.sampling.max_tokens for sequence in sequences)
         if width > self._uniform.shape[1]:
             self._uniform = np.pad(self._uniform, ((0, 0), (0, width - self._uniform.shape[1])))
@@ -340,7 +338,7 @@ class RowRunner:
         return tokens.numpy(), logprobs.numpy()
 
     def _mask(self, rows: int, lead: int, window: int) -> Tensor | None:
-        """One of ``Step.masks``."""
+        """Return the entry of ``Step.masks`` for this window."""
         past = self._rows.position[:rows]
         if window:
             past = past.clip(max=window - 1)
@@ -383,16 +381,16 @@ class RowRunner:
 
 
 class _Copy(NamedTuple):
-    """Keys or values of packed fills of equal lengths, on their way to rows."""
+    """A copy of keys or values from packed fills of equal length into rows."""
 
-    start: int  # of their tokens among those of all fills
+    start: int  # where these fills begin among the tokens of all fills
     num_fills: int
-    num_tokens: int  # of each
+    num_tokens: int  # per fill
     rows: slice | Tensor
-    fills: Tensor | None  # the fill that each row gets, or None: one each, in order
+    fills: Tensor | None  # the fill for each row, or None if each row gets its own fill, in order
 
     def of_rows(self, packed: Tensor) -> Tensor:
-        """[N, Hkv, D] of all fills to float32 [rows, tokens, Hkv, D]."""
+        """Convert [N, Hkv, D] for all fills to float32 [rows, tokens, Hkv, D]."""
         own = packed[self.start : self.start + self.num_fills * self.num_tokens].float()
         own = own.unflatten(0, (self.num_fills, self.num_tokens))
         return own if self.fills is None else own.index_select(0, self.fills)
@@ -429,19 +427,19 @@ def _rounded(num_columns: int) -> int:
 
 
 class Step(NamedTuple):
-    """The inputs for one more token of every row; keys and values of each layer end with its column, still to be written."""
+    """The inputs for one more token in every row. Each layer's keys and values end with the new token's column, still to be written."""
 
     token_ids: Tensor  # [rows]
     positions: Tensor  # [rows]
-    keys: list[Tensor]  # of each layer [rows * Hkv, D, columns]
-    values: list[Tensor]  # of each layer [rows * Hkv, columns, D]
-    masks: list[Tensor | None]  # of each layer, from its first column on, or None where every row sees every column
+    keys: list[Tensor]  # per layer [rows * Hkv, D, columns]
+    values: list[Tensor]  # per layer [rows * Hkv, columns, D]
+    masks: list[Tensor | None]  # per layer, from the first column on; None if every row sees every column
     attend: AttendRows
-    gain: Tensor | None = None  # which adapter each row has
+    gain: Tensor | None = None  # each row's adapter
 
 
 def next_logits(decoder: Decoder, step: Step) -> Tensor:
-    """float32 logits [rows, V] behind the step's tokens, whose keys and values are written on the way."""
+    """Return float32 logits [rows, V] after the step's tokens, and write the tokens' keys and values."""
 
     def attend(index: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         keys, values = step.keys[index], step.values[index]
@@ -457,7 +455,7 @@ def next_logits(decoder: Decoder, step: Step) -> Tensor:
 
 
 def compiled_logits(decoder: Decoder, step: Step) -> Tensor:
-    """``next_logits`` as one graph, in which the numbers of rows and of columns are left open."""
+    """Run ``next_logits`` as one compiled graph with dynamic numbers of rows and columns."""
     columns = [(tensor, 2) for tensor in (*step.keys, *step.masks) if tensor is not None]
     columns += [(tensor, 1) for tensor in step.values]
     for tensor, dim in columns:
@@ -470,5 +468,5 @@ def compiled_logits(decoder: Decoder, step: Step) -> Tensor:
 
 @cache
 def _compiled() -> Callable[[Decoder, Step], Tensor]:
-    """Compile on first use: torch takes long to load its compiler."""
+    """Compile on first use, because torch takes long to load its compiler."""
     return torch.compile(next_logits)

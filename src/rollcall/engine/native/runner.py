@@ -1,4 +1,4 @@
-"""The seam between scheduling and arithmetic: a runner holds the KV of the running sequences, row by row."""
+"""The interface between scheduling and computation: a runner has the KV of the running sequences, row by row."""
 
 from __future__ import annotations
 
@@ -24,66 +24,66 @@ class Runner(Protocol):
     """Rows 0..n-1 are the running sequences; the engine mirrors every change of rows in its own list."""
 
     def steps(self, remaining: list[int]) -> int:
-        """Steps to decode before the next look at the results, given how many tokens each row may still get."""
+        """Return how many steps to decode before the results are read, given how many tokens each row may still get."""
         ...
 
     @property
     def room(self) -> int:
-        """Tokens of KV that a single sequence can have."""
+        """The most tokens of KV that a single sequence can have."""
         ...
 
     def admit(self, sequences: list[Sequence]) -> int:
-        """Append as many of these as there is room for, in order, with their KV filled in; returns how many."""
+        """Append as many of these as fit, in order, with their KV filled in; return how many."""
         ...
 
     def reserve(self, steps: int) -> bool:
-        """Make room for this many more tokens in every row (not past its limit). Returns whether there was room."""
+        """Make room for this many more tokens in every row (not past its limit). Return whether there was room."""
         ...
 
     @property
     def ahead_from(self) -> float:
-        """With this many rows or more, the engine starts the next chunk before it looks at the results of the last."""
+        """With this many rows or more, the engine starts the next chunk before it reads the results of the last."""
         ...
 
     def carry(self, ended: list[int]) -> bool:
-        """Whether these rows, which have ended, may stay for another chunk, because they cost next to nothing there; they get no
-        more room. If not, they are removed first."""
+        """Return whether these ended rows may stay for another chunk because they cost next to nothing. They get no more room. If
+        not, they are removed first."""
         ...
 
     def start(self, steps: int) -> None:
-        """Begin to sample this many tokens for every row. If a chunk is in progress already, the rows have not changed since."""
+        """Start sampling this many tokens for every row. If a chunk is already in progress, the rows have not changed since."""
         ...
 
     def read(self) -> Chunk:
-        """The oldest that was started, once it has ended. Past a row's limit the values mean nothing."""
+        """Wait for the oldest chunk in progress and return it. Values past a row's limit are meaningless."""
         ...
 
     def remove(self, row: int) -> None:
-        """Forget a row; the last row moves into its place."""
+        """Remove a row; the last row moves into its place."""
         ...
 
     def keep(self, rows: dict[int, Sequence]) -> None:
-        """These rows have ended and are removed next: keep their KV for the next request of their session, if there is room.
-        ``admit`` takes it; running rows come first."""
+        """Keep the KV of these ended rows, which are removed next, for the next request of their session, if there is room.
+        ``admit`` uses it; running rows have priority."""
         ...
 
     def forget(self, session: str | None) -> None:
-        """Drop what is kept for this session, or for all sessions."""
+        """Drop the KV kept for this session, or for all sessions."""
         ...
 
 
 class RowState:
-    """The state of each row on the host: [max_running] each."""
+    """Each row's state on the host; every array is [max_running]."""
 
     def __init__(self, max_running: int, *, served: Served | None = None) -> None:
         self._served = served
         self.numbers = np.zeros((5, max_running), dtype=np.int64)
-        # The token to feed, its position, where the row must end, how many tokens were drawn, the seed of the draws.
+        # The token to feed, its position, where the row must end, how many tokens were drawn, the seed for the draws.
         self.next, self.position, self.limit, self.drawn, self.seed = self.numbers
         self.temperature = np.zeros(max_running, dtype=np.float32)
         self.top_p = np.ones(max_running, dtype=np.float32)
         self.top_k = np.zeros(max_running, dtype=np.int64)
-        self.slot = np.full(max_running, -1, dtype=np.int64)  # of its adapter, or -1
+        self.slot = np.full(max_running, -1, dtype=np.int64)  # the adapter's slot, or -1
 
     def set(self, row: int, sequence: Sequence) -> None:
         sampling = sequence.request.sampling
@@ -103,15 +103,15 @@ class RowState:
             state[to] = state[source]
 
     def is_over(self, num_rows: int) -> Bools:
-        """Which of the first rows get no more tokens."""
+        """Return which of the first rows get no more tokens."""
         return self.position[:num_rows] >= self.limit[:num_rows]
 
     def gain(self, num_rows: int) -> Tensor | None:
-        """Which adapter each of the first rows has, or None if the engine has no adapters."""
+        """Return the adapter gains of the first rows, or None if the engine has no adapters."""
         return None if self._served is None else self._served.gain(self.slot[:num_rows])
 
     def fill_gain(self, fills: Iterable[Fill]) -> Tensor | None:
-        """Which adapter each token of the fills has."""
+        """Return the adapter gains of the fills' tokens, or None if the engine has no adapters."""
         if self._served is None:
             return None
         return self._served.gain(np.concatenate([self.slot[[fill.rows[0]] * len(fill.token_ids)] for fill in fills]))
@@ -119,7 +119,7 @@ class RowState:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fill:
-    """Tokens whose KV is computed once and stored in these rows, behind that of the ``past`` tokens that is there."""
+    """Tokens whose KV is computed once and stored in these rows, after the KV of ``past`` tokens that is already there."""
 
     token_ids: Ints
     rows: tuple[int, ...]
@@ -130,13 +130,13 @@ PromptKey = tuple[str | None, bytes]
 
 
 def prompt_key(sequence: Sequence) -> PromptKey:
-    """Equal where the KV of two prompts is."""
+    """Return a key that is equal for sequences whose prompts have the same KV."""
     return sequence.request.adapter, sequence.request.prompt_ids.tobytes()
 
 
 def plan_fills(sequences: list[Sequence], first_row: int, *, past: Mapping[int, int]) -> list[Fill]:
-    """Fresh completions of one prompt share one fill; a resumed one needs its own tokens. ``past``: the rows that have KV
-    already, and of how many tokens."""
+    """Plan one fill for fresh completions of the same prompt, and one for each resumed completion. ``past`` maps rows that already
+    have KV to its number of tokens."""
     shared: dict[PromptKey, list[int]] = {}
     prompts: dict[PromptKey, Ints] = {}
     fills: list[Fill] = []
@@ -153,7 +153,7 @@ def plan_fills(sequences: list[Sequence], first_row: int, *, past: Mapping[int, 
 
 
 def order_fills(fills: list[Fill]) -> list[Fill]:
-    """Sort those without a past first, and equal numbers of tokens side by side."""
+    """Sort fills without a past first, and fills of equal length next to each other."""
     return sorted(fills, key=lambda fill: (fill.past > 0, len(fill.token_ids)))
 
 

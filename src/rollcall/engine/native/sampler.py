@@ -1,9 +1,9 @@
-"""Sampling in plain torch: one uniform number per token, turned into a token by inverting the cumulative distribution.
+"""Sampling in plain torch: one uniform number per draw selects a token by inverting the cumulative distribution.
 
-The number is a function of seed and position: a counter-based hash, not a generator with a state. So a completion does not depend on its
-neighbours in the batch, and draws the same numbers when it is redone on another device or after a restart. Two rounds of the splitmix64
-finaliser (Steele, Lea and Flood, 2014): the first scatters the seed, so that streams of neighbouring seeds share nothing; the second
-scatters the position within the stream. Written in torch's int64 arithmetic, which wraps, so CPU and CUDA give the same bits.
+The number depends only on seed and position: it comes from a counter-based hash, not from a stateful generator. So a completion does not
+depend on its neighbours in the batch, and draws the same numbers if it is redone on a different device or after a restart. The hash is two
+rounds of the splitmix64 finaliser (Steele, Lea and Flood, 2014): the first scatters the seed, so that streams of neighbouring seeds share
+nothing; the second scatters the position within the stream. torch's int64 arithmetic wraps, so CPU and CUDA give the same bits.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 BLOCK = 256  # vocabulary entries per block of the two-level search
-# 64-bit constants as signed integers, since torch has no full unsigned arithmetic.
+# 64-bit constants as signed integers, because torch has no full unsigned arithmetic.
 GAMMA = 0x9E3779B97F4A7C15 - (1 << 64)
 MIX_A = 0xBF58476D1CE4E5B9 - (1 << 64)
 MIX_B = 0x94D049BB133111EB - (1 << 64)
@@ -21,8 +21,8 @@ MIX_B = 0x94D049BB133111EB - (1 << 64)
 def sample(
     logits: Tensor, *, uniforms: Tensor, temperature: Tensor | None, top_p: Tensor | None, top_k: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """Draw one token per row of float32 logits [B, V]: tokens [B] int64, and their log-probs [B] float32 under the distribution
-    sampled from (greedy: under temperature 1).
+    """Draw one token per row of float32 logits [B, V]. Return tokens [B] int64 and their log-probs [B] float32 under the distribution
+    that was sampled from (greedy: at temperature 1).
 
     ``temperature`` None means 1 for every row; ``top_p`` / ``top_k`` are None when no row truncates.
     """
@@ -40,7 +40,7 @@ def sample(
 
 
 def invert_cdf(probs: Tensor, uniforms: Tensor) -> Tensor:
-    """The first token whose cumulative probability exceeds the uniform; never one of probability zero."""
+    """Return the first token whose cumulative probability exceeds the uniform number; never a token with probability zero."""
     vocabulary = probs.shape[1]
     if vocabulary <= 4 * BLOCK:
         return _first_above(probs, uniforms)
@@ -56,15 +56,15 @@ def invert_cdf(probs: Tensor, uniforms: Tensor) -> Tensor:
 
 def _first_above(weights: Tensor, thresholds: Tensor) -> Tensor:
     cumulative = weights.cumsum(dim=-1)
-    # Rounding can leave the threshold at or past the total: then the last token of nonzero weight is meant.
+    # Rounding can leave the threshold at or past the total; then choose the last token with a nonzero weight.
     last = cumulative[:, -1:]
     thresholds = torch.minimum(thresholds.clamp(min=0)[:, None], torch.nextafter(last, torch.zeros_like(last)))
-    # NaN weights compare with nothing: clamped, the row gets a valid id and a NaN log-prob, which the caller refuses.
+    # NaN weights compare with nothing. The clamp gives the row a valid id and a NaN log-prob, which the caller refuses.
     return torch.searchsorted(cumulative, thresholds, right=True)[:, 0].clamp_(max=weights.shape[-1] - 1)
 
 
 def truncate(scaled: Tensor, *, top_p: Tensor | None, top_k: Tensor | None) -> Tensor:
-    """Logits with everything outside top-k and top-p at minus infinity. ``top_k`` 0 and ``top_p`` 1 leave a row as is."""
+    """Set logits outside top-k and top-p to minus infinity. ``top_k`` 0 and ``top_p`` 1 leave a row unchanged."""
     ordered, order = scaled.sort(dim=-1, descending=True)
     keep = torch.ones_like(ordered, dtype=torch.bool)
     rank = torch.arange(scaled.shape[1], device=scaled.device)
@@ -78,9 +78,9 @@ def truncate(scaled: Tensor, *, top_p: Tensor | None, top_k: Tensor | None) -> T
 
 
 def uniforms(seeds: Tensor, positions: Tensor) -> Tensor:
-    """Float32 in [0, 1), a multiple of 2**-24, for int64 ``seeds`` and ``positions`` of shapes that broadcast.
+    """Return float32 numbers in [0, 1), multiples of 2**-24, for int64 ``seeds`` and ``positions`` whose shapes broadcast.
 
-    ``uniforms(tensor([7]), tensor([0, 1]))`` holds the first two draws of seed 7. A seed is any int64.
+    ``uniforms(tensor([7]), tensor([0, 1]))`` contains the first two draws of seed 7. A seed is any int64.
     """
     state = _mix(seeds + GAMMA) + (positions + 1) * GAMMA
     # A float32 has 24 bits of mantissa, so the top 24 bits of the hash convert without rounding.
@@ -94,5 +94,5 @@ def _mix(state: Tensor) -> Tensor:
 
 
 def _shift_right(state: Tensor, bits: int) -> Tensor:
-    """Logical shift: torch's own is arithmetic and drags the sign bit along."""
+    """Shift logically, because torch's own shift is arithmetic and copies the sign bit."""
     return (state >> bits) & ((1 << (64 - bits)) - 1)

@@ -1,1 +1,1 @@
-"""The vLLM engine: vLLM samples in a separate process, whose packages never meet ours."""
+"""The vLLM engine: vLLM samples in a separate process, with packages of its own."""

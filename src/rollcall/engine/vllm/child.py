@@ -1,6 +1,6 @@
-"""Our side of the vLLM process: a worker (process/worker.py) that runs ``server.py``, and memory that both see.
+"""Our side of the vLLM process: a worker (process/worker.py) that runs ``server.py``, and memory that both sides share.
 
-Calls wait in the thread that makes them. Every wait has a deadline; an error shows the last lines of the process's log.
+Calls block the calling thread. Every wait has a deadline; an error shows the last lines of the process's log.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ from rollcall.nodes.framing import JSON
 from rollcall.process.here import LinkHere
 from rollcall.process.worker import Call, Lost, Raised, Worker
 
-START_S = 600.0  # imports take 10 to 60 s, loading and compiling a large model minutes
+START_S = 600.0  # imports take 10 to 60 s; loading and compiling a large model takes minutes
 ANSWER_S = 300.0
 QUIT_S = 10.0
 LOG_LINES = 15
 ALIGN = 64  # bytes
-LONGEST_SOCKET_FOLDER = 60  # characters; a socket's path has at most 107, and vLLM's name for it 37
+LONGEST_SOCKET_FOLDER = 60  # characters; a socket path has at most 107, and vLLM's file name has 37
 SERVER = Path(__file__).with_name("server.py")
-# Of a gang of ours that this process may belong to: vLLM would take them for its own.
+# These may be set for one of our own gangs, but vLLM would take them for its own.
 DROPPED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
 class VllmError(RuntimeError):
-    """The vLLM process failed, ended or does not answer; the message has the end of its log."""
+    """The vLLM process failed, exited or does not answer; the message contains the end of its log."""
 
 
 class Child:
@@ -46,7 +46,7 @@ class Child:
         env = child_environment(num_threads=num_threads)
         link = LinkHere([python, str(SERVER)], env=env, fds=(self.memory.fd,))
         self.log_tail = link.log_tail
-        # It is trusted, and its Python has no classes of ours.
+        # Use JSON, because the child's Python does not have our classes. Its answers are trusted.
         self._worker = Worker(link, name="vLLM", hears=JSON, answers=defaultdict(lambda: json.loads))
         self._start = self._last = self.begin("version", deadline_s=START_S)
         self._finalizer = weakref.finalize(self, self._worker.close)
@@ -56,19 +56,19 @@ class Child:
         return self._worker.pid
 
     def wait_until_ready(self) -> str:
-        """The version of vLLM, once it is imported."""
+        """Wait until vLLM has been imported, and return its version."""
         return self.result_of(self._start)
 
     def ask(self, method: str, *, deadline_s: float = ANSWER_S, **what: Any) -> Any:
         return self.result_of(self.begin(method, deadline_s=deadline_s, **what))
 
     def begin(self, method: str, *, deadline_s: float = ANSWER_S, **what: Any) -> Call:
-        """Calls are answered in the order in which they begin; the answer of one may be left where it is."""
+        """Start a call. Calls are answered in the order in which they start; an answer need not be read."""
         self._last = self._worker.begin(method, what, deadline_s=deadline_s)
         return self._last
 
     def result_of(self, call: Call) -> Any:
-        """Wait for the answer. While vLLM starts and loads, it says from time to time what is being waited for."""
+        """Wait for the answer. While vLLM starts or loads, report from time to time what we are waiting for."""
 
         def tell(waited_s: float) -> None:
             if call.method in ("version", "load"):
@@ -88,26 +88,25 @@ class Child:
             ) from None
 
     def close(self) -> None:
-        """Ask it to end, and kill it if it does not."""
+        """Ask the process to exit, and kill it if it does not."""
         self._worker.close(grace_s=QUIT_S if self._last.is_done else 0.0)
         self.memory.close()
 
 
 class SharedMemory:
-    """A piece of memory without a name, which parent and child see: it is gone when both are, and needs no /dev/shm.
+    """Anonymous memory that parent and child share: it is freed when both are gone, and needs no /dev/shm.
 
-    It holds a few parts of an update. A part takes the first gap that is not being read, so the memory grows to what is read at once.
-    """
+    It contains a few parts of an update. A part takes the first gap that is not being read, so the memory stays small."""
 
     def __init__(self) -> None:
         self.fd = os.memfd_create("rollcall-weights")
         self._map: mmap.mmap | None = None
-        self._sizes: dict[int, int] = {}  # where a part begins -> its bytes, of the parts that were written last
+        self._sizes: dict[int, int] = {}  # where a part begins -> its size in bytes, for the parts still in use
 
     def write(self, tensors: Sequence[tuple[str, Tensor]], *, held: Collection[int] = ()) -> dict[str, Any]:
-        """Lay a part out, away from the parts that begin at ``held``; the result is what the child needs to find and to check
-        its tensors."""
-        placed: list[tuple[str, Tensor, int, int]] = []  # with where each begins in the part, and its bytes
+        """Write a part without touching the parts that begin at ``held``. Return what the child needs to find and check the
+        tensors."""
+        placed: list[tuple[str, Tensor, int, int]] = []  # name, tensor, where it begins in the part, number of bytes
         size = 0
         for name, tensor in tensors:
             length = tensor.numel() * tensor.element_size()
@@ -129,12 +128,12 @@ class SharedMemory:
                 check = zlib.crc32(part)
             return [name, str(tensor.dtype).removeprefix("torch."), list(tensor.shape), begin, length, check]
 
-        # Copying and summing release Python's lock.
+        # Copying and computing checksums release the GIL.
         with ThreadPoolExecutor(max_workers=min(8, torch.get_num_threads())) as pool:
             return {"offset": offset, "size": size, "tensors": list(pool.map(lambda one: put(*one), placed))}
 
     def _room_for(self, size: int) -> int:
-        """Where the first gap of this many bytes begins, at a page."""
+        """Return where the first gap of this many bytes begins, on a page boundary."""
         page, free = mmap.ALLOCATIONGRANULARITY, 0
         for begin, length in sorted(self._sizes.items()):
             if free + size <= begin:
@@ -151,12 +150,12 @@ class SharedMemory:
 def child_environment(*, num_threads: int) -> dict[str, str]:
     kept = {name: value for name, value in os.environ.items() if name not in DROPPED}
     if len(tempfile.gettempdir()) > LONGEST_SOCKET_FOLDER:
-        kept.setdefault("VLLM_RPC_BASE_PATH", "/tmp")  # where its processes have their sockets
+        kept.setdefault("VLLM_RPC_BASE_PATH", "/tmp")  # where vLLM's processes put their sockets
     return kept | {
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine runs in the child itself: we are its only client
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # run the engine in the child itself: we are its only client
         "VLLM_NO_USAGE_STATS": "1",
-        "HF_HUB_OFFLINE": "1",  # everything it needs comes from here
-        "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # several engines of one host must not bind to the same cores
+        "HF_HUB_OFFLINE": "1",  # everything that vLLM needs comes from this process
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # engines on one host must not bind to the same cores
         "OMP_NUM_THREADS": str(num_threads),
-        "VLLM_USE_FLASHINFER_SAMPLER": "0",  # it gives no log-probs after top-k and top-p, and may want a compiler
+        "VLLM_USE_FLASHINFER_SAMPLER": "0",  # has no log-probs after top-k and top-p, may need a compiler
     }

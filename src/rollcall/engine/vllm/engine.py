@@ -1,11 +1,11 @@
-"""The vLLM engine: the protocol on this side, vLLM itself in a child process.
+"""The vLLM engine: the engine protocol on this side, vLLM itself in a child process.
 
-``step`` takes the answer to the steps that were asked for before, and asks for the next ones at once, so vLLM decodes while
-the caller is busy with what came back. An update or an abort first waits for the steps that were asked for. So it falls between two
-tokens, and every token has the version that it was sampled from.
+``step`` reads the answer for the steps that were requested before, then requests the next steps at once, so vLLM decodes while
+the caller handles the results. An update or an abort first waits for the requested steps. So it falls between two tokens, and
+every token has the version that it was sampled from.
 
-Seeds decide the draws, whatever else is in the batch, but not the same draws as in the native engine: vLLM has its own
-generator. Stop strings are looked for here, in the tokenizer's own text.
+The seed alone decides the draws, whatever else is in the batch. But they differ from the native engine's draws, because vLLM has
+its own generator. We look for stop strings here, in the string that the tokenizer decodes.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ from rollcall.model.adapter import Adapter
 from rollcall.model.peft_files import write_adapter
 from rollcall.process.worker import Call
 
-PART_BYTES = 128 << 20  # of an update that lies in memory at once; two or three do
+PART_BYTES = 128 << 20  # size of a part of an update; two or three parts are in memory at the same time
 SHARED_MEMORY = "/dev/shm"
-STEPS = 8  # tokens of each completion between two looks
-LEAST_TEMPERATURE = 0.01  # vLLM raises lower ones to this, except 0
+STEPS = 8  # tokens that vLLM samples for each completion per call
+LEAST_TEMPERATURE = 0.01  # vLLM raises lower temperatures to this, except 0
 
 
 class VllmEngine:
@@ -51,9 +51,9 @@ class VllmEngine:
         device: torch.device | None = None,
         adapter: Adapter | None = None,
     ):
-        """``model`` is the source of the weights. On the meta device it has none: then ``load_weights`` brings them before anything is
-        sampled, and ``device`` says where vLLM runs. With an ``adapter`` vLLM reads the model from its own place, and only
-        the adapter is sent."""
+        """``model`` is the source of the weights. On the meta device it has no weights: then ``load_weights`` must be called before
+        anything is sampled, and ``device`` says where vLLM runs. With an ``adapter``, vLLM reads the model from its own path, and
+        only the adapter is sent."""
         self.model = model
         self._adapter = adapter
         self._adapter_folder: tempfile.TemporaryDirectory[str] | None = None
@@ -61,12 +61,12 @@ class VllmEngine:
         self.child = child
         self.version = 0
         self.num_preemptions = 0
-        self._requests: dict[str, Sequence] = {}  # not yet handed over
-        self._ended: list[Sequence] = []  # of these
-        self._rows: dict[str, Sequence] = {}  # what vLLM has, or will have with the next steps
+        self._requests: dict[str, Sequence] = {}  # sequences that have not been returned yet
+        self._ended: list[Sequence] = []  # the ended ones among them
+        self._rows: dict[str, Sequence] = {}  # sequences that vLLM has, or will get with the next steps
         self._new: list[dict[str, Any]] = []  # rows that vLLM has not seen yet
         self._num_submitted = 0
-        self._advancing: Call | None = None  # the steps that were asked for
+        self._advancing: Call | None = None  # the call for the requested steps
         self._asleep: set[str] = set()
         spec = make_spec(
             model,
@@ -94,7 +94,7 @@ class VllmEngine:
 
     @property
     def num_waiting(self) -> int:
-        return len(self._new)  # its scheduler does not say what it has begun
+        return len(self._new)  # vLLM's scheduler does not say what it has started
 
     def submit(self, request: Request) -> None:
         check_fits(
@@ -137,7 +137,7 @@ class VllmEngine:
             self._drop([str(sequence.number)])
 
     def update_weights(self, version: int) -> None:
-        """Send the model's parameters, or the adapter. Running completions continue with them; their context is computed again."""
+        """Send the model's parameters, or the adapter. Running completions continue with the new weights; their KV is recomputed."""
         if self._adapter is None:
             self.load_weights(version, self.model.named_parameters())
             return
@@ -147,8 +147,8 @@ class VllmEngine:
         self.version = version
 
     def load_weights(self, version: int, tensors: Iterable[tuple[str, Tensor]]) -> None:
-        """``update_weights`` with weights that come one by one, under the names of transformers; none is kept. Those of a module
-        should follow each other: vLLM keeps them until it has them all."""
+        """Like ``update_weights``, but with tensors that come one by one, under their names in transformers; none is kept. A module's
+        tensors should be consecutive, because vLLM keeps them until it has them all."""
         self._refuse_stale(version)
         self.settle()
         self._wake("weights")
@@ -160,10 +160,10 @@ class VllmEngine:
             raise RefusedUpdateError(f"version {version} of the weights is stale: vLLM has version {self.version}")
 
     def end_session(self, session: str) -> None:
-        """vLLM knows prefixes, not sessions: it keeps blocks that no completion uses until it needs them or gets new weights."""
+        """Do nothing: vLLM knows prefixes, not sessions. It keeps unused blocks until it needs them or gets new weights."""
 
     def sleep(self) -> None:
-        """Give the GPU's memory back while nothing is sampled; ``submit`` and ``update_weights`` wake what they need."""
+        """Release GPU memory while nothing is sampled; the next steps or the next update wake what they need."""
         assert not self._rows and self._advancing is None, "an engine at work cannot sleep"
         self.child.ask("sleep")
         self._asleep = {"weights", "kv_cache"}
@@ -174,7 +174,7 @@ class VllmEngine:
             self._adapter_folder.cleanup()
 
     def _ship_adapter(self, adapter: Adapter) -> None:
-        """Hand the adapter over as PEFT's files in memory, which vLLM reads."""
+        """Send the adapter to vLLM as PEFT files in memory."""
         if self._adapter_folder is None:
             memory = SHARED_MEMORY if os.access(SHARED_MEMORY, os.W_OK) else None
             self._adapter_folder = tempfile.TemporaryDirectory(prefix="rollcall-adapter-", dir=memory)
@@ -183,9 +183,9 @@ class VllmEngine:
         self.child.ask("adapt", folder=str(folder))
 
     def _ship(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
-        """Part by part: one is laid out while vLLM loads the one before."""
+        """Send the tensors part by part: one part is written while vLLM loads the previous one."""
         self.child.ask("begin")
-        held: list[int] = []  # where parts begin that vLLM still reads
+        held: list[int] = []  # start offsets of the parts that vLLM is still reading
         loading: Call | None = None
         for part in in_parts(tensors, num_bytes=PART_BYTES):
             written = self.child.memory.write(part, held=held)
@@ -203,7 +203,7 @@ class VllmEngine:
         self._advancing = self.child.begin("advance", submit=new, steps=STEPS)
 
     def settle(self) -> None:
-        """Take in the tokens of the steps that were asked for, if any were."""
+        """Wait for the requested steps, if any, and add their tokens to the sequences."""
         if self._advancing is None:
             return
         call, self._advancing = self._advancing, None
@@ -240,7 +240,7 @@ class VllmEngine:
 
 
 def in_parts(tensors: Iterable[tuple[str, Tensor]], *, num_bytes: int) -> Iterator[list[tuple[str, Tensor]]]:
-    """The tensors in lists of about this many bytes, each tensor whole."""
+    """Yield the tensors in lists of about this many bytes; no tensor is split."""
     part: list[tuple[str, Tensor]] = []
     size = 0
     for name, tensor in tensors:
@@ -268,6 +268,6 @@ def _row(sequence: Sequence) -> dict[str, Any]:
 
 
 def vllm_seed(seed: int) -> int:
-    """A seed that vLLM takes as it is: it reads -1 as none, and torch's generator on a CPU has 32 bits, so all 64 are hashed."""
+    """Hash a seed into one for vLLM: vLLM reads -1 as no seed, and torch's CPU generator uses only 32 of the 64 bits."""
     digest = hashlib.blake2b(seed.to_bytes(8, "little", signed=True), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1

@@ -1,21 +1,21 @@
 """The vLLM process: one file, run by the Python of vLLM's own environment.
 
-It imports the standard library, torch and vLLM, and nothing of this package, so it repeats a few lines that do what process/child.py
-does elsewhere: it answers the calls of the process that started it (``child.py``) in the same frames, with JSON in both directions, one
-after the other. When its parent hangs up, or is gone, it ends. A call names a method:
+It imports the standard library, torch and vLLM, but nothing from this package, so it repeats a few lines of process/child.py. It
+answers the calls of the process that started it (``child.py``) one after another, in the same frames, with JSON in both
+directions. When its parent hangs up or is gone, it exits. A call names a method:
 
     version  import vLLM
-    load     make an engine from a model's config, with weights that mean nothing until the first update
-    advance  take completions in, decode a few steps, answer with the new tokens of every completion
+    load     create an engine from a model's config, with meaningless weights until the first update
+    advance  add completions, decode a few steps, return the new tokens of every completion
     abort    forget completions
-    begin    expect new weights; those of an update that broke off are dropped
-    part     take some of the new weights, which lie in shared memory, unless they are torn
-    end      sample from the new weights; an update that breaks off leaves none that count
-    adapt    take the adapter that lies in a folder
+    begin    expect new weights; weights from an interrupted update are dropped
+    part     load some of the new weights from shared memory, unless they are torn
+    end      sample from the new weights; after an interrupted update the engine has no valid weights
+    adapt    load the adapter from a folder
     sleep, wake
 
 An update may come while completions are running. vLLM then puts them back into its queue and drops all keys and values
-that the old weights made. So the context of every token is of the version that the token is sampled from.
+from the old weights. So the KV behind every token comes from the version that the token is sampled from.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ import weakref
 import zlib
 from typing import Any
 
-# As in nodes/framing.py: a message's length; the number of its call, and whether it calls, answers or complains.
+# As in nodes/framing.py: a message's length; then the number of its call, and whether it is a call, an answer or an error.
 LENGTH, HEAD = struct.Struct("<Q"), struct.Struct("<IB")
 DONE, RAISED = 2, 3
 
@@ -45,13 +45,13 @@ DONE, RAISED = 2, 3
 class Server:
     def __init__(self, fd: int, memory_fd: int):
         self._fd = fd
-        self.memory_path = f"/proc/{os.getpid()}/fd/{memory_fd}"  # as the processes of a tensor-parallel engine see it
+        self.memory_path = f"/proc/{os.getpid()}/fd/{memory_fd}"  # also valid in tensor-parallel processes
         self.spec: dict[str, Any] | None = None
         self.engine: Any = None
-        self.has_weights = False  # or an adapter, where only that is sent
-        self._is_changing = False  # whether some of the weights of an update have been loaded
-        self.adapter: Any = None  # vLLM's request for it, or None without an adapter
-        self._preemptions: dict[str, int] = {}  # of the running completions
+        self.has_weights = False  # or an adapter, if only an adapter is sent
+        self._is_changing = False  # whether an update has been loaded in part
+        self.adapter: Any = None  # vLLM's LoRARequest, or None without an adapter
+        self._preemptions: dict[str, int] = {}  # per running completion
 
     def serve(self) -> None:
         """Answer calls until the parent hangs up."""
@@ -81,7 +81,7 @@ class Server:
             found += data
         return bytes(found)
 
-    # What a call can ask for
+    # Methods that a call can name
 
     def do_version(self) -> str:
         import vllm  # type: ignore[import-not-found]
@@ -89,7 +89,7 @@ class Server:
         return vllm.__version__
 
     def do_load(self, spec: dict[str, Any]) -> None:
-        """Make the engine. One with the same settings is kept, but its completions are dropped, and its weights and adapter no longer count."""
+        """Create the engine. An engine with the same settings is kept, but its completions, weights and adapter are no longer valid."""
         self.do_begin()
         if self.engine is not None and spec == self.spec:
             self.engine.abort_request(list(self.engine.output_processor.request_states), internal=True)
@@ -128,15 +128,15 @@ class Server:
         self.engine.abort_request(rows)
 
     def do_begin(self) -> None:
-        """Drop what an update that broke off has left."""
+        """Drop the remains of an interrupted update."""
         if self._is_changing:
             self._is_changing = False
             self.engine.collective_rpc(end_weights, args=(False,))
 
     def do_part(self, offset: int, size: int, tensors: list[list[Any]]) -> dict[str, Any]:
-        """Answers with where parts begin that something here still reads: their memory must stay as it is."""
+        """Load a part. Return the start offsets of the parts that are still being read: their memory must not change."""
         verify(self.memory_path, offset, size, tensors)
-        if not self._is_changing:  # until here the engine is untouched
+        if not self._is_changing:  # so far nothing in the engine has changed
             self._is_changing, self.has_weights = True, False
             self.engine.collective_rpc(begin_weights)
         held = self.engine.collective_rpc(take_weights, args=(self.memory_path, offset, size, tensors))
@@ -153,7 +153,7 @@ class Server:
     def do_adapt(self, folder: str) -> None:
         from vllm.lora.request import LoRARequest  # type: ignore[import-not-found]
 
-        # Under one number: running completions continue with the new adapter. Their own request must not load it again.
+        # Always use the same id, so running completions continue with the new adapter. Their own request must not load it again.
         if not self.engine.add_lora(LoRARequest("policy", 1, folder, load_inplace=True)):
             raise RuntimeError(f"vLLM did not load the adapter in {folder}")
         self.adapter = LoRARequest("policy", 1, folder)
@@ -167,10 +167,10 @@ class Server:
         self.engine.wake_up(tags)
 
     def _forget_context(self) -> None:
-        """Drop every key and value, those of running completions too: they are computed again before the next token."""
+        """Drop all keys and values, also for running completions: they are computed again before the next token."""
         if self.engine.reset_prefix_cache(reset_running_requests=True) is False:
             raise RuntimeError("vLLM could not reset its prefix cache")
-        self._count_preemptions()  # these do not tell of a lack of room
+        self._count_preemptions()  # ignore these: they do not mean that memory is short
 
     def _count_preemptions(self) -> int:
         scheduler = self.engine.engine_core.engine_core.scheduler
@@ -197,25 +197,25 @@ def make_engine(spec: dict[str, Any], folder: str) -> Any:
     size = spec["tensor_parallel_size"]
     args = EngineArgs(
         model=folder,
-        skip_tokenizer_init=True,  # token ids in and out: there is no second tokenizer to disagree
-        generation_config="vllm",  # sampling is what each request says, and nothing else
+        skip_tokenizer_init=True,  # token ids in and out, so that there is no second tokenizer to disagree with
+        generation_config="vllm",  # only the request decides how to sample
         load_format="dummy" if spec["model"] is None else "auto",
         enable_lora=spec["lora_rank"] > 0,
         max_loras=1,
         max_lora_rank=spec["lora_rank"] or 16,
-        trust_remote_code=False,  # its own class of this architecture runs; a model's code is the learner's business
+        trust_remote_code=False,  # vLLM has its own class for the architecture; only the learner may run a model's code
         dtype=spec["dtype"],
         max_model_len=spec["max_positions"],
         max_num_seqs=spec["max_running"],
-        # A prompt in two steps draws a token too early, which vLLM (0.32) takes back from the seed's generator; a CPU's cannot go back.
+        # A prompt in two steps draws a token too early. vLLM (0.32) then rewinds the seed's generator, but a CPU generator cannot rewind.
         enable_chunked_prefill=False if current_platform.is_cpu() else None,
         block_size=spec["kv_block"],
         num_gpu_blocks_override=spec["kv_blocks"],
         kv_cache_memory_bytes=spec["kv_bytes"],
-        # Room is given in tokens above; this share is only compared with what is free, where a learner sits too.
+        # The memory is set in tokens above. vLLM only compares this fraction with the free memory of a GPU that a learner may share.
         gpu_memory_utilization=0.01,
-        disable_hybrid_kv_cache_manager=True,  # layers with a window take room like the others, so that room can be counted
-        logprobs_mode="processed_logprobs",  # after temperature, top-k and top-p: what is sampled from
+        disable_hybrid_kv_cache_manager=True,  # sliding-window layers take as much memory as the others, so that it can be counted
+        logprobs_mode="processed_logprobs",  # after temperature, top-k and top-p: the distribution that is sampled from
         enforce_eager=spec["enforce_eager"],
         enable_sleep_mode=spec["sleep"],
         tensor_parallel_size=size,
@@ -238,8 +238,8 @@ def sampling_params(row: dict[str, Any]) -> Any:
         max_tokens=row["max_tokens"],
         stop_token_ids=row["stop_token_ids"],
         seed=row["seed"],
-        ignore_eos=True,  # the stop tokens are all that stops
-        logprobs=0,  # only of the sampled token
+        ignore_eos=True,  # only the stop tokens end a completion
+        logprobs=0,  # only for the sampled token
         detokenize=False,
         output_kind=RequestOutputKind.DELTA,
     )
@@ -249,7 +249,7 @@ def sampling_params(row: dict[str, Any]) -> Any:
 
 
 def verify(path: str, offset: int, size: int, tensors: list[list[Any]]) -> None:
-    """Every byte of a part is there and is what was sent; nothing of the engine has been touched by it so far."""
+    """Check that every byte of a part is there and is what was sent. So far the part has changed nothing in the engine."""
     with open(path, "rb") as file:
         if os.fstat(file.fileno()).st_size < offset + size:
             raise ValueError(
@@ -265,18 +265,18 @@ def verify(path: str, offset: int, size: int, tensors: list[list[Any]]) -> None:
                         raise ValueError(f"torn: {name} is not what was sent")
 
 
-# In each process of the engine
+# These run in each process of the engine
 
 
 class Reload:
-    """One reload of the weights by vLLM, which knows fused, divided and repacked layouts, and takes from each tensor what this process
-    needs. It runs in a thread, so that the weights can come part by part: vLLM asks for the next one and waits for it.
+    """One reload of the weights by vLLM. vLLM knows fused, divided and repacked layouts, and reads from each tensor what this process
+    needs. It runs in a thread, so that the weights can come part by part: vLLM asks for the next part and waits for it.
 
-    What vLLM still needs of a part it keeps a view of: a module's tensors until it has them all, padded ones until the end. So
-    the memory of a part is free when its mapping is gone.
+    vLLM keeps views of what it still needs from a part: a module's tensors until it has them all, padded tensors until the end. So
+    a part's memory is free when its mapping is gone.
 
-    This corrects two things in the reload of vLLM 0.32: it only logs a parameter that no tensor was sent for, and on a CPU
-    an output layer tied to the embeddings keeps a repacked copy of the old ones.
+    This works around two flaws of the reload in vLLM 0.32: it only logs parameters for which no tensor was sent, and on a CPU
+    an output layer tied to the embeddings keeps a repacked copy of the old embeddings.
     """
 
     def __init__(self, worker: Any) -> None:
@@ -286,14 +286,14 @@ class Reload:
         self._loaded: set[str] = set()
         self._maps: dict[int, Any] = {}  # where a part begins -> a weak reference to its mapping
         self._parts: Any = queue.Queue()
-        self._asked: Any = queue.Queue()  # one entry each time that vLLM wants more tensors, and one when it is done
+        self._asked: Any = queue.Queue()  # one entry each time vLLM wants more tensors, and one when it is done
         self._error: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name="weights", daemon=True)
         self._thread.start()
         self._until_asked()
 
     def take(self, path: str, offset: int, size: int, tensors: list[list[Any]]) -> list[int]:
-        with open(path, "rb") as file:  # as a copy: torch wants a writable buffer
+        with open(path, "rb") as file:  # map it copy-on-write, because torch wants a writable buffer
             memory = mmap.mmap(file.fileno(), size, access=mmap.ACCESS_COPY, offset=offset)
         self._maps[offset] = weakref.ref(memory)
         self._parts.put((memory, tensors))
@@ -302,7 +302,7 @@ class Reload:
         return [offset for offset, mapping in self._maps.items() if mapping() is not None]
 
     def _until_asked(self) -> None:
-        """Wait until vLLM has taken all it was given."""
+        """Wait until vLLM has read everything that it was given."""
         if self._asked.get() == "done":
             raise self._error or RuntimeError("vLLM has ended its reload before all weights were sent")
 
@@ -326,10 +326,10 @@ class Reload:
 
         try:
             if self._worker.device.type == "cuda":
-                torch.cuda.set_device(self._worker.device)  # of this thread
+                torch.cuda.set_device(self._worker.device)  # for this thread
             with torch.no_grad():
                 self._reload()
-        except BaseException as error:  # noqa: BLE001 - the one who brings the next part gets it
+        except BaseException as error:  # noqa: BLE001 - raised where the next part arrives
             self._error = error
         self._asked.put("done")
 
@@ -339,7 +339,7 @@ class Reload:
         try:
             self._worker.reload_weights(weights_iterator=self._stream())
         finally:
-            del model.load_weights  # the class's own shows again
+            del model.load_weights  # restore the class's own method
 
     def _stream(self) -> Any:
         import torch
@@ -376,8 +376,8 @@ def end_weights(worker: Any, is_whole: bool) -> None:
 
 
 def end_with(lifeline_fd: int) -> None:
-    """Have the kernel kill this process, and those that it started, as soon as the process that started it is gone."""
-    if not hasattr(fcntl, "F_SETSIG"):  # macOS: it ends at its next read
+    """Have the kernel kill this process and its children as soon as its parent is gone."""
+    if not hasattr(fcntl, "F_SETSIG"):  # on macOS the process exits at its next read
         return
     fcntl.fcntl(lifeline_fd, fcntl.F_SETOWN, -os.getpid())
     fcntl.fcntl(lifeline_fd, fcntl.F_SETSIG, signal.SIGKILL)
@@ -388,7 +388,7 @@ def main() -> None:
     socket_fd, lifeline_fd, crash_fd, memory_fd = (int(text) for text in sys.argv[1:])
     end_with(lifeline_fd)
     faulthandler.enable(crash_fd)
-    faulthandler.register(signal.SIGUSR1, crash_fd)  # the parent asks so where it hangs
+    faulthandler.register(signal.SIGUSR1, crash_fd)  # the parent uses it to get a stack trace when the process hangs
     Server(socket_fd, memory_fd).serve()
 
 

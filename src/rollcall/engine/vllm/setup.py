@@ -1,4 +1,4 @@
-"""Before vLLM starts: where it is installed, whether this model can run in it, how much room its KV cache gets."""
+"""Checks before vLLM starts: where it is installed, whether it can run this model, how much memory its KV cache gets."""
 
 from __future__ import annotations
 
@@ -26,18 +26,18 @@ INSTALL = (
 )
 PROBE_S = 60.0
 PROBE = "import importlib.util, sys; sys.exit(importlib.util.find_spec('vllm') is None)"
-CPU_KV_BYTES = 1 << 30  # at most, unless rollout.kv_tokens asks for more
-KV_BLOCK = {"cpu": 32, "cuda": 16}  # tokens; vLLM's own kernels for CPUs want multiples of 32
-LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, MOST_RANK_OF_VLLM)  # of vLLM 0.32
-CPU_HEAD_DIMS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)  # of vLLM 0.32
+CPU_KV_BYTES = 1 << 30  # the most, unless rollout.kv_tokens asks for more
+KV_BLOCK = {"cpu": 32, "cuda": 16}  # tokens; vLLM's CPU kernels need multiples of 32
+LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, MOST_RANK_OF_VLLM)  # in vLLM 0.32
+CPU_HEAD_DIMS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)  # in vLLM 0.32
 
 
 class VllmUnavailable(ValueError):
-    """vLLM is not installed where the run file says, or it cannot run this model; the message says what to do."""
+    """vLLM is not installed where the run file says, or cannot run this model; the message says what to do."""
 
 
 def find_python(given: str | None) -> str:
-    """The Python that vLLM runs in: the run file's, $ROLLCALL_VLLM_PYTHON's, or this one if vLLM is installed here."""
+    """Return vLLM's Python: from the run file, from $ROLLCALL_VLLM_PYTHON, or this Python if vLLM is installed here."""
     named = given or os.environ.get(PYTHON_VARIABLE)
     source = f"rollout.vllm.python={given}" if given else f"${PYTHON_VARIABLE}={named}"
     if named is None:
@@ -47,12 +47,12 @@ def find_python(given: str | None) -> str:
     path = shutil.which(str(Path(named).expanduser()))
     if path is None:
         raise VllmUnavailable(f"{source} is not a program that can be run; {INSTALL}")
-    # Where it is installed, without importing it: that takes half a minute.
+    # Only check that it is installed: importing it takes half a minute.
     probe = subprocess.run([path, "-c", PROBE], capture_output=True, text=True, timeout=PROBE_S)
     if probe.returncode:
         why = probe.stderr.strip().splitlines()[-1:] or ["its packages have no vllm"]
         raise VllmUnavailable(f"{source} cannot import vLLM ({why[0]}); {INSTALL}")
-    return os.path.abspath(path)  # its link to another Python is what makes it an environment, so not resolved
+    return os.path.abspath(path)  # not resolved: its link to another Python is what makes it an environment
 
 
 def make_spec(
@@ -65,7 +65,7 @@ def make_spec(
     device: torch.device | None = None,
     adapter: Adapter | None = None,
 ) -> dict[str, Any]:
-    """The child's settings for its engine, derived from the model. ``device`` is for an outline, which has none."""
+    """Derive the child's engine settings from the model. ``device`` is needed for a model on the meta device."""
     config: Any = model.config
     if adapter is not None:
         base = Path(adapter.base)
@@ -78,7 +78,7 @@ def make_spec(
     device, dtype = device or first.device, first.dtype
     _refuse(config, section, device=device)
     block = KV_BLOCK[device.type]
-    # Of a token's KV on each GPU; where there are more GPUs than KV heads, each has one head.
+    # KV heads on each GPU; with more GPUs than KV heads, each GPU has one head.
     heads = max(1, config.num_key_value_heads // section.tensor_parallel_size)
     token_bytes: int = 2 * config.num_hidden_layers * heads * _head_dim(config) * dtype.itemsize
     if kv_tokens is None:
@@ -88,11 +88,11 @@ def make_spec(
             kv_tokens = min(int(total * kv_fraction) // token_bytes, whole)
         else:
             kv_tokens = min(max(CPU_KV_BYTES // token_bytes, config.max_position_embeddings), whole)
-    # vLLM keeps one for itself; a window that begins in the middle of a block reaches into one more.
+    # vLLM keeps one block for itself; a window that begins in the middle of a block reaches into one more.
     blocks = -(-kv_tokens // block) + 1 + bool(getattr(config, "sliding_window", None))
     return {
         "config": config_fields(model),
-        # With an adapter: where vLLM reads the model, and the room that it keeps for ranks.
+        # With an adapter: the path of the model, and the LoRA rank that vLLM reserves memory for.
         "model": None if adapter is None else adapter.base,
         "lora_rank": 0 if adapter is None else next(rank for rank in LORA_RANKS if rank >= adapter.section.rank),
         "dtype": str(dtype).removeprefix("torch."),
@@ -103,13 +103,13 @@ def make_spec(
         "kv_blocks": blocks,
         "kv_bytes": blocks * block * token_bytes,
         "tensor_parallel_size": section.tensor_parallel_size,
-        "enforce_eager": section.enforce_eager or device.type == "cpu",  # there, compiling costs more than it saves
+        "enforce_eager": section.enforce_eager or device.type == "cpu",  # on a CPU, compiling costs more than it saves
         "sleep": section.sleep and device.type == "cuda",
     }
 
 
 def config_fields(model: nn.Module) -> dict[str, Any]:
-    """The model's config.json, without references to code that comes with it; its weights come later."""
+    """Return the model's config.json fields, without references to the model's own code."""
     config: Any = model.config
     fields = json.loads(config.to_json_string(use_diff=False)) | {"architectures": [type(model).__name__]}
     return {name: value for name, value in fields.items() if name != "auto_map"}

@@ -1,9 +1,9 @@
-"""Weights to processes on other hosts: a broadcast in a separate process group.
+"""Sends weights to processes on other hosts: a broadcast in a separate process group.
 
-The group meets at a store of the sender (``nodes/meeting.py``). It is separate from the learner's group: when a member is
-lost, it can be made again with other members. Only invited receivers get its secret, over their lines. It uses NCCL where
-every member is on a GPU, else gloo. Two buckets are in flight at a time; each is summed before it leaves, and again where it
-arrives. A large span travels from tensor to tensor, small ones are packed.
+The group meets at the sender's store (``nodes/meeting.py``). It is separate from the learner's group, so it can be created again
+with other members when a member is lost. Only invited receivers get its secret, over their lines. It uses NCCL if every member
+is on a GPU, otherwise gloo. Two buckets are in flight at a time. Each side computes a bucket's checksum: the sender before it
+leaves, the receiver when it arrives. A large span goes directly from tensor to tensor, small ones are packed.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ POLL_S = 0.001
 
 
 class _Group:
-    """One member's end of a process group whose rank 0 sends."""
+    """One member's end of a process group in which rank 0 sends."""
 
     def __init__(self, *, backend: str, place: Place, rank: int, size: int, address: str, deadline: Wait) -> None:
         self.backend = backend
@@ -62,13 +62,13 @@ class _Group:
         self._store.close()
 
     def start(self, parts: Bucket) -> Any:
-        """``parts`` lie side by side."""
+        """Start a broadcast. ``parts`` are adjacent in memory."""
         first = parts[0]
         flat = first if len(parts) == 1 else first.as_strided((sum(map(len, parts)),), (1,))
         return self._group.broadcast([flat], self._options)
 
     def finish(self, work: Any, lines: Mapping[str, Line], deadline: Wait) -> None:
-        """Wait for a broadcast, with an eye on the lines: a peer that has given up does not always show in the group."""
+        """Wait for a broadcast and watch the lines, because the group does not always notice a peer that has given up."""
         while True:
             try:
                 if self.backend == "gloo":
@@ -89,7 +89,7 @@ class _Group:
         return len(bucket) == 1 and (self.backend == "nccl" or bucket[0].device.type == "cpu")
 
     def scratch(self, bucket: Bucket) -> list[Tensor]:
-        """Room for a bucket that cannot travel from where it lies: one flat tensor, cut as the bucket is. It is used again after
+        """Return a buffer for a bucket that cannot be sent directly: one flat tensor, cut like the bucket. It is used again after
         ``IN_FLIGHT + 2`` buckets."""
         device = bucket[0].device if self.backend == "nccl" else torch.device("cpu")
         if not self._scratch:
@@ -108,7 +108,7 @@ class BroadcastOutlet(Outlet):
         backend, size = "nccl" if on_gpus else "gloo", len(lines) + 1
         self._lines = lines
         address = _own_address(next(iter(lines.values())))
-        listener = listen_at(address)  # before the others learn its port
+        listener = listen_at(address)  # listen before the others learn the port
         place = Place(address=address, port=listener.getsockname()[1], secret=new_secret())
         self._server = MeetingServer(listener, secret=place.secret)
         told = {"backend": backend, "port": place.port, "secret": place.secret, "size": size}
@@ -131,7 +131,7 @@ class BroadcastOutlet(Outlet):
             for bucket in buckets:
                 parts = bucket
                 if group.travels_as_is(bucket):
-                    sums.append(checksum(bucket))  # first: the bytes are then in the cache
+                    sums.append(checksum(bucket))  # compute this first, so that the bytes are in the cache
                 else:
                     parts = group.scratch(bucket)
                     sums.append(copy_summed(parts, bucket, total_of=bucket))
@@ -189,7 +189,7 @@ class BroadcastInlet(Inlet):
 
 @contextmanager
 def _naming(lines: Mapping[str, Line], deadline: Wait) -> Iterator[None]:
-    """A collective's error does not say which peer is gone; the lines do."""
+    """Name the peer that is gone: a collective's error does not say, but the lines do."""
     try:
         yield
     except MissingPeerError:
@@ -210,5 +210,5 @@ def _address(name: tuple[Any, ...]) -> str:
 
 
 def _own_address(line: Line) -> str:
-    """By which the peer reaches this process."""
+    """Return the address by which the peer reaches this process."""
     return _address(line.socket.getsockname())

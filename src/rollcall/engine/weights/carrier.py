@@ -1,7 +1,7 @@
 """A carrier moves the bytes of an update once sender and receivers have agreed on it.
 
-Both ends of a carrier get the same buckets: the sender's are read, the receivers' are written. Each side returns a checksum per
-bucket, the receivers' of what lies in their own memory. Making an end opens it.
+Both ends of a carrier get the same buckets: the sender reads its buckets, the receivers write theirs. Each side returns a checksum
+per bucket; a receiver computes it over its own memory. Creating an end opens it.
 """
 
 from __future__ import annotations
@@ -35,18 +35,18 @@ class Inlet(Protocol):
     bucket_size: BucketSize
 
     def each(self, buckets: Iterable[Bucket], deadline: Wait) -> Iterator[int]:
-        """The checksum of each bucket once it has come. A few buckets are asked for ahead of that."""
+        """Yield the checksum of each bucket once it has arrived. A few buckets are read from ``buckets`` ahead of that."""
         ...
 
     def close(self) -> None:
-        """As of ``Outlet``."""
+        """Same as ``Outlet.close``."""
 
 
-Hellos = Mapping[str, Mapping[str, Any]]  # what each receiver says of itself
+Hellos = Mapping[str, Mapping[str, Any]]  # what each receiver says about itself
 
 
 def visible_gpus() -> list[str]:
-    """The accelerators that this process may open memory of."""
+    """Return the GPUs whose memory this process can open."""
     if not torch.cuda.is_available():
         return []
     return [str(torch.cuda.get_device_properties(index).uuid) for index in range(torch.cuda.device_count())]

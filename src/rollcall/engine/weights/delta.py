@@ -1,10 +1,10 @@
-"""Only what changed: which elements differ from the version before, and their new bits.
+"""Sends only what changed: which elements differ from the previous version, and their new bits.
 
-At the learning rates of reinforcement learning most bfloat16 weights keep their bits in an update. Per tensor the changes
-are: for each block of 65,536 elements the number of changes, then for each change its place in the block (two bytes) and
-its new value. A tensor whose changes would take more bytes than the tensor is sent whole. The sender keeps a copy of what it
-sent last, so it needs the memory of the weights twice. The checksums are of the whole tensors, so they show when a receiver
-started from other weights than the sender assumed.
+At the learning rates of reinforcement learning most bfloat16 weights keep their bits in an update. For each tensor, the changes are
+the number of changes in each block of 65,536 elements, then for each change its place in the block (two bytes) and its new value.
+A tensor whose changes would take more bytes than the tensor itself is sent in full. The sender keeps a copy of what it sent
+last, so it needs twice the memory of the weights. The checksums cover the full tensors, so they reveal a receiver that started
+from different weights than the sender assumed.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ from torch import Tensor
 from rollcall.engine.weights.layout import Entry, Layout
 from rollcall.engine.weights.protocol import RefusedUpdateError
 
-BLOCK = 1 << 16  # elements; a place in it takes two bytes
-WHOLE = -1  # in place of a count: the tensor as it is
+BLOCK = 1 << 16  # elements; a place in a block takes two bytes
+WHOLE = -1  # in place of a count: the tensor is sent in full
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Delta:
-    counts: list[int]  # of each tensor: changed elements, or WHOLE
+    counts: list[int]  # for each tensor: the number of changed elements, or WHOLE
     payload: Tensor  # flat uint8
 
 
 def encode(layout: Layout, *, new: Sequence[Tensor], base: Sequence[Tensor]) -> Delta:
-    """The changes that turn ``base`` into ``new``; both are flat bytes in the layout's order."""
+    """Return the changes that turn ``base`` into ``new``; both are flat bytes in the layout's order."""
     counts: list[int] = []
     parts: list[Tensor] = []
     for entry, new_bytes, base_bytes in zip(layout.entries, new, base, strict=True):
@@ -53,7 +53,7 @@ def encode(layout: Layout, *, new: Sequence[Tensor], base: Sequence[Tensor]) -> 
 
 
 def payload_bytes(entry: Entry, count: int) -> int:
-    """How many bytes the changes of a tensor take."""
+    """Return how many bytes a tensor's changes take."""
     if count == WHOLE:
         return entry.num_bytes
     if count == 0:
@@ -66,7 +66,7 @@ def total_bytes(layout: Layout, counts: Sequence[int]) -> int:
 
 
 def apply(layout: Layout, delta: Delta, *, flat: Sequence[Tensor]) -> None:
-    """Make the changes in place."""
+    """Apply the changes in place."""
     start = 0
     for entry, count, target in zip(layout.entries, delta.counts, flat, strict=True):
         part = delta.payload[start : start + payload_bytes(entry, count)]
@@ -79,8 +79,8 @@ def apply(layout: Layout, delta: Delta, *, flat: Sequence[Tensor]) -> None:
 
 
 def _changes(entry: Entry, count: int, part: Tensor) -> tuple[Tensor, Tensor]:
-    """Where and what; a part that cannot be a delta of this tensor is refused before it is written anywhere."""
-    part = part.clone()  # its pieces need not begin where words may
+    """Return the changed places and their new values. Refuse a part that cannot be a delta of this tensor before anything is written."""
+    part = part.clone()  # its pieces may not be aligned for the view below
     head = 4 * _num_blocks(entry)
     per_block = part[:head].view(torch.int32).long()
     if bool((per_block < 0).any()) or int(per_block.sum()) != count:

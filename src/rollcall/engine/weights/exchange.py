@@ -1,14 +1,14 @@
-"""One update between a sender and its receivers, the same over every carrier.
+"""One update between a sender and its receivers, the same for every carrier.
 
 receiver                          sender
-"I hold version 3"           ->
-                             <-   "this is version 4": its layout, and the counts of its changes if it is not whole
+"I have version 3"           ->
+                             <-   "this is version 4": its layout, and the change counts if it is not sent in full
 "go" or why it is refused    ->
                              <-   "data" if all say go, else "again" or "end"
                   (the carrier moves the bytes)
                              <-   checksums
 "ok" or why it is refused    ->
-                             <-   "again" (whole, from the top) or "end"
+                             <-   "again" (in full, from the top) or "end"
 """
 
 from __future__ import annotations
@@ -31,20 +31,20 @@ from rollcall.engine.weights.line import Desk, Line, call, hear_all
 from rollcall.engine.weights.protocol import Carrying, Invitation, RefusedUpdateError, refuse_stale
 from rollcall.model.checksum import checksum
 
-Header = Mapping[str, Any]  # what a sender says of an update
+Header = Mapping[str, Any]  # what a sender says about an update
 
 
 @dataclass(slots=True)
 class _Base:
-    """What every receiver has."""
+    """The weights that every receiver has."""
 
     version: int
     layout: Layout
-    flat: list[Tensor]  # the bytes of each tensor
+    flat: list[Tensor]  # each tensor's bytes
 
 
 class StreamSender:
-    """Sends over one carrier; ``changes_only`` where every receiver holds what was sent last."""
+    """Sends over one carrier. With ``changes_only`` it sends only changes when every receiver has the last version sent."""
 
     def __init__(
         self,
@@ -110,7 +110,7 @@ class StreamSender:
         raise RefusedUpdateError(f"weights of version {version} were refused, and again when sent in full: {why}")
 
     def _attempt(self, views: Views | Parts, *, version: int, deadline: Wait, in_full: bool) -> dict[str, str]:
-        """Who refused, and why."""
+        """Make one attempt; return who refused, and why."""
         assert self._outlet is not None
         ready = hear_all(self._lines, deadline, waiting_for="readiness")
         changes = None
@@ -161,14 +161,14 @@ class StreamSender:
 
 
 class LineReceiver(ABC):
-    """A receiver's side, with a line to each of its senders."""
+    """The receiving side, with a line to each sender."""
 
     def __init__(self, invitations: Sequence[Invitation], *, name: str, device: torch.device) -> None:
         self.name = name
         self._invitations = invitations
         self._device = device
         self._ends: list[tuple[Line, Inlet]] = []
-        self._held: int | None = None  # None before the first update and after one that broke off
+        self._held: int | None = None  # None before the first update and after an interrupted update
         self._newest: int | None = None
 
     def close(self) -> None:
@@ -183,10 +183,10 @@ class LineReceiver(ABC):
 
     @abstractmethod
     def _apply(self, headers: Sequence[Header], deadline: Wait) -> list[list[int]]:
-        """Receive and apply the update; returns the checksums of what each sender brought."""
+        """Receive and apply the update; return the checksums of each sender's buckets."""
 
     def _update(self, version: int) -> None:
-        """Wait for the update to this version, in as many attempts as its senders make."""
+        """Wait for the update to this version, for as many attempts as the senders make."""
         deadline = Wait(max(invitation.timeout_s for invitation in self._invitations))
         try:
             if not self._ends:
@@ -213,7 +213,7 @@ class LineReceiver(ABC):
                 raise
 
     def _attempt(self, version: int, deadline: Wait) -> tuple[RefusedUpdateError | None, str]:
-        """The reason for a refusal, if any, and what the senders do next."""
+        """Return the reason for a refusal, if any, and what the senders do next."""
         lines = [line for line, _ in self._ends]
         for line in lines:
             line.tell({"version": self._held}, deadline)
@@ -245,11 +245,11 @@ class LineReceiver(ABC):
         self._fit(headers)
 
     def _answer(self, refusal: Exception | None, deadline: Wait) -> str:
-        """Give all senders the same answer; returns what they do next."""
+        """Give all senders the same answer; return what they do next."""
         for line, _ in self._ends:
             line.tell({"refused": None if refusal is None else str(refusal)}, deadline)
         steps = {line.peer: line.hear(deadline)["step"] for line, _ in self._ends}
-        if len(set(steps.values())) > 1:  # a receiver that shares some of the senders with this one has refused
+        if len(set(steps.values())) > 1:  # another receiver, which shares only some of the senders, has refused
             found = ", ".join(f"{sender}: {step}" for sender, step in steps.items())
             raise WeightUpdateError(
                 f"{self.name} cannot continue: another receiver of weights refused them, and its senders differ ({found}); start the run again"
@@ -258,7 +258,7 @@ class LineReceiver(ABC):
 
 
 class StreamReceiver(LineReceiver):
-    """Receives over one carrier, into tensors that stay where they are."""
+    """Receives over one carrier, into tensors that keep their memory."""
 
     def __init__(self, invitation: Invitation, *, name: str, tensors: Mapping[str, Tensor]) -> None:
         self._tensors = dict(tensors)
@@ -289,5 +289,5 @@ class StreamReceiver(LineReceiver):
             views.read()
             delta.apply(views.layout, delta.Delta(counts=counts, payload=payload), flat=views.flat)
             views.write()
-        views.read()  # of the tensors themselves, not of what was copied into them
+        views.read()  # so the checksums cover the tensors themselves, not what was copied into them
         return [[checksum(bucket) for bucket in buckets]]

@@ -1,12 +1,12 @@
-"""Weights as files in a folder that sender and receivers share. No message passes between them.
+"""Sends weights as files in a folder that sender and receivers share. No messages pass between them.
 
-An update is a few files in safetensors format, so that receivers read one while the sender writes the next. Each file is
-renamed into place when it is complete, with the update's version, layout and the file's checksums in its metadata. Its name
-has the sender's secret and the version, so no receiver takes the files of another sender. The files stay until the next update
-is complete, so a receiver that comes later finds them.
+An update is a few files in safetensors format, so receivers read one while the sender writes the next. Each file is renamed
+into place when it is complete; its metadata contains the update's layout and the file's checksums. Its name contains the
+sender's secret and the version, so no receiver takes another sender's files. The files stay until the next update is complete,
+so a receiver that comes later finds them.
 
 Who waits for whom: ``send`` does not wait; ``receive`` waits for the files of its version. The caller of both knows
-that all have an update when both have returned.
+that everyone has an update when both have returned.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from rollcall.model.checksum import checksum
 from rollcall.model.stored.files import StoredError
 from rollcall.model.stored.safetensors import read_header, write_header
 
-# Spans follow each other as in the files, and each is summed while it is in the cache.
+# Spans are in the same order as in the files, and each one's checksum is computed while it is in the cache.
 BUCKETS = BucketSize(num_bytes=1 << 20, alone_from=0)
 PART_BYTES, MOST_PARTS = 32 << 20, 16
 LOOK_S = 0.1
@@ -52,7 +52,7 @@ class FolderSender:
             timeout_s=timeout_s,
         )
         self._folder.mkdir(parents=True, exist_ok=True)
-        self._clear()  # what a sender that was killed has left
+        self._clear()  # remove what a killed sender has left
 
     @property
     def invitations(self) -> Mapping[str, Invitation]:
@@ -92,7 +92,7 @@ class FolderReceiver:
         refuse_stale(version, due=version, newest=self._newest)
         deadline = Wait(self._invitation.timeout_s)
         refusal: RefusedUpdateError | None = None
-        for _ in range(2):  # a share may show a file before all of its bytes
+        for _ in range(2):  # a network share may show a file before all of its bytes
             try:
                 self._apply(version, deadline)
             except RefusedUpdateError as error:
@@ -104,10 +104,10 @@ class FolderReceiver:
         raise RefusedUpdateError(f"{self.name} refused version {version} twice: {refusal}") from refusal
 
     def close(self) -> None:
-        """Nothing is open between updates."""
+        """Do nothing: no file is open between updates."""
 
     def _apply(self, version: int, deadline: Wait) -> None:
-        """Copy one file after the other into the tensors, and compare what arrived with the checksums that they name."""
+        """Copy one file after another into the tensors, then compare what arrived with the files' checksums."""
         due, sums, number = list[int](), list[int](), 0
         views: Views | None = None
         while views is None or number < len(_parts_of(views)):
@@ -124,26 +124,26 @@ class FolderReceiver:
             due, number = due + due_here, number + 1
         views.write()
         if views.has_copies:
-            views.read()  # of the tensors themselves, not of what was copied into them
+            views.read()  # so the checksums cover the tensors themselves, not what was copied into them
             sums = [checksum(bucket) for bucket in views.buckets(BUCKETS)]
         if sums != due:
             raise RefusedUpdateError(f"the checksums of version {version} differ after it was applied")
 
     def _find(self, version: int, number: int, deadline: Wait) -> Path:
         path, pause_s = _path(self._invitation, version, number), LOOK_S / 16
-        # Listed, not asked for by name: NFS remembers for a while that a name does not exist.
+        # List the folder instead of looking up the name: NFS remembers for a while that a name does not exist.
         while not path.parent.is_dir() or path.name not in os.listdir(path.parent):
             if not deadline.again(f"weights: waiting for {path}", after_s=pause_s):
                 raise MissingPeerError(
                     f"{self.name} does not find {path} after {deadline.timeout_s:g} s, which {self._invitation.sender} should "
                     "write; put run.dir on a folder that all nodes share"
                 )
-            pause_s = min(2 * pause_s, LOOK_S)  # most files come within moments, and a share is not asked too often
+            pause_s = min(2 * pause_s, LOOK_S)  # most files come within moments, but do not list a share too often
         return path
 
 
 def _fill(bucket: Sequence[Tensor], file: FileIO, *, path: Path) -> int:
-    """Read a bucket; returns its checksum, taken while it is in the cache."""
+    """Read a bucket; return its checksum, computed while it is in the cache."""
     for span in bucket:
         host = span if span.device.type == "cpu" else torch.empty(len(span), dtype=torch.uint8)
         if file.readinto(host.numpy().data) != len(span):
@@ -154,7 +154,7 @@ def _fill(bucket: Sequence[Tensor], file: FileIO, *, path: Path) -> int:
 
 
 def _parts_of(views: Views) -> list[tuple[Layout, list[list[Tensor]]]]:
-    """The tensors of each file, in order, and their buckets."""
+    """Return the layout and buckets of each file, in order."""
     least = max(PART_BYTES, views.layout.num_bytes // MOST_PARTS)
     parts: list[list[Entry]] = [[]]
     size = 0

@@ -1,8 +1,8 @@
 """Tensors as bytes in an agreed order.
 
 The sender's layout lists its tensors by name, type and shape, each with the order of its dimensions in memory, so that a
-matrix stored by columns travels as it lies. A tensor with gaps, or one that lies differently on the two sides, goes
-through a copy. Buckets are what is moved at once; both sides work them out from the layout.
+matrix stored by columns is sent as it is in memory. A tensor that has gaps, or whose memory order differs on the two sides, goes
+through a copy. A bucket is what is moved at once; both sides derive the buckets from the layout.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Entry:
 
     @property
     def stored_shape(self) -> list[int]:
-        """As the bytes lie in memory."""
+        """The shape in memory order."""
         return [self.shape[dim] for dim in self.order]
 
     @property
@@ -64,10 +64,10 @@ class Span:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BucketSize:
-    """How a transport wants its buckets."""
+    """The bucket sizes that a transport wants."""
 
     num_bytes: int
-    alone_from: int  # a span of this many bytes is a bucket by itself, so that it needs no packing
+    alone_from: int  # a span of at least this many bytes is a bucket by itself, so it needs no packing
 
 
 @dataclass(frozen=True)
@@ -93,7 +93,7 @@ class Layout:
         return sum(entry.num_bytes for entry in self.entries)
 
     def check(self, tensors: Mapping[str, Tensor]) -> None:
-        """Refuse to apply this layout to tensors that it does not fit."""
+        """Refuse tensors that do not match this layout."""
         sent = {entry.name: entry for entry in self.entries}
         for name, tensor in tensors.items():
             here = Entry.of(name, tensor)
@@ -105,7 +105,7 @@ class Layout:
             raise RefusedUpdateError(f"the update has a tensor {extra[0]!r} that is not here")
 
     def buckets(self, size: BucketSize) -> list[list[Span]]:
-        """In the order of the entries: small spans do not wait for others behind a large one."""
+        """Divide the entries into buckets, in order: small spans before a large one do not wait for small spans after it."""
         found: list[list[Span]] = []
         shared: list[Span] = []  # small spans that travel together
         room = size.num_bytes
@@ -133,7 +133,7 @@ class Views:
     def __init__(self, tensors: Mapping[str, Tensor], layout: Layout) -> None:
         self.layout = layout
         self.flat: list[Tensor] = []
-        self._apart: list[tuple[Tensor, Tensor]] = []  # a tensor that does not lie as the layout says, and its copy
+        self._apart: list[tuple[Tensor, Tensor]] = []  # tensors with another memory order, and their copies
         for entry in layout.entries:
             tensor = tensors[entry.name].detach().permute(entry.order)
             if not tensor.is_contiguous():
@@ -152,12 +152,12 @@ class Views:
         return bool(self._apart)
 
     def read(self) -> None:
-        """Copies follow their tensors."""
+        """Update the copies from their tensors."""
         for tensor, copy in self._apart:
             copy.copy_(tensor)
 
     def write(self) -> None:
-        """Tensors follow their copies."""
+        """Update the tensors from their copies."""
         for tensor, copy in self._apart:
             tensor.copy_(copy)
 
@@ -171,32 +171,32 @@ class Views:
 
 
 def view(tensors: Mapping[str, Tensor]) -> Views:
-    """The tensors as they are now."""
+    """Return views of the tensors as they are now."""
     views = Views(tensors, Layout.of(tensors))
     views.read()
     return views
 
 
 def fit(text: str, tensors: Mapping[str, Tensor]) -> Views:
-    """The tensors in the order of a layout that was sent."""
+    """Return views of the tensors in the order of a layout that was sent."""
     layout = Layout.parse(text)
     layout.check(tensors)
     return Views(tensors, layout)
 
 
 def cut(flat: Tensor, size: BucketSize) -> list[list[Tensor]]:
-    """One flat tensor in buckets."""
+    """Cut a flat tensor into buckets."""
     return [[flat[start : start + size.num_bytes]] for start in range(0, len(flat), size.num_bytes)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SentBlock:
-    """A block of one tensor of the model, as one process holds it."""
+    """One process's block of a model tensor."""
 
-    name: str  # of the tensor, as transformers knows it
+    name: str  # the tensor's name in transformers
     start: tuple[int, ...]  # where the block begins in the tensor
-    whole: tuple[int, ...]  # shape of the tensor
-    dtype: torch.dtype  # in which it travels
+    whole: tuple[int, ...]  # shape of the full tensor
+    dtype: torch.dtype  # dtype in which the block is sent
     values: Tensor  # on any device, of any type
 
     @property
@@ -216,7 +216,7 @@ class Parts:
 
     @property
     def about(self) -> list[list[Any]]:
-        """Of each entry of the layout: its tensor, where it begins there, and the tensor's shape."""
+        """For each entry in the layout: its tensor's name, where it begins in the tensor, and the tensor's shape."""
         return [[block.name, block.start, block.whole] for block in self._blocks]
 
     def buckets(self, size: BucketSize) -> Iterator[list[Tensor]]:
@@ -228,7 +228,7 @@ class Parts:
 
 
 def slices(buckets: Sequence[Sequence[Span]], bytes_of: Callable[[int], Tensor]) -> Iterator[list[Tensor]]:
-    """Buckets in order, out of the bytes of their entries; those of an entry are asked for once, and let go after its last bucket."""
+    """Yield the buckets in order. ``bytes_of`` is called once per entry, and its bytes are released after the entry's last bucket."""
     ready: dict[int, Tensor] = {}
     for spans in buckets:
         ready = {index: flat for index, flat in ready.items() if index >= spans[0].entry}

@@ -1,9 +1,9 @@
-"""Short messages between a sender and each of its receivers, over a socket: JSON with its length in front.
+"""Short messages between a sender and each of its receivers, over a socket: JSON with a length prefix.
 
-A closed line means that the peer is gone, and shows at once. A host that disappears shows within ``door.SILENT_S``,
-because its kernel stops answering. A peer that lives and is silent shows at the deadline. Every error names the peer. The
-sender listens on a name of this host, or on a port of the address that it is invited to, behind a door (``nodes/door.py``): nothing
-is read as a message before the peer has proved that it was invited.
+A closed line means that the peer is gone; this shows at once. A host that disappears is noticed within ``door.SILENT_S``,
+because its kernel stops answering. A peer that is alive but silent is noticed at the deadline. Every error names the peer. The
+sender listens on a local socket name or on a TCP port, behind a door (``nodes/door.py``): nothing is read as a message before the
+peer has proved that it was invited.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from rollcall.engine.weights.protocol import Carrying, Invitation
 from rollcall.nodes.door import BACKLOG, Door, listen_at, new_secret, prove, watch_peer
 from rollcall.nodes.framing import json_frame, read_exactly, read_json_frame
 
-HELLO_S = 5.0  # a peer that came through the door must give its name within this time
+HELLO_S = 5.0  # a peer that came through the door must send its name within this time
 
 
 class Line:
@@ -50,7 +50,7 @@ class Line:
         return read_exactly(lambda most: self.read_some(most, deadline), count)
 
     def read_some(self, most: int, deadline: Wait) -> bytes:
-        """At least one byte."""
+        """Read at least one byte."""
         while True:
             try:
                 self.socket.settimeout(deadline.until_word_s)
@@ -80,7 +80,7 @@ class Line:
         return descriptors[0]
 
     def is_closed(self) -> bool:
-        """Whether the peer has closed the line, even if it sent something before that is not read yet."""
+        """Whether the peer has closed the line, even if earlier data from it has not been read yet."""
         poll = select.poll()
         poll.register(self.socket, select.POLLRDHUP)
         return bool(poll.poll(0))
@@ -94,7 +94,7 @@ class Line:
             self.socket.settimeout(deadline.left_s)
             yield
         except OSError as error:
-            # With a number the kernel says that the host does not answer.
+            # An error with an errno comes from the kernel: the host does not answer.
             is_silent = isinstance(error, TimeoutError) and not error.errno
             raise (self._silent(deadline) if is_silent else self.gone(error)) from None
 
@@ -106,7 +106,7 @@ class Line:
 
 
 def hear_all(lines: Mapping[str, Line], deadline: Wait, *, waiting_for: str) -> dict[str, dict[str, Any]]:
-    """One message from each; the deadline's error names all that are missing."""
+    """Read one message from each line; the error at the deadline names all missing peers."""
     heard: dict[str, dict[str, Any]] = {}
     with selectors.DefaultSelector() as selector:
         for name, line in lines.items():
@@ -124,7 +124,7 @@ def hear_all(lines: Mapping[str, Line], deadline: Wait, *, waiting_for: str) -> 
 
 
 class Desk:
-    """Where a sender listens."""
+    """The place where a sender listens for its receivers."""
 
     def __init__(
         self, *, sender: str, receivers: Sequence[str], carrying: Carrying, host: str, timeout_s: float
@@ -134,7 +134,7 @@ class Desk:
         local = f"rollcall-weights-{secrets.token_hex(12)}" if is_local else ""
         if is_local:
             listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-            listener.bind(f"\0{local}")  # no file: it is gone with the process
+            listener.bind(f"\0{local}")  # not a file, so it disappears with the process
             listener.listen(BACKLOG)
         else:
             listener = listen_at(host)
@@ -150,7 +150,7 @@ class Desk:
         self._door = Door(listener, secret=self.invitation.secret)
 
     def welcome(self, deadline: Wait) -> tuple[dict[str, Line], dict[str, dict[str, Any]]]:
-        """A line to every receiver, and the hello of each."""
+        """Return a line to every receiver, and each receiver's hello."""
         lines: dict[str, Line] = {}
         hellos: dict[str, dict[str, Any]] = {}
         while missing := [name for name in self._receivers if name not in lines]:
@@ -167,7 +167,7 @@ class Desk:
             line = Line(connection, peer="a receiver of weights")
             try:
                 hello = line.hear(Wait(min(HELLO_S, deadline.left_s)))
-            except MissingPeerError:  # it has given up meanwhile
+            except MissingPeerError:  # the peer has given up meanwhile
                 hello = {}
             name = line.peer = hello.get("name", "")
             if name not in self._receivers:
@@ -184,7 +184,7 @@ class Desk:
 
 
 def call(invitation: Invitation, *, name: str, deadline: Wait, about: Mapping[str, Any]) -> Line:
-    """A receiver's line to its sender."""
+    """Open a receiver's line to its sender."""
     try:
         if invitation.local:
             connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)

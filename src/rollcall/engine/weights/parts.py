@@ -1,12 +1,12 @@
-"""New weights straight from the processes that hold parts of them: every actor sends its own blocks, and no process gathers the model.
+"""Sends new weights directly from the processes that have parts of them: every actor sends its own blocks; nobody gathers the model.
 
-A sender (``exchange.StreamSender``) gets ``Parts`` (``layout.py``): blocks of the model's tensors, each brought to the type that engines use when its
-turn comes. A receiver has a line to every sender (``PartsReceiver``) and puts the blocks together, one tensor at a time, in the order
-in which all senders send. So both sides hold a few buckets and about one tensor, whatever the size of the model, and how the
-actor is divided need not be known to the receiver: each block says where it belongs.
+A sender (``exchange.StreamSender``) gets ``Parts`` (``layout.py``): blocks of the model's tensors, each converted to the engines' dtype
+when its turn comes. A receiver has a line to every sender (``PartsReceiver``) and assembles the blocks, one tensor at a time, in the
+order in which all senders send. So both sides need memory for a few buckets and about one tensor, however large the model is. The
+receiver need not know how the actor is divided, because each block says where it belongs.
 
-Who waits for whom: as in ``exchange.py``, once for each sender. A receiver gives all its senders the same answer, so all of them
-send again or none; where receivers share only some of their senders, a refusal ends the update. The receivers of one update walk through the senders in the same order, so none waits in a circle.
+Who waits for whom: as in ``exchange.py``, for each sender. A receiver gives all its senders the same answer. If receivers share only
+some of their senders, a refusal ends the update. All receivers go through the senders in the same order, so they cannot deadlock.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Take = Callable[[Iterator[tuple[str, Tensor]]], None]
 
 
 class PartsReceiver(LineReceiver):
-    """Receives whole tensors from several senders. ``wanted`` has their shapes, in the order in which they are sent."""
+    """Receives full tensors from several senders. ``wanted`` contains their shapes, in the order in which they are sent."""
 
     def __init__(
         self,
@@ -43,7 +43,7 @@ class PartsReceiver(LineReceiver):
         self._take: Take | None = None
 
     def receive(self, take: Take, *, version: int) -> None:
-        """Wait for the update to this version. ``take`` gets its tensors one by one; it is called again if what came was torn."""
+        """Wait for the update to this version. ``take`` gets its tensors one by one, and is called again if the update was torn."""
         self._take = take
         self._update(version)
 
@@ -69,12 +69,12 @@ class PartsReceiver(LineReceiver):
         streams = [_Stream(inlet, header, deadline) for (_, inlet), header in zip(self._ends, headers, strict=True)]
         tensors = self._put_together(streams)
         self._take(tensors)
-        for _ in tensors:  # what ``take`` did not want has to be received too
+        for _ in tensors:  # tensors that ``take`` did not read have to be received too
             continue
         return [stream.sums for stream in streams]
 
     def _put_together(self, streams: Sequence[_Stream]) -> Iterator[tuple[str, Tensor]]:
-        made: dict[str, Tensor] = {}  # tensors of which a part has come, or is on its way
+        made: dict[str, Tensor] = {}  # tensors with a part that has arrived or is on its way
 
         def room(name: str, dtype: torch.dtype) -> Tensor:
             if name not in made:
@@ -92,7 +92,7 @@ class PartsReceiver(LineReceiver):
 
 
 class _Stream:
-    """The blocks of one sender in one attempt."""
+    """The blocks from one sender in one attempt."""
 
     def __init__(self, inlet: Inlet, header: Header, deadline: Wait) -> None:
         self.sums: list[int] = []
@@ -101,29 +101,29 @@ class _Stream:
         self._layout = Layout.parse(header["layout"])
         self._about = header["parts"]
         self._buckets = self._layout.buckets(inlet.bucket_size)
-        self._due: dict[str, int] = {}  # tensor -> how many buckets have all that this sender has of it
+        self._due: dict[str, int] = {}  # tensor -> number of buckets that complete this sender's part of it
         for number, spans in enumerate(self._buckets, start=1):
             for span in spans:
                 self._due[self._about[span.entry][0]] = number
         self._landed: Iterator[int] = iter(())
-        # Entry -> bytes that do not lie together in their tensor, and their place.
+        # Entry -> a buffer for bytes that are not contiguous in their tensor, and their place there.
         self._apart: dict[int, tuple[Tensor, Tensor]] = {}
 
     def start(self, room: Callable[[str, torch.dtype], Tensor]) -> None:
         self._landed = self._inlet.each(slices(self._buckets, partial(self._bytes, room=room)), self._deadline)
 
     def until(self, name: str) -> None:
-        """Receive until everything of this tensor is in its place."""
+        """Receive until this sender's part of the tensor is complete."""
         while len(self.sums) < self._due.get(name, 0):
             self.sums.append(next(self._landed))
             self._place(self._buckets[len(self.sums) - 1])
 
     def finish(self) -> None:
-        """Let the carrier see that all buckets have come."""
+        """Exhaust the carrier's iterator, so that it sees the end."""
         self.sums.extend(self._landed)
 
     def _bytes(self, index: int, room: Callable[[str, torch.dtype], Tensor]) -> Tensor:
-        """Where the bytes of an entry go: into the tensor itself, or to a buffer if they are not in one piece there."""
+        """Return where an entry's bytes go: into the tensor itself, or into a buffer if they are not contiguous in the tensor."""
         entry = self._layout.entries[index]
         name, start, _ = self._about[index]
         whole = room(name, entry.torch_dtype)

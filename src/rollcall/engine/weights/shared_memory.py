@@ -1,9 +1,9 @@
-"""Weights to processes on the same host.
+"""Sends weights to processes on the same host.
 
-In host memory: a ring of a few buckets in an anonymous memory file, which the sender fills and each receiver empties at
-the same time, so that the ring stays in the cache and costs little memory. The file has no name, so nothing is left behind
-when a process dies. On a GPU whose memory all receivers may open, they get handles of the sender's own tensors (CUDA IPC)
-and copy from those. Every bucket is one byte on the line, in both directions.
+In host memory, this uses a ring of a few buckets in an anonymous memory file. The sender fills it while each receiver empties it,
+so the ring stays in the cache and costs little memory. The file has no name, so nothing is left behind when a process dies. If
+all receivers can open the sender's GPU memory, they get handles to its tensors (CUDA IPC) and copy from these. In the ring, every
+bucket is one byte on the line, in both directions.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ BUCKETS = BucketSize(num_bytes=SLOT_BYTES, alone_from=SLOT_BYTES)
 def open_outlet(
     lines: Mapping[str, Line], hellos: Hellos, device: torch.device, deadline: Wait, *, through_host: bool = False
 ) -> Outlet:
-    """``through_host``: what is sent does not stay where it lies, so that handles of it would soon mean nothing."""
+    """Set ``through_host`` if the tensors do not stay in place, because handles to them would soon be invalid."""
     gpu = str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" and not through_host else None
     by_handle = gpu is not None and all(gpu in hello["gpus"] for hello in hellos.values())
     for line in lines.values():
@@ -52,7 +52,7 @@ class _RingOutlet(Outlet):
         self._lines = lines
         descriptor = os.memfd_create("rollcall-weights")
         try:
-            # All of it now: a page that is missing later would kill the process.
+            # Allocate everything now: a page that is missing later would kill the process.
             os.posix_fallocate(descriptor, 0, NUM_SLOTS * SLOT_BYTES)
             self._slots = _map(descriptor)
             for line in lines.values():
@@ -94,7 +94,7 @@ class _RingInlet(Inlet):
         there = 0
         for index, bucket in enumerate(buckets):
             if there <= index:
-                # The sender says nothing else before all buckets are taken, so every byte is a bucket.
+                # The sender sends nothing else before all buckets are taken, so every byte stands for a bucket.
                 there += len(self._line.read_some(NUM_SLOTS, deadline))
             parts = _parts(self._slots[index % NUM_SLOTS], bucket)
             total = copy_summed(bucket, parts, total_of=bucket)
@@ -103,13 +103,13 @@ class _RingInlet(Inlet):
 
 
 def _map(descriptor: int) -> list[Tensor]:
-    """The slots, as tensors; they keep the mapping."""
+    """Return the slots as tensors; the tensors keep the mapping alive."""
     memory = torch.frombuffer(mmap.mmap(descriptor, NUM_SLOTS * SLOT_BYTES), dtype=torch.uint8)
     return list(memory.split(SLOT_BYTES))
 
 
 def _parts(slot: Tensor, bucket: Bucket) -> Sequence[Tensor]:
-    """The places of a bucket's spans in a slot."""
+    """Return the places of a bucket's spans in a slot."""
     sizes = [len(span) for span in bucket]
     return slot[: sum(sizes)].split(sizes)
 
@@ -119,18 +119,18 @@ class _IpcOutlet(Outlet):
 
     def __init__(self, lines: Mapping[str, Line]) -> None:
         self._lines = lines
-        self._known: list[int] = []  # addresses whose handles the receivers have
+        self._known: list[int] = []  # addresses for which the receivers have handles
 
     def put(self, buckets: Iterable[Bucket], deadline: Wait) -> list[int]:
         from torch.multiprocessing.reductions import reduce_tensor
 
         buckets = list(buckets)
-        sums = [checksum(bucket) for bucket in buckets]  # brings the sums to the host, so all earlier work is done
+        sums = [checksum(bucket) for bucket in buckets]  # copies the checksums to the host, so all earlier work is done
         spans = [span for bucket in buckets for span in bucket]
         addresses = [span.data_ptr() for span in spans]
         handles = None
         if addresses != self._known:
-            # One handle per allocation and many offsets into it; torch keeps count of who has it open.
+            # There is one handle per allocation with many offsets into it; torch counts who has it open.
             handles = base64.b64encode(pickle.dumps([reduce_tensor(span)[1] for span in spans])).decode()
         for line in self._lines.values():
             line.tell({"handles": handles}, deadline)
@@ -156,12 +156,12 @@ class _IpcInlet(Inlet):
         for bucket in buckets:
             for span in bucket:
                 span.copy_(next(sources), non_blocking=True)
-        sums = [checksum(bucket) for bucket in buckets]  # waits for the copies
+        sums = [checksum(bucket) for bucket in buckets]  # this waits for the copies
         self._line.write(b"-", deadline)
         return iter(sums)
 
     def _open(self, arguments: tuple[Any, ...]) -> Tensor:
-        """A tensor of the sender, whose number for the device is not ours."""
+        """Open one of the sender's tensors; its device index may differ from ours."""
         import inspect
 
         from torch.multiprocessing.reductions import rebuild_cuda_tensor

@@ -1,7 +1,7 @@
-"""Which transport goes to whom, and the ends of each.
+"""Chooses a transport for each receiver and opens its two ends.
 
-``auto`` is shared memory for receivers on the sender's host and broadcast for the others; on GPUs it is broadcast for
-all, since NCCL uses the links between the cards of a host itself. ``delta`` is ``auto`` with only the changes sent.
+``auto`` uses shared memory for receivers on the sender's host and broadcast for the others. On GPUs it uses broadcast for
+all, because NCCL itself uses the links between the GPUs of a host. ``delta`` is ``auto``, but sends only the changes.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from rollcall.engine.weights.folder import FolderReceiver, FolderSender
 from rollcall.engine.weights.layout import Parts
 from rollcall.engine.weights.protocol import Carrying, Invitation
 
-TIMEOUT_S = 300.0  # of an update
+TIMEOUT_S = 300.0  # for one update
 
 
 def carrying_for(transport: WeightTransport, *, on_host: bool, on_gpu: bool) -> Carrying:
-    """How weights get to one receiver."""
+    """Return how weights get to one receiver."""
     assert on_host or transport != "shared_memory", "a plan that needs this is refused"
     if transport == "broadcast" or not on_host:
         return "broadcast"
@@ -40,9 +40,9 @@ def open_sender(
     on_gpu: bool,
     folder: Path,
 ) -> FanOut:
-    """A sender for these receivers, each of which is (or is not) on this host.
+    """Open a sender for these receivers; each value says whether the receiver is on this host.
 
-    ``host`` is the address they reach this one by; empty: they share only the folder.
+    ``host`` is the address by which they reach this host, or empty if they share only the folder.
     """
     if transport == "file":
         return FanOut([FolderSender(folder, name=name, receivers=tuple(receivers), timeout_s=TIMEOUT_S)])
@@ -74,18 +74,18 @@ def open_receiver(
 
 
 class FanOut:
-    """Several senders as one; they send at the same time."""
+    """Several senders that act as one; they send at the same time."""
 
     def __init__(self, senders: Sequence[StreamSender] | Sequence[FolderSender]) -> None:
-        self._senders: list[Any] = list(senders)  # those that take Parts, and those that do not
+        self._senders: list[Any] = list(senders)  # only some kinds of sender accept Parts
 
     @property
     def invitations(self) -> Mapping[str, Invitation]:
-        """By receiver."""
+        """The invitations, by receiver."""
         return {name: invitation for sender in self._senders for name, invitation in sender.invitations.items()}
 
     def send(self, tensors: Mapping[str, Tensor] | Parts, *, version: int) -> None:
-        """Bring these tensors to every receiver; returns once all have them, checked."""
+        """Send these tensors to every receiver; return once all receivers have them and have checked them."""
         if len(self._senders) == 1:
             self._senders[0].send(tensors, version=version)
             return
@@ -101,6 +101,6 @@ class FanOut:
         raise kind("; ".join(map(str, failures)))
 
     def close(self) -> None:
-        """Let the receivers go. Closing twice does nothing."""
+        """Disconnect the receivers. Closing twice does nothing."""
         for sender in self._senders:
             sender.close()
