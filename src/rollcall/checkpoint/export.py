@@ -99,7 +99,7 @@ def config_files(
     generation = copy.deepcopy(model.generation_config) or GenerationConfig()
     ids = list(stops or stop_token_ids(tokenizer, config, generation))
     config.eos_token_id = generation.eos_token_id = ids[0] if len(ids) == 1 else ids
-    generation._from_model_config = False  # so that loaders treat these ids as explicit, not as a config class's defaults
+    generation._from_model_config = False  # so that loaders take these ids as given, not as class defaults
     if generation.pad_token_id not in special_ids(tokenizer):
         generation.pad_token_id = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
     with tempfile.TemporaryDirectory(prefix="rollcall-") as folder:

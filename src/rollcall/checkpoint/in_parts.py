@@ -147,7 +147,7 @@ def refuse_others(body: Body, stored: Stored) -> None:
     layouts = {name: body.layout(name) for name in body.named}
     wanted = {part: (rows, *layout.shape[1:]) for name, layout in layouts.items()
               for part, rows in zip(module_names(name), layout.rows, strict=True)}  # fmt: skip
-    found = {name: tensor.shape for name, tensor in stored.tensors.items() if "/" not in name}  # names of moments contain a slash
+    found = {name: tensor.shape for name, tensor in stored.tensors.items() if "/" not in name}  # moments have a slash
     if "lm_head.weight" not in wanted:  # tied to the embeddings; a stored copy has the same values
         found.pop("lm_head.weight", None)
     refuse_other_tensors(f"checkpoint {stored.origin}", wanted=wanted, found=found)

@@ -42,7 +42,7 @@ def name_of_run(checkpoints: Path, *, run: str) -> str:
             f"{checkpoints} is a copy of another run's, so its next parts go to another folder on each node; those it came "
             "with are read where they are, and are not removed with it"
         )
-    word = re.sub(r"[^A-Za-z0-9_-]+", "-", run).strip("-")[:60]  # run.name may be any string, but this must be a folder name
+    word = re.sub(r"[^A-Za-z0-9_-]+", "-", run).strip("-")[:60]  # run.name may be any string; this is a folder name
     names = [f"{word or 'run'}-{uuid.uuid4().hex[:12]}", *names]
     with replacing(path) as file:
         own = os.fstat(file.fileno()).st_ino  # a rename keeps the inode, a copy does not

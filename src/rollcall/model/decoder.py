@@ -74,7 +74,7 @@ class Decoder:
     shape: Shape
     max_positions: int
     rope: Rope
-    adapter_of: Callable[[int], LayerAdapter] | None = None  # returns a layer's adapter; None if the model has no adapter
+    adapter_of: Callable[[int], LayerAdapter] | None = None  # the adapter of a layer, if there is one
 
     @classmethod
     def of(cls, model: nn.Module) -> Decoder:

@@ -1,7 +1,7 @@
 """Merges a checkpoint into one directory: a plan of copies, threads that execute it, and one rename at the end.
 
 Threads take units from the plan. Each reads its range of a stored file, verifies it and writes it. The calling thread flushes what
-they have written to disk and records it. The first error, or Ctrl-C, stops the others at once. Finished units are kept for the next try.
+they have written to disk and records it. The first error, or Ctrl-C, stops the others. Finished units are kept for the next try.
 """
 
 from __future__ import annotations
