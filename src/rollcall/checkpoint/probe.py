@@ -28,7 +28,7 @@ from rollcall.model.stored.find import PROBE
 
 ROW_LENGTHS = (8, 16, 32, 48)  # tokens; enough for rotary positions and sliding windows to matter
 ENDS = (".json", ".txt", ".model", ".jinja", ".tiktoken")
-# A merge or another precision may change these fields of config.json.
+# A merge or a different precision may change these fields of config.json.
 _FREE = ("dtype", "torch_dtype", "_name_or_path", "transformers_version")
 _STRIDE = 0.6180339887498949  # the fractional part of the golden ratio: its multiples spread evenly over the vocabulary
 

@@ -264,7 +264,7 @@ def _fused_kernel_backward(
 
 
 def _heads_first(rows: Tensor, count: int, heads: int) -> Tensor:
-    """Row indices in [N * heads, D] for tokens [count * length], ordered by segment, head, token."""
+    """Return row indices in [N * heads, D] for tokens [count * length], ordered by segment, head, token."""
     return (rows.view(count, 1, -1) * heads + torch.arange(heads).view(1, heads, 1)).flatten()
 
 

@@ -24,7 +24,7 @@ from rollcall.model.stored.dtypes import name_of
 from rollcall.model.stored.find import PROBE, adapter_folder
 
 PIECE = 1 << 19  # elements processed at once, to limit memory use
-_FACTOR = 0x9E3779B97F4A7C15  # odd, so that folding loses nothing
+_FACTOR = 0x9E3779B97F4A7C15  # odd, so that folding loses no information
 _MASK = (1 << 64) - 1
 # The dtypes a model can be loaded in. float32 weights may be rounded to the other two on loading.
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}

@@ -73,7 +73,7 @@ def _texts(request: bytes) -> list[str]:
 
 
 _texts_again = lru_cache(maxsize=256)(_texts)
-_worker: Worker | None = None  # from the first request on
+_worker: Worker | None = None  # started by the first request
 _lock = threading.Lock()
 
 

@@ -23,7 +23,7 @@ from torch import Tensor
 PIECE_BYTES = 256 << 10  # two of them fit in a core's L2 cache
 ALONE_BELOW = 2  # pieces; fewer are done before a second thread would start
 CORES = 4  # enough for two each for sender and receiver
-_FACTOR = 0x9E3779B97F4A7C15  # odd, so that folding loses nothing
+_FACTOR = 0x9E3779B97F4A7C15  # odd, so that folding loses no information
 _MASK = (1 << 64) - 1
 
 

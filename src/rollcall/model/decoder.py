@@ -56,7 +56,7 @@ class Rope:
         cos, sin = self.rotary(self._like, torch.arange(size, device=self._like.device)[None])
         half = sin.shape[-1] // 2
         self.sin = torch.cat((-sin[0, :, :half], sin[0, :, half:]), dim=-1).contiguous()
-        self.cos = cos[0].contiguous()  # last: another thread reads its length
+        self.cos = cos[0].contiguous()  # assigned last: another thread reads its length
 
     def at(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Return cosines and sines [N, 1, D] for N positions."""

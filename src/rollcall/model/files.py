@@ -36,7 +36,7 @@ RANGES = {
     "layer_norm_eps": (0, 1),
     "rope_theta": (1, 1e15),
     "rope_local_base_freq": (1, 1e15),
-    "factor": (1, 1e6),  # by which positions are stretched
+    "factor": (1, 1e6),  # scaling factor for positions
 }
 
 

@@ -120,7 +120,7 @@ class Pass:
     ops: Ops
     attend: Attend
     halves: Halves = Halves()
-    recompute: bool = False  # keep only each layer's input, and run the layer again in the backward pass
+    recompute: bool = False  # keep only each layer's input and rerun the layer in the backward pass
     store: HostStore | None = None  # where these inputs are kept, if not on the GPU
 
     def layer(self, x: Tensor, index: int, weights: Callable[[], Layer]) -> Tensor:
@@ -140,7 +140,7 @@ class TorchOps:
     """The steps in torch, with gradients."""
 
     shape: Shape
-    cos: Tensor  # [N, 1, D], as ``Rope.at`` gives them
+    cos: Tensor  # [N, 1, D], as returned by ``Rope.at``
     sin: Tensor
 
     def norm(self, x: Tensor, weight: Tensor) -> Tensor:
@@ -199,7 +199,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotary embedding of [N, heads, D]; see ``Rope.sin`` for the sign."""
+    """Apply rotary embeddings to [N, heads, D]; see ``Rope.sin`` for the sign."""
     if _is_fused(x):
         return x * cos + torch.roll(x, x.shape[-1] // 2, -1) * sin
     return _Rotate.apply(x, cos, sin) if torch.is_grad_enabled() else _rotated(x, cos, sin)  # type: ignore[return-value]

@@ -121,7 +121,7 @@ def open_unread(path: str, model: Any, *, fetch: bool = False, compares_head: bo
     is_tied = HEAD in stored.tensors and HEAD not in wanted
     if (
         is_tied and compares_head and not stored.are_equal(HEAD, "model.embed_tokens.weight")
-    ):  # transformers takes the head
+    ):  # transformers would use the stored head
         raise WholeOnly(f"{stored.origin} has an output head that is not the embeddings, and config.json ties them")
     refuse_whole_numbers(stored.types, wanted, origin=f"model.path={path}")
     return stored
@@ -215,7 +215,7 @@ def _load_with_adapter(
 def _take_generation_config(model: Any, path: str) -> None:
     from transformers import GenerationConfig
 
-    with loading(f"model.path={path}"), suppress(OSError):  # most small models have none
+    with loading(f"model.path={path}"), suppress(OSError):  # many small models have no such file
         model.generation_config = GenerationConfig.from_pretrained(path, **hub_options(path))
 
 

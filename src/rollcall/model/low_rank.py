@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-# The modules of each product, in the order of its rows.
+# The modules in each fused product, in row order.
 MODULES = {
     "qkv": ("q_proj", "k_proj", "v_proj"),
     "out": ("o_proj",),

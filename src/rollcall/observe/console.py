@@ -119,7 +119,7 @@ class LiveConsole(Console):
         body.add_row(bar)
         for line in _lines(progress.fields(), width=self._rich.width - 4):  # the border and its padding
             body.add_row(line)
-        if not self._is_closed:  # or this is the last picture
+        if not self._is_closed:  # otherwise this is the last picture
             doing = progress.current
             seconds = progress.elapsed_s - doing.since_s if doing else 0.0
             shown = f"{doing.text}, {format_duration(seconds)}" if doing and seconds >= 1 else ""

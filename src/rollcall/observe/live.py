@@ -22,7 +22,7 @@ from rollcall.observe.events import Mark
 
 LIVE = "live.json"
 CONTROLLER = "controller"  # its lane
-REWARDS = "rewards"  # the lane of the processes that run reward functions
+REWARDS = "rewards"  # the lane of reward functions
 STALE_S = 15.0
 
 

@@ -101,7 +101,7 @@ class Progress:
 
 
 def format_duration(seconds: float) -> str:
-    """42s, 3m 05s, 2h 10m, 3d 04h."""
+    """Format as 42s, 3m 05s, 2h 10m or 3d 04h."""
     whole = round(seconds)
     if whole < 60:
         return f"{whole}s"

@@ -21,7 +21,7 @@ from rollcall.observe.calls import RecordedCall, read_calls
 from rollcall.observe.events import Mark, MarkKind, PhaseEvent, StepPhase, read_marks, read_phases
 from rollcall.observe.live import CONTROLLER, REWARDS, Live, read_live
 
-SHORTEST_WAIT_S = 0.05  # a shorter pause between two calls is not shown
+SHORTEST_WAIT_S = 0.05  # shorter pauses between two calls are not shown
 SAME_S = 0.02
 HERE = "local"  # the name of the controller's own process in events
 CONTROLLER_ENDED = "controller ended"  # a mark
@@ -255,7 +255,7 @@ def _order(lane: str) -> tuple[bool, list[tuple[int, str]]]:
     return lane == REWARDS, [(int(part), "") if part.isdecimal() and len(part) < 10 else (-1, part) for part in parts]
 
 
-# A timeline as a Chrome trace
+# Export as a Chrome trace
 
 _NODE = re.compile(r"(?P<worker>.+) @ node (?P<node>\d{1,9})")
 _CONTROLLER = 1  # the controller's process id in the trace; a node's is its rank + 2

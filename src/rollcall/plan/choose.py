@@ -10,7 +10,7 @@ from typing import Protocol
 from rollcall.config import OptimizerSection
 from rollcall.plan.activations import Recompute
 
-MOST_TOKENS = 32768  # larger micro-batches are a few percent faster at most, and take memory from KV
+MOST_TOKENS = 32768  # larger micro-batches are at most a few percent faster, but take memory from KV
 ENOUGH_TOKENS = 8192  # smaller micro-batches cost more than recomputing the layers
 KV_SHARE = 0.3  # share of the room on a GPU that KV gets before micro-batches grow, if it can use that much
 SAFE = 0.92  # usable share of a GPU: the allocator cannot use all of it

@@ -45,7 +45,7 @@ class EngineNeeds:
 
     @property
     def open_kv(self) -> KvNeed:
-        # A conversation may grow until the model has no more positions.
+        # A conversation may grow until it fills all positions of the model.
         longest = self.longest if self.config.environment is None else self.positions
         return self._kv_need(longest)
 

@@ -352,7 +352,7 @@ class _Job:
         gathered = self._gathered(mesh) if in_parts else 0
         weights = gathered if in_parts and masters and lora is None else num_parameters * width // shards + gathered
         weights += trained * width // shards if lora is not None else 0
-        gradients = trained * 4 // shards  # the sums over micro-batches
+        gradients = trained * 4 // shards  # sums over micro-batches
         if in_parts and lora is None:  # one layer's gradient, before and during the reduction over the ranks
             gradients += self.sizes.layer_parameters * (4 + width) // mesh.tensor
         if section.cpu_offload:

@@ -48,7 +48,7 @@ _USERS = {
     Role.ENVIRONMENT: "a section environment",
 }
 
-_Spans = dict[Role, list[tuple[int, ...]]]  # the slots of each process of a role, by rank
+_Spans = dict[Role, list[tuple[int, ...]]]  # the slots of each role's processes, by rank
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

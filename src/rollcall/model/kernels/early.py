@@ -1,4 +1,4 @@
-# Triton is absent on most machines.
+# Triton is not installed on most machines.
 # pyright: reportMissingImports=false
 """Early launch: on Hopper and later, a kernel may start while the previous one finishes, and then wait for its results.
 

@@ -39,7 +39,7 @@ class StoredTensor:
     name: str
     dtype: DType
     shape: tuple[int, ...]
-    pieces: tuple[Piece, ...]  # each element is in exactly one of them
+    pieces: tuple[Piece, ...]  # each element is in exactly one piece
 
     @property
     def num_bytes(self) -> int:

@@ -33,7 +33,7 @@ _TYPES = DTYPES | {
     "ShortStorage": DTYPES["int16"], "IntStorage": DTYPES["int32"], "LongStorage": DTYPES["int64"], "BoolStorage": DTYPES["bool"],
 }  # fmt: skip
 _ALLOWED = {
-    "builtins": {"set", "getattr"},  # Python 3.11.0 to 3.11.3 writes a member of an enum as getattr(class, name)
+    "builtins": {"set", "getattr"},  # Python 3.11.0 to 3.11.3 pickles an enum member as getattr(class, name)
     "__builtin__": {"set", "getattr"},  # their module in pickle protocol 2, which torch.save uses
     "pathlib": {"PosixPath"},
     "pathlib._local": {"PosixPath"},
