@@ -121,7 +121,7 @@ def open_unread(path: str, model: Any, *, fetch: bool = False, compares_head: bo
     is_tied = HEAD in stored.tensors and HEAD not in wanted
     if (
         is_tied and compares_head and not stored.are_equal(HEAD, "model.embed_tokens.weight")
-    ):  # transformers would use the stored head
+    ):  # transformers takes the head
         raise WholeOnly(f"{stored.origin} has an output head that is not the embeddings, and config.json ties them")
     refuse_whole_numbers(stored.types, wanted, origin=f"model.path={path}")
     return stored
