@@ -1,1 +1,1 @@
-"""Checkpoints that are whole or not there (``store``), and the model directory that others open (``export``)."""
+"""Atomic checkpoints (``store``), and model directories that other programs can open (``export``)."""

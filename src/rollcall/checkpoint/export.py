@@ -1,7 +1,7 @@
-"""The model directory that ``transformers`` and ``vllm`` open: config, weights, tokenizer, chat template.
+"""Writes model directories for ``transformers`` and ``vllm``: config, weights, tokenizer, chat template.
 
-Weights are written tensor by tensor, so at most one tensor is copied at a time. That also makes parameters that are
-views into one fused tensor harmless: each is written like a separate tensor.
+Weights are written tensor by tensor, so at most one tensor is copied at a time. Parameters that are views into a
+fused tensor therefore cause no problems: each one is written like a separate tensor.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from rollcall.model.stored.safetensors import write_header
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Weights:
-    """The content of a weight file. The values come one by one, in the order of ``kinds``."""
+    """The content of a weight file. The values are yielded one by one, in the order of ``kinds``."""
 
     kinds: Mapping[str, tuple[torch.dtype, torch.Size]]
     values: Iterable[tuple[str, torch.Tensor]]
@@ -42,10 +42,10 @@ def export_model(
     probe: TrainedProbe | None = None,
     weights: Weights | None = None,
 ) -> Path:
-    """Write ``model`` and ``tokenizer`` to ``dir``, which appears whole or not at all.
+    """Write ``model`` and ``tokenizer`` to ``dir`` atomically.
 
-    A model directory already at ``dir`` is replaced. ``stops`` are the tokens at which generation ends; empty: those that a rollout of this model stops at. ``probe``
-    is written next to the weights. ``weights``: those to write, if ``model`` is only an outline.
+    Replaces a model directory already at ``dir``. ``stops`` are the tokens at which generation stops, by default those that stop a
+    rollout of this model. ``probe`` is written next to the weights. Pass ``weights`` if ``model`` is only an outline.
     """
 
     def write(tmp: Path) -> None:
@@ -64,12 +64,12 @@ def export_files(
     stops: Sequence[int] = (),
     probe: TrainedProbe | None = None,
 ) -> Path:
-    """As ``export_model``, with ``write`` to put the weights (or an adapter) into the folder; ``model`` needs none."""
+    """Like ``export_model``, but ``write`` writes the weights (or an adapter) to the folder, so ``model`` needs no weights."""
     dir = Path(dir)
-    ours = any((dir / name).exists() for name in ("config.json", PROBE))  # either may be lost
+    ours = any((dir / name).exists() for name in ("config.json", PROBE))  # either one may be missing
     if dir.exists() and (not dir.is_dir() or (any(dir.iterdir()) and not ours)):
         raise ValueError(f"{dir} exists and is not a model directory; choose another place, or remove it yourself")
-    for left in dir.parent.glob(f".tmp-{dir.name}-*"):  # by an export that was killed
+    for left in dir.parent.glob(f".tmp-{dir.name}-*"):  # left by an export that was killed
         shutil.rmtree(left, ignore_errors=True)
     try:
         with staging(dir) as tmp:
@@ -92,19 +92,19 @@ def export_files(
 def config_files(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, *, dtype: torch.dtype, stops: Sequence[int] = ()
 ) -> dict[str, bytes]:
-    """The config files of a model directory: configs, tokenizer, chat template; ``model`` needs no weights."""
+    """Return a model directory's config files: configs, tokenizer, chat template. ``model`` needs no weights."""
     config = copy.deepcopy(model.config)
     config.dtype = str(dtype).removeprefix("torch.")
     config.architectures = [type(model).__name__]
     generation = copy.deepcopy(model.generation_config) or GenerationConfig()
     ids = list(stops or stop_token_ids(tokenizer, config, generation))
     config.eos_token_id = generation.eos_token_id = ids[0] if len(ids) == 1 else ids
-    generation._from_model_config = False  # a loader then takes these ids as given, not as the guess of a config class
+    generation._from_model_config = False  # so that loaders take these ids as given, not as class defaults
     if generation.pad_token_id not in special_ids(tokenizer):
         generation.pad_token_id = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
     with tempfile.TemporaryDirectory(prefix="rollcall-") as folder:
         config.save_pretrained(folder)
-        # Not save_pretrained: it refuses sampling flags that some published models carry.
+        # Not save_pretrained: it refuses sampling flags that some published models set.
         generation.to_json_file(Path(folder) / "generation_config.json")
         tokenizer.save_pretrained(folder)
         paths = sorted(path for path in Path(folder).rglob("*") if path.is_file())
@@ -112,7 +112,7 @@ def config_files(
 
 
 def _weights_of(model: PreTrainedModel) -> Weights:
-    """The state dict under the names a loader expects, without tensors that loading ties to another."""
+    """Return the state dict under the names a loader expects, without tensors that are tied on loading."""
     tensors = {name: tensor.detach() for name, tensor in model.state_dict().items()}
     for name, source in getattr(model, "all_tied_weights_keys", {}).items():
         if name in tensors and source in tensors and tensors[name].data_ptr() == tensors[source].data_ptr():

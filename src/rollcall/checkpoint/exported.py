@@ -1,4 +1,4 @@
-"""The model that a run has left in ``RUN/model``."""
+"""The model that a run exported to ``RUN/model``."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from rollcall.model.stored.safetensors import check_weights
 
 
 def exported_model(run_dir: Path, *, last: Checkpoint | None) -> Path | None:
-    """The model that the run has left; None if there is none, or if it has fewer steps than the newest checkpoint."""
+    """Return the run's exported model, or None if there is none or it is older than the newest checkpoint."""
     model = run_dir / "model"
     if not (model / "config.json").exists():
         return None
-    # By its manifest: gathering parts changes the checkpoint's folder, not what is saved.
+    # Compare with the manifest: gathering parts changes the checkpoint's folder but not what is saved.
     if last is not None and model.stat().st_mtime < (last.path / MANIFEST).stat().st_mtime:
         return None
     try:
@@ -36,7 +36,7 @@ def exported_model(run_dir: Path, *, last: Checkpoint | None) -> Path | None:
 
 
 def _refuse_damaged(model: Path) -> None:
-    """Refuses a model in which a file other than the weights is gone or no whole JSON. A file that the user has changed is not damaged."""
+    """Refuse a model if a file other than the weights is missing or not valid JSON. Files that the user edited are fine."""
     names = ["config.json", *([ADAPTER_CONFIG] if (model / ADAPTER_WEIGHTS).exists() else [])]
     names += [PROBE] if (model / PROBE).exists() else []
     while names:
@@ -54,7 +54,7 @@ def _refuse_damaged(model: Path) -> None:
 
 
 def finished_summary(run_dir: Path, *, last: Checkpoint | None, num_steps: int) -> dict[str, Any] | None:
-    """The summary of a run that has trained all its steps and left its model; None if there is something left to do."""
+    """Return the summary of a run that has trained all its steps and exported its model; None if there is work left."""
     if last is None or last.step != num_steps or exported_model(run_dir, last=last) is None:
         return None
     summary = read_summary(run_dir)

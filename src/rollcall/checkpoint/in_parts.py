@@ -1,8 +1,8 @@
-"""Trained models in the parts of a checkpoint: what each process of a gang writes of them, and how any other gang reads it.
+"""Trained models as checkpoint parts: each process of a gang writes its own part, and any other gang can read them.
 
-``model/part-*`` hold the weights, ``actor/part-*`` the optimizer's moments and masters, ``critic/part-*`` all of a critic. The
-names are those of transformers, with the kind of a moment before them (``exp_avg/model.norm.weight``). Values that are one number for a
-weight (step counts, say) are in ``optimizer.json``.
+``model/part-*`` contain the weights, ``actor/part-*`` the optimizer's moments and masters, and ``critic/part-*`` everything for the
+critic. Tensors have their transformers names, prefixed with the kind of moment (``exp_avg/model.norm.weight``). Scalars per
+weight, such as step counts, are in ``optimizer.json``.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ MASTER = "master"
 
 
 def learner_files(learner: Learner, *, config_files: Mapping[str, bytes]) -> Iterator[File]:
-    """The files of the policy that this rank writes; the first rank writes the ``config_files`` too."""
+    """Yield the policy files that this rank writes. The first rank also writes the ``config_files``."""
     body = learner.body
     if learner.gang.rank >= num_parts(body):
         return
@@ -44,7 +44,7 @@ def learner_files(learner: Learner, *, config_files: Mapping[str, bytes]) -> Ite
 
 
 def critic_files(critic: Critic) -> Iterator[File]:
-    """The file that this rank writes of the critic, which only a resume needs."""
+    """Yield the critic files that this rank writes. Only a resume needs them."""
     body = critic.body
     if critic.gang.rank >= num_parts(body):
         return
@@ -59,7 +59,7 @@ def part_name(number: int, *, of: int) -> str:
 
 
 def num_parts(body: Body) -> int:
-    """How many ranks write; those that only hold copies do not."""
+    """Return the number of ranks that write. Ranks that only have copies do not."""
     split = body.layout(next(iter(body.named))).split
     return split.shard * split.tensor
 
@@ -76,7 +76,7 @@ def _weights(body: Body) -> Iterator[PartTensor]:
 
 
 def _states(body: Body, optimizer: Optimizer) -> Iterator[PartTensor]:
-    """Moments and masters."""
+    """Yield moments and master weights."""
     masters = body.masters(optimizer)
     for name, state in optimizer.states().items():
         parts = {key: value for key, value in state.items() if _is_part(value, body.named[name])}
@@ -119,7 +119,7 @@ def is_in_parts(directory: Path, role: str) -> bool:
 
 
 class PartsOf(Mapping[str, Tensor]):
-    """A rank's own parts of stored tensors, under the decoder's names; each is read when it is needed."""
+    """A rank's own parts of stored tensors, keyed by decoder names and read on demand."""
 
     def __init__(self, body: Body, stored: Stored, *, prefix: str = "") -> None:
         self._body, self._stored, self._prefix = body, stored, prefix
@@ -143,24 +143,24 @@ class PartsOf(Mapping[str, Tensor]):
 
 
 def refuse_others(body: Body, stored: Stored) -> None:
-    """Refuse stored weights that do not have the names and shapes of the model's."""
+    """Refuse stored weights whose names and shapes do not match the model."""
     layouts = {name: body.layout(name) for name in body.named}
     wanted = {part: (rows, *layout.shape[1:]) for name, layout in layouts.items()
               for part, rows in zip(module_names(name), layout.rows, strict=True)}  # fmt: skip
-    found = {name: tensor.shape for name, tensor in stored.tensors.items() if "/" not in name}  # moments have one
-    if "lm_head.weight" not in wanted:  # tied to the embeddings; if it is stored too, it holds the same numbers
+    found = {name: tensor.shape for name, tensor in stored.tensors.items() if "/" not in name}  # moments have a slash
+    if "lm_head.weight" not in wanted:  # tied to the embeddings; a stored copy has the same values
         found.pop("lm_head.weight", None)
     refuse_other_tensors(f"checkpoint {stored.origin}", wanted=wanted, found=found)
 
 
 def load_weights(body: Body, stored: Stored) -> None:
-    """Into the tensors that are there; a rank reads only its own blocks."""
+    """Load weights into the existing tensors. A rank reads only its own blocks."""
     for name, local in body.named.items():
         read_part(local, body.layout(name), stored)
 
 
 def open_role(directory: Path, role: str) -> Stored:
-    """The tensors in the parts of ``role``; an optimizer may have none."""
+    """Open the tensors in the parts of ``role``. An optimizer may have none."""
     everything, origin = read_manifest(directory).files, str(directory / role)
     files = [file for name, file in everything.items() if Path(name).match(f"{role}/part-*.safetensors")]
     if not any(read_header(file.path)[0] for file in files):
@@ -169,7 +169,7 @@ def open_role(directory: Path, role: str) -> Stored:
 
 
 def read_optimizer(model: Learner | Critic, directory: Path, role: str, *, weights: Stored) -> None:
-    """``weights`` are the checkpoint's, at their precision there."""
+    """Load the optimizer's state. ``weights`` are the checkpoint's weights in their stored precision."""
     body, optimizer = model.body, model.optimizer
     numbers = json.loads((directory / role / OPTIMIZER).read_bytes())
     stored = weights if role == "critic" else open_role(directory, role)
@@ -183,7 +183,7 @@ def read_optimizer(model: Learner | Critic, directory: Path, role: str, *, weigh
     masters: Mapping[str, Tensor] = {}
     if numbers["has_masters"]:
         masters = PartsOf(body, stored, prefix=f"{MASTER}/")
-    elif optimizer.uses_masters:  # saved by a run that trained the weights themselves
+    elif optimizer.uses_masters:  # saved by a run that trained without master weights
         masters = PartsOf(body, weights)
     groups = [{**group, "betas": tuple(group["betas"])} if "betas" in group else group
               for group in numbers["param_groups"]]  # fmt: skip

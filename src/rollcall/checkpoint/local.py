@@ -1,10 +1,10 @@
-"""Parts of checkpoints on the nodes' own disks (``checkpoint.place: local``).
+"""Checkpoint parts on the nodes' own disks (``checkpoint.place: local``).
 
-All of a run's are below one folder of the node's temporary folder, whose name the run's ``checkpoints`` folder keeps: it moves
-with the run; a copy of the run gets another one. The process that saves knows from its manifests which files are still of use
-(``tidy``). Before a resume each node brings what others need to the run's own folder, checksums compared (``bring``).
+All parts of a run are in one folder inside the node's temporary folder. The run's ``checkpoints`` folder stores its name, so it moves
+with the run, while a copy of the run gets a new name. The saving process knows from the manifests which files are still needed
+(``tidy``). Before a resume, each node copies what others need to the run's own folder and compares checksums (``bring``).
 
-A crash may tear the file with that name, so it is checked before anything below it is removed.
+A crash may corrupt the file that stores the name, so the name is checked before anything in the folder is removed.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,99}")
 
 
 def name_of_run(checkpoints: Path, *, run: str) -> str:
-    """The name of the run's folder on every node; it is made with the first checkpoint, and again in a copy of a run: two runs
-    with one folder would remove each other's parts."""
+    """Return the name of the run's folder on every node. The first checkpoint creates it. A copy of a run gets a new name, because
+    two runs that share a folder would remove each other's parts."""
     path = checkpoints / FOLDER_NAME
     names, inode = names_of_run(checkpoints) if path.exists() else ([], None)
     if names and inode in (None, path.stat().st_ino):
@@ -42,16 +42,16 @@ def name_of_run(checkpoints: Path, *, run: str) -> str:
             f"{checkpoints} is a copy of another run's, so its next parts go to another folder on each node; those it came "
             "with are read where they are, and are not removed with it"
         )
-    word = re.sub(r"[^A-Za-z0-9_-]+", "-", run).strip("-")[:60]  # run.name is any text, and this is one folder's name
+    word = re.sub(r"[^A-Za-z0-9_-]+", "-", run).strip("-")[:60]  # run.name may be any string; this is a folder name
     names = [f"{word or 'run'}-{uuid.uuid4().hex[:12]}", *names]
     with replacing(path) as file:
-        own = os.fstat(file.fileno()).st_ino  # kept by a rename, not by a copy
+        own = os.fstat(file.fileno()).st_ino  # a rename keeps the inode, a copy does not
         file.write("\n".join([f"{names[0]} {own}", *names[1:]]).encode())
     return names[0]
 
 
 def names_of_run(checkpoints: Path) -> tuple[list[str], int | None]:
-    """The names of the run's folder and of those that it was copied from, and the inode of the file that says so, if it says."""
+    """Return the names of the run's folder and of the runs it was copied from, and the recorded inode of this file, if any."""
     path = checkpoints / FOLDER_NAME
     with plain_disk_errors(path):
         text = path.read_text(errors="replace")
@@ -66,7 +66,7 @@ def names_of_run(checkpoints: Path) -> tuple[list[str], int | None]:
 
 
 def folder_of(name: str) -> Path:
-    """The run's folder on this node."""
+    """Return the run's folder on this node."""
     root = Path(tempfile.gettempdir()) / f"rollcall-{os.getuid()}"
     with plain_disk_errors(root):
         root.mkdir(mode=0o700, exist_ok=True)
@@ -74,9 +74,9 @@ def folder_of(name: str) -> Path:
 
 
 def tidy(name: str, *, keep: Collection[str]) -> None:
-    """Remove the run's files on this node that no checkpoint names. All processes of the node do this at the same moment."""
+    """Remove the run's files on this node that no checkpoint refers to. All processes on the node do this at the same time."""
     root, kept = folder_of(name), {os.path.realpath(path) for path in keep}
-    for folder, _, names in os.walk(root, topdown=False):  # what is in a folder before the folder
+    for folder, _, names in os.walk(root, topdown=False):  # a folder's content before the folder
         for path in (Path(folder, one) for one in names):
             try:
                 if os.path.realpath(path) not in kept:
@@ -84,12 +84,12 @@ def tidy(name: str, *, keep: Collection[str]) -> None:
             except OSError as error:
                 warn(f"{path}, which no checkpoint names, cannot be removed: {error.strerror}")
         if folder != str(root):
-            with suppress(OSError):  # there is more in it, or another process was first
+            with suppress(OSError):  # it is not empty, or another process was faster
                 os.rmdir(folder)
 
 
 def elsewhere(directory: Path) -> dict[str, dict[str, Any]]:
-    """The files of a checkpoint that are on nodes' own disks and were not brought to it, as its manifest describes them."""
+    """Return the manifest entries of checkpoint files that are still only on the nodes' own disks."""
     files: Mapping[str, dict[str, Any]] = read_manifest(directory).fields["files"]
     return {
         name: facts
@@ -99,13 +99,13 @@ def elsewhere(directory: Path) -> dict[str, dict[str, Any]]:
 
 
 def present(files: Mapping[str, Mapping[str, Any]]) -> list[str]:
-    """Which of these files are on this node, by name and size."""
+    """Return which of these files are on this node, judging by name and size."""
     places = {name: Path(facts["place"]) for name, facts in files.items()}
     return [name for name, path in places.items() if path.is_file() and path.stat().st_size == files[name]["size"]]
 
 
 def bring(directory: Path, files: Mapping[str, Mapping[str, Any]], *, copy: bool) -> None:
-    """Compare these files of this node with their checksums, and ``copy`` them to the checkpoint."""
+    """Compare these files on this node with their checksums and, if ``copy`` is set, copy them to the checkpoint."""
     for name, facts in files.items():
         source, target = Path(facts["place"]), directory / name
         if copy:

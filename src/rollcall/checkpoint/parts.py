@@ -1,9 +1,9 @@
-"""One process's parts of a checkpoint: copied to host memory while the run waits, written while it continues.
+"""One process's checkpoint parts: copied to host memory while the run waits, then written to disk while it continues.
 
-A part is plain safetensors. The key ``parts`` of its metadata says for each block which tensor it is of, where it begins there, and the
-tensor's whole shape. PyTorch's own sharded format (torch.distributed.checkpoint) makes the run wait for less time
-(``benchmarks/save.py`` compares them). What decides is what is left on the disk: blocks under the names of transformers, whose byte
-ranges any reader of safetensors finds, a checksum of each file, and no pickle.
+A part is a plain safetensors file. The metadata key ``parts`` gives each block's tensor name, its start in that tensor, and the
+tensor's full shape. With PyTorch's own sharded format (torch.distributed.checkpoint) the run waits for less time
+(``benchmarks/save.py`` compares them). We prefer what this leaves on disk: blocks under their transformers names, which any
+safetensors reader can find, a checksum for each file, and no pickle.
 """
 
 from __future__ import annotations
@@ -31,29 +31,29 @@ from rollcall.learner.layout import Block
 from rollcall.model.stored.files import new_checksum
 from rollcall.model.stored.safetensors import write_header
 
-CHUNK_BYTES = 16 << 20  # written and added to the checksum at once
+CHUNK_BYTES = 16 << 20  # written and hashed at once
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PartTensor:
-    """A block of a tensor in a part, and the values for it."""
+    """A block of a tensor in a part, with its values."""
 
-    name: str  # of the whole tensor
+    name: str  # of the full tensor
     start: tuple[int, ...]
     whole: tuple[int, ...]
     dtype: torch.dtype  # in the file
-    values: Tensor  # of the block, on any device and of any type
+    values: Tensor  # of the block, on any device and in any dtype
 
     @classmethod
     def of(cls, block: Block, part: Tensor, *, dtype: torch.dtype, prefix: str = "") -> PartTensor:
-        """``part`` is what a rank holds of the weight, or a tensor of the same shape."""
+        """Take ``block`` from ``part``, which is a rank's share of the weight or a tensor of the same shape."""
         values = block.of(part.detach())
         return cls(name=f"{prefix}{block.name}", start=block.start, whole=block.whole, dtype=dtype, values=values)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class File:
-    """A file of a checkpoint, before it is written."""
+    """A checkpoint file before it is written."""
 
     name: str  # in the checkpoint
     kind: str  # weights, optimizer, state or model
@@ -61,7 +61,7 @@ class File:
 
 
 class PartWriter:
-    """One save at a time: ``copy``, then ``start``, then ``written`` until it answers."""
+    """Writes one save at a time: call ``copy``, then ``start``, then ``written`` until it returns a result."""
 
     def __init__(self) -> None:
         self._memory: dict[str, HostMemory] = {}
@@ -70,7 +70,7 @@ class PartWriter:
         self._done: Future[Written] | None = None
 
     def copy(self, files: Iterable[File], *, facts: dict[str, Any]) -> None:
-        """Returns when the images are in host memory: what they were copied from may change then."""
+        """Copy the files to host memory. Once this returns, the sources may change."""
         self._wait()
         self._images = [(file, self._image(file)) for file in files]
         self._facts = facts
@@ -78,7 +78,7 @@ class PartWriter:
             torch.cuda.synchronize()
 
     def start(self, folder: Path, *, place: Path | None = None) -> None:
-        """Write to ``folder``, or the parts to ``place`` on this node and the rest to ``folder``."""
+        """Start writing to ``folder``. If ``place`` is set, write the parts there, on this node."""
         self._wait()
         done: Future[Written] = Future()
         self._done = done
@@ -86,18 +86,18 @@ class PartWriter:
         def work() -> None:
             try:
                 done.set_result(self._write(folder, place))
-            except BaseException as error:  # noqa: BLE001 - the one who asks for the result gets it
+            except BaseException as error:  # noqa: BLE001 - raised to whoever asks for the result
                 done.set_exception(error)
 
         threading.Thread(target=work, name="write the checkpoint", daemon=True).start()
 
     def written(self) -> Written | None:
-        """The result of the write, or None while it runs. Raises what the write raised."""
+        """Return the result of the write, or None while it is running. Raises any error from the write."""
         assert self._done is not None, "start comes first"
         return self._done.result() if self._done.done() else None
 
     def _wait(self) -> None:
-        """Waits until an earlier write has ended; its result is no longer needed."""
+        """Wait for an earlier write to finish. Its result is no longer needed."""
         if self._done is not None:
             self._done.exception()
 
@@ -127,7 +127,7 @@ class PartWriter:
 
 
 class HostMemory:
-    """Memory that grows as needed and is kept. With CUDA it is pinned, so that the device copies into it at full speed."""
+    """A reusable buffer that grows as needed. With CUDA it is pinned, so that the device copies into it at full speed."""
 
     def __init__(self) -> None:
         self._all = _nothing()
@@ -141,7 +141,7 @@ class HostMemory:
         return self._all[:num_bytes]
 
     def _pin(self) -> bool:
-        """Registered, not allocated by torch, which rounds the size of pinned memory up to a power of two."""
+        """Register the memory as pinned. torch's own allocator would round its size up to a power of two."""
         runtime: Any = torch.cuda.cudart()
         if status := int(runtime.cudaHostRegister(self._all.data_ptr(), len(self._all), 0)):
             warn(
@@ -162,8 +162,8 @@ def _nothing() -> Tensor:
 
 
 def image_of(tensors: Sequence[PartTensor], memory: HostMemory) -> Tensor:
-    """The bytes of a safetensors file with these blocks, in host memory."""
-    # The widest first: the bytes follow each other without gaps, and each number must lie at a multiple of its width.
+    """Build a safetensors file with these blocks in host memory."""
+    # Widest dtype first: there are no gaps between tensors, and each number must be aligned to its width.
     ordered = sorted(tensors, key=lambda tensor: -tensor.dtype.itemsize)
     keys = _keys(ordered)
     parts = {
@@ -187,7 +187,7 @@ def image_of(tensors: Sequence[PartTensor], memory: HostMemory) -> Tensor:
 
 
 def _keys(tensors: Sequence[PartTensor]) -> list[str]:
-    """A tensor's name, or where the part has several blocks of it, the name and a number."""
+    """Return each tensor's name, with a number added if the part contains several of its blocks."""
     seen: dict[str, int] = {}
     keys = []
     for tensor in tensors:
@@ -197,7 +197,7 @@ def _keys(tensors: Sequence[PartTensor]) -> list[str]:
 
 
 def write_image(image: Tensor, path: Path) -> str:
-    """Write the bytes to the disk; returns their checksum."""
+    """Write the bytes to disk and return their checksum."""
     digest = new_checksum()
     data: memoryview = image.numpy().data
     with path.open("wb") as file:

@@ -1,7 +1,7 @@
-"""The log-probs that the trained model computes for a few fixed rows of tokens when it is saved, and checksums of its config files.
+"""When a trained model is saved, the probe records its log-probs for a few fixed token rows, and checksums of its config files.
 
-A model directory that is made of the checkpoint later must compute the same. Config files, tokenizer and chat template must stay as saved
-whatever the log-probs are: a wrong tokenizer or stop token changes no log-prob of given tokens, and a config that is a little wrong may
+A model directory built from the checkpoint later must compute the same log-probs. Config files, tokenizer and chat template must also
+stay as saved: a wrong tokenizer or stop token does not change the log-probs of given tokens, and a slightly wrong config may
 change them by less than rounding does.
 """
 
@@ -28,23 +28,23 @@ from rollcall.model.stored.find import PROBE
 
 ROW_LENGTHS = (8, 16, 32, 48)  # tokens; enough for rotary positions and sliding windows to matter
 ENDS = (".json", ".txt", ".model", ".jinja", ".tiktoken")
-# A merge or another precision may change these fields of config.json.
+# A merge or a different precision may change these fields of config.json.
 _FREE = ("dtype", "torch_dtype", "_name_or_path", "transformers_version")
-_STRIDE = 0.6180339887498949  # the golden ratio's fraction: its multiples spread evenly over the vocabulary
+_STRIDE = 0.6180339887498949  # the fractional part of the golden ratio: its multiples spread evenly over the vocabulary
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainedProbe:
-    """``logprobs[r][t]`` is the log-prob of ``rows[r][t + 1]`` after the tokens before it, at temperature 1."""
+    """``logprobs[r][t]`` is the log-prob of ``rows[r][t + 1]`` given the preceding tokens, at temperature 1."""
 
     rows: Sequence[Sequence[NonNegativeInt]]
-    logprobs: Sequence[Sequence[FiniteFloat | None]]  # None where it was not finite
-    dtype: str  # of the weights, in which the learner computes
+    logprobs: Sequence[Sequence[FiniteFloat | None]]  # None if it was not finite
+    dtype: str  # of the weights; the learner computes in it
     rollcall: str
     torch: str
     beside: Mapping[str, str] = field(default_factory=dict)  # checksums of the config files
-    # Of the weights that an adapter is added to, an identity for each type (``model/base.py``); empty: there is no adapter, or
-    # an earlier version saved it, which noted another identity as one text.
+    # For each dtype, a fingerprint of the weights that an adapter is added to (``model/base.py``). Empty if there is no adapter, or
+    # if an earlier version saved it, which recorded a different fingerprint as a single string.
     base: Annotated[Mapping[str, str], BeforeValidator(lambda one: {} if isinstance(one, str) else one)] = field(
         default_factory=dict
     )
@@ -55,7 +55,7 @@ class TrainedProbe:
 
 
 def probe_of(learner: Learner) -> TrainedProbe | None:
-    """On the gang's first rank; None on the others, which take part if the model is divided over them."""
+    """Compute the probe on the gang's first rank. The other ranks take part if the model is sharded over them, and return None."""
     body = learner.body
     if not body.together and learner.gang.rank != 0:
         return None
@@ -80,7 +80,7 @@ def probe_of(learner: Learner) -> TrainedProbe | None:
 
 
 def probe_rows(vocabulary: int, *, longest: int) -> list[list[int]]:
-    """The same rows for the same vocabulary; no two rows begin alike, and neighbours are far apart in it.
+    """Return fixed rows for a vocabulary size. Rows have different starts, and neighbouring tokens are far apart in the vocabulary.
 
     >>> probe_rows(10, longest=4)
     [[6, 2, 8, 4], [0, 7, 3, 9], [5, 1, 7, 4], [0, 6, 2, 8]]
@@ -95,7 +95,7 @@ _READER = TypeAdapter(TrainedProbe)
 
 
 def read_probe(path: Path) -> TrainedProbe:
-    """Reads what ``TrainedProbe.dump`` wrote; refuses anything else."""
+    """Read what ``TrainedProbe.dump`` wrote. Refuses anything else."""
     try:
         probe = _READER.validate_json(read_small(path))
     except FileNotFoundError:
@@ -114,7 +114,7 @@ def read_probe(path: Path) -> TrainedProbe:
 
 
 def describe_config_files(files: Mapping[str, bytes]) -> dict[str, str]:
-    """A checksum of each file by its name; of configs only what a conversion or a user may not change."""
+    """Return a checksum for each file name. In configs, only fields that a conversion or a user must not change count."""
     return {
         name: blake2b(_meaning(name, data), digest_size=16).hexdigest()
         for name, data in sorted(files.items())
@@ -123,12 +123,12 @@ def describe_config_files(files: Mapping[str, bytes]) -> dict[str, str]:
 
 
 def with_probe(files: Mapping[str, bytes], probe: TrainedProbe) -> dict[str, bytes]:
-    """The config files and the probe, which has their checksums."""
+    """Return the config files together with the probe, which records their checksums."""
     return {**files, PROBE: replace(probe, beside=describe_config_files(files)).dump().encode()}
 
 
 def changed_config_files(folder: Path, described: Mapping[str, str]) -> list[str]:
-    """The files that are not as ``describe_config_files`` found them; a new template is one of them."""
+    """Return the files that differ from ``described``, including new templates."""
     names = {*described, *(path.name for path in folder.glob("*.jinja"))} if described else set()
     there = {name: (folder / name).read_bytes() for name in names if (folder / name).is_file()}
     now = describe_config_files(there)

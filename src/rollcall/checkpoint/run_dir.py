@@ -1,4 +1,4 @@
-"""Tells a new run directory from one that has begun, and clears what a killed start left."""
+"""Tells new run directories from started ones, and cleans up after a killed start."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from rollcall.base.journal import ATTEMPTS, GROUPS
 from rollcall.base.wait import warn
 from rollcall.model.stored.manifest import checkpoints_of
 
-RUN_FILE = "run.yaml"  # what the run was last started with
+RUN_FILE = "run.yaml"  # the config that the run was last started with
 _OF_A_RUN = (RUN_FILE, "journal", "checkpoints", "events.jsonl", "metrics.jsonl", "summary.json")
 ATOMIC_FOLDERS = ("samples", "token_scores", "logs")  # a killed write may leave a temporary file in them
 
 
 def is_run(run_dir: Path) -> bool:
-    """Whether a folder holds anything that a run writes."""
+    """Whether a folder contains anything that a run writes."""
     return any((run_dir / name).exists() for name in _OF_A_RUN)
 
 
 def run_file_of(path: Path, *, what: str = "a run file or a run directory") -> tuple[Path, dict[str, str]]:
-    """The run file that ``path`` is or holds, and the values that replace its own: a run directory may have been moved.
+    """Return the run file for ``path`` (itself or inside it) and overrides for its values, since a run directory may have been moved.
 
-    ``what`` the caller takes, for messages."""
+    ``what`` describes the accepted input in messages."""
     if not path.exists():
         raise ConfigError(f"{path} does not exist; give {what}, or write a run file with `rollcall init`")
     if not path.is_dir():
@@ -39,7 +39,7 @@ def run_file_of(path: Path, *, what: str = "a run file or a run directory") -> t
 
 
 def read_summary(run_dir: Path) -> dict[str, Any] | None:
-    """The content of ``summary.json``; None if the run has not ended yet, the file is damaged or an earlier version wrote it."""
+    """Read ``summary.json``; None if the run has not finished yet, the file is damaged or an earlier version wrote it."""
     try:
         summary = json.loads((run_dir / "summary.json").read_bytes())
     except (OSError, ValueError):
@@ -48,20 +48,20 @@ def read_summary(run_dir: Path) -> dict[str, Any] | None:
 
 
 def has_begun(run_dir: Path) -> bool:
-    """Whether there is something that another start must fit: a checkpoint, or a group or an attempt in the journal."""
+    """Whether a new start must be compatible with existing work: a checkpoint, or a group or attempt in the journal."""
     if any((run_dir / "checkpoints").glob("*step-*")):
         return True
     return any(path.stat().st_size for kind in (GROUPS, ATTEMPTS) for path in (run_dir / "journal").glob(f"*.{kind}"))
 
 
 def newest_step(run_dir: Path) -> int | None:
-    """The step of the newest checkpoint, by its name; None if there is none."""
+    """Return the step of the newest checkpoint, judging by its name; None if there is none."""
     found = checkpoints_of(run_dir / "checkpoints")
     return int(found[0].name.removeprefix("step-")) if found else None
 
 
 def clear_leftovers(run_dir: Path) -> None:
-    """Remove what writes of a killed process left. Only the process that holds the run calls this."""
+    """Remove what a killed process left half-written. Only the process that holds the run's lock calls this."""
     for folder in (run_dir, *(run_dir / name for name in ATOMIC_FOLDERS)):
         for path in folder.glob(f"{TEMPORARY}*"):
             try:
@@ -71,7 +71,7 @@ def clear_leftovers(run_dir: Path) -> None:
 
 
 def move_aside(run_dir: Path) -> Path | None:
-    """``runs/x`` becomes ``runs/x.old-1`` (or the next free number); None if there is no ``runs/x``."""
+    """Rename ``runs/x`` to ``runs/x.old-1`` (or the next free number). Return None if there is no ``runs/x``."""
     if not run_dir.exists():
         return None
     number = 1
@@ -83,8 +83,8 @@ def move_aside(run_dir: Path) -> Path | None:
 
 @contextmanager
 def unless_begun(run_dir: Path, *, old: Path | None) -> Iterator[None]:
-    """If the block raises before anything was trained or measured, undo the start: a new directory is removed, and the
-    ``old`` run that was moved aside for it is moved back."""
+    """If the block raises before anything was trained or measured, undo the start: remove a new directory and move
+    back the ``old`` run that was moved aside for it."""
     was_there = run_dir.exists()
     try:
         yield

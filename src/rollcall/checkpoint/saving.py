@@ -1,4 +1,4 @@
-"""Saves what processes train, and gives it back to them: in this process, or through calls to others."""
+"""Saves and restores what the training processes train, either in this process or through calls to others."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from rollcall.checkpoint import local
 from rollcall.checkpoint.store import Written
 from rollcall.config import Config
 
-SHORTEST_LOOK_S, LONGEST_LOOK_S = 0.05, 1.0  # between two questions whether the parts are written
-Call = Callable[..., list[Any]]  # calls a method of these processes with these arguments; returns their answers
+SHORTEST_LOOK_S, LONGEST_LOOK_S = 0.05, 1.0  # between two polls for finished parts
+Call = Callable[..., list[Any]]  # calls a method on these processes and returns their results
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Saving:
-    """``call`` reaches the processes that train, by their numbers from 0."""
+    """``call`` reaches the training processes by their numbers, starting at 0."""
 
     call: Call
     processes: Sequence[int]
@@ -28,7 +28,7 @@ class Saving:
     run_name: str
 
     def copy(self) -> bool:
-        """Whether what is to be saved is in host memory now, so that ``write`` may run while the models change."""
+        """Copy what is to be saved to host memory if possible. Return whether ``write`` may run while the models change."""
         if self.in_parts:
             self.call(self.processes, "copy_parts")
         return self.in_parts
@@ -48,7 +48,7 @@ class Saving:
         return join_written(self._wait())
 
     def _wait(self) -> list[Written]:
-        """Polls: a process that waited for its disk could not train meanwhile."""
+        """Poll until all parts are written. A process that waited for its disk could not train meanwhile."""
         written: dict[int, Written] = {}
         pause_s = SHORTEST_LOOK_S
         while len(written) < len(self.processes):
@@ -60,13 +60,13 @@ class Saving:
         return list(written.values())
 
     def tidy(self, checkpoints: Path, *, keep: Sequence[str]) -> None:
-        """Remove parts on the nodes' own disks that no checkpoint names any more."""
+        """Remove parts on the nodes' own disks that no checkpoint refers to any more."""
         if (checkpoints / local.FOLDER_NAME).exists():
             run = local.name_of_run(checkpoints, run=self.run_name)
             self.call(self.processes, "tidy_parts", run, list(keep))
 
     def missing(self, directory: Path) -> str:
-        """Names a part of a checkpoint that no node has; empty if none is missing."""
+        """Describe a checkpoint part that no node has; empty if none is missing."""
         files = local.elsewhere(directory)
         here = self.call(self.processes, "parts_here", files) if files else []
         for name in files.keys() - {name for names in here for name in names}:
@@ -80,12 +80,12 @@ class Saving:
         self.call(self.processes, "read_checkpoint", directory)
 
     def base(self) -> Mapping[str, Any]:
-        """The identity of the model that the run begins with (``origin.base_of``), from a process that holds the policy."""
+        """Return the identity of the model that the run starts from (``origin.base_of``), from a process that has the policy."""
         return next(filter(None, self.call(self.processes, "base")))
 
     def _bring(self, directory: Path) -> None:
-        """Files on nodes' own disks are compared with their checksums; where a process lacks one, all are copied to the run's
-        folder, each by a process that has it."""
+        """Compare files on the nodes' own disks with their checksums. If a process lacks any of them, copy all of them to the
+        run's folder, each from a process that has it."""
         files = local.elsewhere(directory) if (directory / "manifest.json").is_file() else {}
         if not files:
             return

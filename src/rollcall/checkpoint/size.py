@@ -1,4 +1,4 @@
-"""Computes the disk space that a run directory will take, before the first step."""
+"""Estimates the disk space that a run directory will need, before the first step."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from rollcall.plan.memory import GIB, ModelSizes, state_width
 
 
 def checkpoint_bytes(config: Config, sizes: ModelSizes, *, width: int) -> int:
-    """``width`` is the bytes of a weight."""
+    """Return the size of a checkpoint. ``width`` is the number of bytes per weight."""
     trained = sizes.num_parameters if (lora := config.model.lora) is None else sizes.adapter_parameters(lora)
     critic = sizes.body_parameters if config.algorithm.name == "ppo" else 0
     each = ((trained, config.actor), (critic, config.critic))
@@ -17,9 +17,9 @@ def checkpoint_bytes(config: Config, sizes: ModelSizes, *, width: int) -> int:
 
 
 def size_words(config: Config, *, checkpoint: int, model: int) -> str | None:
-    """What the run will hold, in bytes of a checkpoint and of its model, as a message for the user; None if that is little and fits."""
+    """Return a message about the disk space for checkpoints and model, given their sizes in bytes; None if it is small and fits."""
     trainer, run_dir, on_nodes = config.trainer, config.run.dir, config.checkpoint.place == "local"
-    saves = -(-trainer.steps // trainer.save_every) if trainer.save_every else 1  # one of them after the last step
+    saves = -(-trainer.steps // trainer.save_every) if trainer.save_every else 1  # the last step included
     kept = trainer.keep_last + (trainer.keep_best if config.data.val is not None else 0)
     held = sum(
         path.stat().st_size
@@ -28,7 +28,7 @@ def size_words(config: Config, *, checkpoint: int, model: int) -> str | None:
         if path.is_file()
     )
     free = (free_bytes(run_dir.absolute()) or 0) + held
-    # A new checkpoint is whole before an old one goes.
+    # A new checkpoint is complete before an old one is removed.
     peak = model + (0 if on_nodes else min(saves, kept + 1) * checkpoint)
     if peak <= free and min(saves, kept) * checkpoint + model < GIB:
         return None

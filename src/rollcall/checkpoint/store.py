@@ -1,11 +1,11 @@
-"""Checkpoints that are whole or not there.
+"""Atomic checkpoints: each is either complete or does not exist.
 
-A save goes to ``.tmp-step-000020-<random>``, gets a manifest with every file's size and checksum, is flushed to the disk and only then
-renamed to ``step-000020``, by the process that owns the store. ``latest`` accepts a checkpoint only if its manifest is right; otherwise
-it takes the one before. One process saves; any number may read.
+The process that owns the store saves to ``.tmp-step-000020-<random>``, adds a manifest with every file's size and checksum, flushes
+everything to disk and only then renames the folder to ``step-000020``. ``latest`` accepts a checkpoint only if its files match its
+manifest; otherwise it falls back to the previous one. One process saves; any number may read.
 
-Files that other processes have written and described (``Written``) are not read again. Some may lie on those processes' nodes, outside
-the folder: the manifest says on which node and where. A reader checks those that it finds on its own node.
+Files that other processes have written and described (``Written``) are not read again. Some may be on those processes' nodes, outside
+the folder: the manifest records the node and the path. A reader checks the files that it finds on its own node.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ STATE = "state.json"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Written:
-    """The files of a checkpoint that one process has written, and its facts for the manifest."""
+    """The checkpoint files that one process has written, and its facts for the manifest."""
 
     files: dict[str, dict[str, Any]] = field(default_factory=dict)  # by name: size, blake2b, kind, node, host, place
     facts: dict[str, Any] = field(default_factory=dict)
@@ -40,13 +40,13 @@ class Written:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Checkpoint:
-    """A folder of the store, whole or torn."""
+    """A checkpoint folder in the store, complete or torn."""
 
     path: Path
     step: int
     manifest: dict[str, Any] | None  # None if it is torn
-    reason: str  # why it is torn; empty: it is whole
-    files: Sequence[StoredFile] = ()  # those that must be on this node
+    reason: str  # why it is torn; empty if it is complete
+    files: Sequence[StoredFile] = ()  # the files that must be on this node
 
     @property
     def score(self) -> float | None:
@@ -54,19 +54,19 @@ class Checkpoint:
 
     @property
     def state(self) -> dict[str, Any]:
-        """The run's state, of a whole checkpoint."""
+        """The run's state. Only a complete checkpoint has it."""
         return json.loads((self.path / STATE).read_bytes())
 
 
 class CheckpointStore:
-    """``guard`` is called before a checkpoint is put in place; it raises if this process may no longer write."""
+    """A run's checkpoints. ``guard`` is called before a checkpoint is put in place; it raises if this process may no longer write."""
 
     def __init__(self, dir: Path, *, keep_last: int, keep_best: int, guard: Callable[[], None] = unguarded) -> None:
         self.dir = Path(dir)
         self.keep_last = keep_last
         self.keep_best = keep_best
         self._guard = guard
-        self._warned: set[Path] = set()  # of torn ones; each attempt of a run looks for the newest
+        self._warned: set[Path] = set()  # torn checkpoints already reported; each attempt of a run looks for the newest
 
     def save(
         self,
@@ -78,13 +78,13 @@ class CheckpointStore:
         scores: Mapping[str, float] | None = None,
         best_by: str | None = None,
     ) -> Path:
-        """Let ``write`` fill a folder, then make it the checkpoint of ``step``, replacing one of the same step. ``write`` returns
-        what is known of files that others wrote.
+        """Let ``write`` fill a folder, then make it the checkpoint for ``step``, replacing any earlier one. ``write`` describes the
+        files that other processes wrote.
 
-        The best checkpoints have the highest ``score``. If the ranking may change between saves, they have the highest of the
-        ``scores`` that ``best_by`` names.
+        The best checkpoints are those with the highest ``score``. If the ranking may change between saves, ``best_by`` selects
+        the entry of ``scores`` to rank by.
         """
-        self.clean()  # each time: a lost worker may have written to a folder after its failed save removed it
+        self.clean()  # every time, since a lost worker may have written to a folder after its failed save removed it
         if score is not None and math.isnan(score):
             score = None
         final = self.dir / f"step-{step:06d}"
@@ -105,13 +105,13 @@ class CheckpointStore:
                 swap_in(tmp, final)
 
         persist(attempt, path=final, what="the checkpoint", refuse=CheckpointError)
-        if tries > 1:  # a folder that cannot be written keeps what was begun in it
+        if tries > 1:  # a failed try cannot clean up a folder that is not writable
             self.clean()
         self._prune(just_saved=final, best_by=best_by)
         return final
 
     def add_scores(self, step: int, *, scores: Mapping[str, float], best_by: str) -> None:
-        """Add scores to a checkpoint that was saved before its evaluation; the next save ranks it."""
+        """Add scores to a checkpoint that was saved before its evaluation. The next save uses them for ranking."""
         entry = next((one for one in self._entries() if one.step == step and one.manifest is not None), None)
         if entry is None or entry.manifest is None or not scores:
             return
@@ -127,8 +127,8 @@ class CheckpointStore:
     def latest(
         self, *, before: int | None = None, missing: Callable[[Path], str] = lambda path: ""
     ) -> Checkpoint | None:
-        """The newest checkpoint (of a step ``before`` that one) whose files are all as they were written; torn ones are named
-        and skipped. ``missing`` says which file is on no node; empty: none."""
+        """Return the newest checkpoint (with a step below ``before``) whose files are all intact. Warns about torn checkpoints and
+        skips them. ``missing`` describes a file that is on no node, or returns an empty string."""
         for entry in reversed(self._entries()):
             if before is not None and entry.step >= before:
                 continue
@@ -141,12 +141,12 @@ class CheckpointStore:
         return None
 
     def inspect(self, *, checksums: bool = True) -> list[Checkpoint]:
-        """All checkpoints, oldest first, every file compared with what the manifest says; without ``checksums`` by its size."""
+        """Return all checkpoints, oldest first, with every file compared to the manifest; without ``checksums``, only by size."""
         entries = self._entries()
         return [replace(one, reason=one.reason or _changed_file(one)) for one in entries] if checksums else entries
 
     def places(self) -> list[str]:
-        """The files of all checkpoints that are on nodes' own disks: what is not among them is of no use."""
+        """Return the paths of all checkpoint files on the nodes' own disks. Files that are not listed are no longer needed."""
         files = [facts for entry in self._entries() if entry.manifest for facts in entry.manifest["files"].values()]
         return sorted(facts["place"] for facts in files if facts.get("place") is not None)
 
@@ -167,7 +167,7 @@ class CheckpointStore:
                     warn(f"{path} cannot be removed: {error}")
 
     def _entries(self) -> list[Checkpoint]:
-        """All checkpoints, oldest first, their manifests checked by name and size only."""
+        """Return all checkpoints, oldest first, with their files checked only by name and size."""
         if not self.dir.is_dir():
             return []
         found: dict[int, Path] = {}
@@ -198,7 +198,7 @@ class CheckpointStore:
 
 
 def store_of(run_dir: Path) -> CheckpointStore:
-    """To look at a run's checkpoints; it never saves."""
+    """Open a run's checkpoints for reading only."""
     return CheckpointStore(run_dir / "checkpoints", keep_last=1, keep_best=0)
 
 
@@ -207,7 +207,7 @@ def _score(manifest: dict[str, Any], best_by: str | None) -> float | None:
 
 
 def describe_files(root: Path, *, leave_out: Collection[str] = ()) -> dict[str, dict[str, Any]]:
-    """Size and checksum of every file below ``root``, by its path there."""
+    """Return the size and checksum of every file below ``root``, keyed by relative path."""
     paths = sorted(path for path in root.rglob("*") if path.is_file())
     paths = [path for path in paths if path.relative_to(root).as_posix() not in leave_out]
     return {
@@ -217,7 +217,7 @@ def describe_files(root: Path, *, leave_out: Collection[str] = ()) -> dict[str, 
 
 
 def _all_files(root: Path, *, written: Written) -> dict[str, dict[str, Any]]:
-    """All files of a checkpoint; those that others have ``written`` as they say, and refused if they are not here."""
+    """Describe all files of a checkpoint. Trusts what other processes have ``written``, but refuses if their files are missing here."""
     for name, facts in written.files.items():
         path = root / name
         if "place" not in facts and (not path.is_file() or path.stat().st_size != facts["size"]):
@@ -231,14 +231,14 @@ def _all_files(root: Path, *, written: Written) -> dict[str, dict[str, Any]]:
 
 
 def _kind_of(name: str) -> str:
-    """The purpose of a file of a whole checkpoint."""
+    """Return the purpose of a file in an unsharded checkpoint."""
     if name.startswith("model/"):
         return "weights" if name.endswith(".safetensors") else "model"
     return "state" if name == "state.json" else "optimizer"
 
 
 def _digests(paths: list[Path]) -> list[str]:
-    # hashlib lets go of the interpreter lock, so threads help.
+    # hashlib releases the GIL, so threads help.
     with ThreadPoolExecutor(max_workers=4) as pool:
         return list(pool.map(file_checksum, paths))
 
@@ -253,7 +253,7 @@ def _read_entry(path: Path, *, step: int) -> Checkpoint:
 
 
 def _changed_file(entry: Checkpoint) -> str:
-    """Which file's checksum differs; empty if none."""
+    """Describe the first file whose checksum differs; empty if there is none."""
     try:
         digests = _digests([file.path for file in entry.files])
     except OSError as error:

@@ -1,8 +1,8 @@
-"""The trained models in a checkpoint.
+"""Writes and reads the trained models in a checkpoint.
 
-Where every rank has the whole model, the first one writes weights as a model directory, and optimizer states next to it. Where
-ranks have parts, each writes its own (``in_parts.py``). Any number of ranks reads either. All ranks of a gang call these
-functions.
+If every rank has the full model, the first rank writes the weights as a model directory, with the optimizer state next to it. If
+the model is sharded, each rank writes its own part (``in_parts.py``). Any number of ranks can read either. All ranks of a gang
+must call these functions.
 """
 
 from __future__ import annotations
@@ -44,13 +44,13 @@ from rollcall.model.stored.safetensors import open_model_dir
 
 
 class ConfigFiles:
-    """A policy's config files, as bytes: the same in every save of a run, but for the probe."""
+    """A policy's config files as bytes. They are the same for every save of a run, except for the probe."""
 
     def __init__(self) -> None:
         self._same: dict[str, bytes] | None = None
 
     def files(self, learner: Learner, tokenizer: Any, *, stops: Sequence[int]) -> dict[str, bytes]:
-        """On the gang's first rank; empty on the others, which all the same take part."""
+        """Return the files on the gang's first rank. The other ranks must call this too, but get an empty dict."""
         probe = probe_of(learner)
         if probe is None:
             return {}
@@ -62,7 +62,7 @@ class ConfigFiles:
 def files_in_parts(
     learner: Learner | None, critic: Critic | None, *, config_files: Mapping[str, bytes]
 ) -> tuple[list[File], dict[str, Any]]:
-    """The files that this rank writes of a checkpoint in parts, and the first rank's facts for the manifest."""
+    """Return the files that this rank writes for a sharded checkpoint, and the first rank's facts for the manifest."""
     files: list[File] = []
     facts: dict[str, Any] = {}
     if learner is not None:
@@ -85,7 +85,7 @@ def files_in_parts(
 
 
 def write_learner(learner: Learner, tokenizer: Any, directory: Path, *, stops: Sequence[int] = ()) -> None:
-    """``stops``: the tokens at which the run's completions end, for the model's generation config; empty: the model's own."""
+    """Write the policy. ``stops`` are the run's stop tokens for the model's generation config; if empty, use the model's own."""
     export_learner(learner, tokenizer, directory / "model", stops=stops)
     state = learner.body.whole_state(learner.optimizer)
     if learner.gang.rank == 0:
@@ -95,8 +95,8 @@ def write_learner(learner: Learner, tokenizer: Any, directory: Path, *, stops: S
 def export_learner(
     learner: Learner, tokenizer: Any, directory: Path, *, stops: Sequence[int] = (), merged: bool = False
 ) -> None:
-    """Write the model directory, from the gang's first rank; ``stops`` as in ``write_learner``. Of an adapter, only the adapter is written,
-    unless it is to be ``merged`` with the weights."""
+    """Write the model directory from the gang's first rank. ``stops`` is as in ``write_learner``. With an adapter, only the adapter
+    is written, unless it should be ``merged`` into the weights."""
     refuse_non_finite(learner, name="actor")
     probe, body, adapter = probe_of(learner), learner.body, learner.adapter
     if adapter is not None and not merged:
@@ -110,13 +110,13 @@ def export_learner(
         if learner.gang.rank == 0:
             export_model(learner.model, tokenizer, directory, stops=stops, probe=probe, weights=weights)
     finally:
-        # Every rank gives its part of every weight, also when the first one cannot write.
+        # Every rank must contribute its part of every weight, even if the first rank cannot write.
         for _ in weights.values if weights is not None else ():
             continue
 
 
 def in_modules(body: Body) -> Weights:
-    """The whole weights of a model, an adapter added to them, under the names of transformers, put together one at a time."""
+    """Return a model's full weights under their transformers names, with any adapter added, assembled one at a time."""
     layouts = {name: body.layout(name) for name in body.base_names}
     kinds = {name: (body.dtype, shape) for name, shape in module_shapes(layouts.values()).items()}
 
@@ -132,7 +132,7 @@ def in_modules(body: Body) -> Weights:
 
 
 def refuse_non_finite(model: Learner | Critic, *, name: str) -> None:
-    """Raise, on all ranks, if the weights have diverged: a run must be able to continue from a checkpoint."""
+    """Raise on all ranks if the weights have diverged, because a run must be able to continue from a checkpoint."""
     if bad := model.body.non_finite():
         first = module_names(bad[0])[0] if name == "actor" else bad[0]
         others = f" and {len(bad) - 1} more of its {len(model.body.named)} tensors" if len(bad) > 1 else ""
@@ -140,8 +140,8 @@ def refuse_non_finite(model: Learner | Critic, *, name: str) -> None:
 
 
 def read_learner(learner: Learner, directory: Path) -> None:
-    """Read into the existing tensors: engine and graphs keep reading the same addresses. (If the learner is in parts, the
-    engine in the same process gets the weights with the next version.)"""
+    """Read into the existing tensors, because engine and graphs keep reading the same addresses. (If the learner is sharded,
+    the engine in the same process gets the weights with the next version.)"""
     if learner.adapter is not None:
         _read_adapter(learner, directory)
         return
@@ -157,7 +157,7 @@ def read_learner(learner: Learner, directory: Path) -> None:
 
 
 def _read_adapter(learner: Learner, directory: Path) -> None:
-    """Refuses an adapter of another rank, other targets or another model."""
+    """Read the adapter. Refuses one with a different rank, different targets or a different model."""
     assert learner.adapter is not None
     refuse_other_model(
         directory / "model",
@@ -191,21 +191,21 @@ def read_critic(critic: Critic, directory: Path) -> None:
         read_optimizer(critic, directory, "critic", weights=stored)
         return
     path, wanted = directory / "critic.safetensors", critic.body.shapes
-    weights = load_file(path)  # mapped into memory: of a model in parts, a rank reads only its own
+    weights = load_file(path)  # memory-mapped: with a sharded model, a rank reads only its own part
     refuse_other_tensors(f"checkpoint {path}", wanted=wanted, found={name: one.shape for name, one in weights.items()})
     critic.body.load(weights)
     _read_state(critic, directory / "critic.pt", weights=weights)
 
 
 def _save(state: Any, path: Path) -> None:
-    # Through a Python file: torch's own writer says that a write failed, but not why.
+    # Use a Python file: torch's own writer reports that a write failed, but not why.
     with plain_disk_errors(path), path.open("wb") as file:
         torch.save(state, file)
 
 
 def _read_state(model: Learner | Critic, path: Path, *, weights: Mapping[str, Tensor]) -> None:
-    """Memory-mapped if a rank needs only its part. ``weights`` are the checkpoint's, at their precision there."""
+    """Read the state, memory-mapped if a rank needs only its part. ``weights`` are the checkpoint's, in their stored precision."""
     state = torch.load(path, map_location="cpu", weights_only=True, mmap=model.body.in_parts)
     if model.optimizer.uses_masters and not state["masters"]:
-        state["masters"] = weights  # saved by a run that trained the weights themselves
+        state["masters"] = weights  # saved by a run that trained without master weights
     model.body.load_state(model.optimizer, state)

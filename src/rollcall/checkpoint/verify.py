@@ -1,9 +1,9 @@
 """Compares what a model directory computes with what the trained model computed when it was saved.
 
 ``verify`` loads the directory with plain transformers and compares the log-probs of the probe's rows (``probe.py``). Rounding
-makes the two differ a little, by an amount that follows from the precisions of both sides; a wrong weight makes them
-differ more. The result is left in the directory (``verified.json``), with a checksum of every file: a directory that has
-changed since then is not verified, and neither is one that took its place.
+makes the two differ slightly, by an amount that follows from both precisions. A wrong weight makes them differ more.
+The result is saved in the directory (``verified.json``), with a checksum of every file. A directory that was changed or
+replaced since then no longer counts as verified.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ from rollcall.model.stored.safetensors import open_model_dir
 from rollcall.model.stored.tensors import Stored
 
 VERIFIED = "verified.json"
-OURS = (PROBE, VERIFIED)  # files for Rollcall, not part of the model
-_ROUNDINGS = 6  # of the hidden state in a layer that add up: two sums, the outputs of four products
-_FAR = 8.0  # standard deviations; the largest of a hundred normal numbers is within 4
-_SPARE = 0.6  # of the free memory, which the model may take
+OURS = (PROBE, VERIFIED)  # Rollcall's files, not part of the model
+_ROUNDINGS = 6  # of the hidden state per layer that accumulate: two sums and four product outputs
+_FAR = 8.0  # standard deviations; the largest of a hundred normal samples is within 4
+_SPARE = 0.6  # share of the free memory that the model may use
 
 
 class VerifyError(CheckpointError):
@@ -43,12 +43,12 @@ class VerifyError(CheckpointError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verified:
-    """``difference`` is the largest between two log-probs of the same token; it must be at most ``tolerance``."""
+    """``difference`` is the largest log-prob difference for any token. It must be at most ``tolerance``."""
 
     difference: float
     tolerance: float
     num_tokens: int
-    dtype: str  # in which the directory stores its weights
+    dtype: str  # the precision of the weights in the directory
     trained: str  # the precision that the learner computed in
     computed: str  # the precision that this comparison computed in
 
@@ -62,9 +62,9 @@ class Verified:
 
 
 def verify(model_dir: Path, probe: Path | None = None, *, dtype: str | None = None) -> Verified:
-    """Compare ``model_dir`` with the probe of a save; without one, with the probe that is in the directory.
+    """Compare ``model_dir`` with the probe of a save, by default the probe in the directory.
 
-    ``dtype``: the torch name of the precision that the weights were converted to on purpose, if they were.
+    ``dtype`` is the torch name of the precision that the weights were deliberately converted to, if any.
     """
     recorded = read_probe(model_dir / PROBE if probe is None else probe)
     values = [value for row in recorded.logprobs for value in row]
@@ -105,7 +105,7 @@ def verify(model_dir: Path, probe: Path | None = None, *, dtype: str | None = No
 
 
 def why_not_verified(model_dir: Path) -> str:
-    """The reason why the directory does not count as verified; empty if every file is as it was when it was verified."""
+    """Return why the directory does not count as verified; empty if no file has changed since verification."""
     mark = mark_of(model_dir)
     if mark is None:
         return "it was not verified"
@@ -117,7 +117,7 @@ def why_not_verified(model_dir: Path) -> str:
 
 
 def mark_of(model_dir: Path) -> dict[str, Any] | None:
-    """The result that an earlier ``verify`` left in the directory, if it can be read."""
+    """Return the result that an earlier ``verify`` saved in the directory, or None if it cannot be read."""
     try:
         found: Any = json.loads(read_small(model_dir / VERIFIED))
         sound = found["format"] == 1 and isinstance(found["files"], dict) and isinstance(found["dtype"], str)
@@ -148,7 +148,7 @@ def _refuse_other_dtype(stored: Stored, *, wanted: str, trained: str, model_dir:
 
 
 def _load(model_dir: Path, stored: Stored) -> tuple[Any, str]:
-    """With plain transformers, in float32 if that fits in memory, else as it is stored; and which of the two."""
+    """Load the model with plain transformers, in float32 if it fits in memory, otherwise as stored. Also return the precision."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     elements = sum(math.prod(tensor.shape) for tensor in stored.tensors.values())
@@ -157,7 +157,7 @@ def _load(model_dir: Path, stored: Stored) -> tuple[Any, str]:
         raise VerifyError(
             f"{model_dir} asks to run code that comes with it ({', '.join(code)}), which verify does not do"
         )
-    if not (model_dir / "tokenizer_config.json").is_file():  # transformers makes an empty one up for some models
+    if not (model_dir / "tokenizer_config.json").is_file():  # transformers invents an empty one for some models
         raise VerifyError(
             f"{model_dir} has no tokenizer_config.json, so it has no tokenizer; merge the checkpoint again"
         )
@@ -194,16 +194,16 @@ def _logprobs(model: Any, probe: TrainedProbe, *, model_dir: Path) -> np.ndarray
 
 
 def _tolerance(logprobs: np.ndarray, config: Any, *, trained: str, stored: str, computed: str) -> float:
-    """How far rounding can move the largest of these log-probs.
+    """Estimate how far rounding can move any of these log-probs.
 
-    A layer rounds the hidden state a few times, each time by about the precision's unit; the roundings of all layers add up
-    like a random walk. Float32 sums of products lose more than their unit, the more the longer they are. A logit is off by that
-    share of the logits' spread, which the log-probs of tokens from all over the vocabulary show.
+    A layer rounds the hidden state a few times, each time by about one unit of the precision. The roundings of all layers add up
+    like a random walk. A float32 sum of products loses more than one unit, and longer sums lose more. A logit is off by that
+    fraction of the spread of the logits, which we estimate from log-probs of tokens across the vocabulary.
     """
     layers, width = config.num_hidden_layers, config.hidden_size
     sums = _unit("float32") * math.sqrt(width)
     share = sum(_unit(one) + sums for one in (trained, computed)) + (_unit(stored) if stored != trained else 0.0)
-    spread = float(logprobs.std()) + 1e-3 * float(np.abs(logprobs).max())  # the second where all tokens are alike
+    spread = float(logprobs.std()) + 1e-3 * float(np.abs(logprobs).max())  # the second term covers equal log-probs
     return _FAR * math.sqrt(_ROUNDINGS * layers) * share * spread
 
 

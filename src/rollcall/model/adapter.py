@@ -1,6 +1,6 @@
-"""A low-rank adapter (LoRA) of a whole model.
+"""A low-rank adapter (LoRA) for a whole model.
 
-Its tensors have names as the decoder's have (``layers.3.q_proj_lora_A``); ``module_names`` says what transformers calls them.
+Tensor names follow the decoder's scheme (``layers.3.q_proj_lora_A``); ``module_names`` converts them to the transformers names.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ from rollcall.model.stored.find import ADAPTER_CONFIG
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Adapter:
     section: LoraSection
-    layers: list[dict[str, Tensor]]  # of each layer, by ``a_of`` and ``b_of``
-    rows: Mapping[str, tuple[int, ...]]  # of each module in each product of a layer
+    layers: list[dict[str, Tensor]]  # one dict per layer, keyed by ``a_of`` and ``b_of``
+    rows: Mapping[str, tuple[int, ...]]  # for each fused product of a layer, the rows of its modules
     seed: int
-    base: str  # where the model is: a path or a name
+    base: str  # the base model: a path or a hub name
 
     @classmethod
     def make(cls, decoder: Decoder, section: LoraSection, *, seed: int, device: torch.device, base: str) -> Adapter:
-        """Make a new one as PEFT does: A uniform up to 1/sqrt(inputs), B zero; or what ``section.path`` holds. ``decoder`` may be on the
-        meta device."""
+        """Load the adapter in ``section.path``, or initialise a new one as PEFT does: A uniform within 1/sqrt(inputs), B zero.
+        ``decoder`` may be on the meta device."""
         rows = decoder.part_rows()
         draws = torch.Generator().manual_seed(seed)
         layers = [_new_layer(layer, section, rows=rows, draws=draws) for layer in decoder.layers]
@@ -63,7 +63,7 @@ class Adapter:
             tensor.copy_(tensors[name])
 
     def refuse_other_model(self, model: Any, tensors: Iterable[tuple[str, Tensor]]) -> None:
-        """``tensors`` are the weights that it is put on. One that ``section.path`` holds was trained on some model, which this must be."""
+        """Refuse ``model`` unless the adapter in ``section.path`` was trained on it. ``tensors`` are the model's weights."""
         if (path := self.section.path) is None:
             return
         advice = f", or write the model of the adapter as model.path ({ADAPTER_CONFIG} names it)"
@@ -71,7 +71,7 @@ class Adapter:
         refuse_other_model(folder, model, tensors, base=self.base, where=where, advice=advice)
 
     def on(self, decoder: Decoder) -> Decoder:
-        """The decoder with this adapter; both share the model's weights."""
+        """Return the decoder with this adapter attached. The two decoders share the model's weights."""
         return replace(decoder, adapter_of=self._of_layer)
 
     def _of_layer(self, index: int) -> LayerAdapter:
@@ -92,7 +92,7 @@ def _new_layer(
 
 
 class Deltas:
-    """The changes that an adapter makes to the weights of a model, by the names of transformers. ``tensors`` are by the decoder's names."""
+    """An adapter's changes to a model's weights, keyed by transformers names. ``tensors`` are keyed by decoder names."""
 
     def __init__(self, tensors: Mapping[str, Tensor], *, gain: float) -> None:
         self._gain = gain
@@ -104,12 +104,12 @@ class Deltas:
 
     @torch.no_grad()
     def added_to(self, weight: Tensor, name: str) -> Tensor:
-        """Add in float32 and round once; refuses a sum that is not finite."""
+        """Add the change in float32 and round once. Refuses a result that is not finite."""
         if name not in self._pairs:
             return weight
         a, b = (one.detach().to(weight.device).float() for one in self._pairs[name])
         added = torch.addmm(weight.float(), b, a, alpha=self._gain).to(weight.dtype)
-        if not torch.stack(added.aminmax()).isfinite().all():  # both are NaN where any number is
+        if not torch.stack(added.aminmax()).isfinite().all():  # both are NaN if any element is
             raise ModelFilesError(
                 f"with the adapter added, {name} is not finite: numbers of the adapter are too large, or its alpha / rank ({self._gain:g}); give "
                 "another adapter, such as that of an older checkpoint"
@@ -119,7 +119,7 @@ class Deltas:
 
 @torch.no_grad()
 def add_to_weights(model: Any, tensors: Mapping[str, Tensor], *, gain: float) -> None:
-    """Add an adapter to the weights of ``model`` in place. ``tensors`` are by the decoder's names."""
+    """Add an adapter to the weights of ``model`` in place. ``tensors`` are keyed by decoder names."""
     deltas = Deltas(tensors, gain=gain)
     for name, parameter in model.named_parameters():
         if (added := deltas.added_to(parameter.data, name)) is not parameter.data:

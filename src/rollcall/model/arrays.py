@@ -1,4 +1,4 @@
-"""Arrays of the host on their way to a card."""
+"""Copying host arrays to the device."""
 
 from __future__ import annotations
 
@@ -8,6 +8,6 @@ from torch import Tensor
 
 
 def on_device(array: np.ndarray, device: torch.device) -> Tensor:
-    """The array there. From pinned memory, so that the host does not wait until a card has done what it was given before."""
+    """Copy the array to the device. Pinned memory keeps the host from waiting for work already queued on a GPU."""
     tensor = torch.from_numpy(array)
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)

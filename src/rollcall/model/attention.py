@@ -1,9 +1,9 @@
 """Attention over packed segments.
 
-In half precision on CUDA it is one variable-length flash call; elsewhere (flash has no float32) segments of equal shape
-are batched into one call each. Neither pads.
+In half precision on CUDA this is one variable-length flash call. Elsewhere (flash has no float32), segments of equal shape
+are batched into one call per shape. Neither pads.
 
-A CPU has two ways to attend, with the same result: batched products with the scores in memory, and torch's fused kernel.
+On a CPU there are two equivalent methods: batched products with the scores in memory, and torch's fused kernel.
 ``cpu_way`` says which one is faster on this machine; the learner and the native engine both use it.
 """
 
@@ -25,25 +25,25 @@ from rollcall.model.arrays import on_device
 if TYPE_CHECKING:
     from rollcall.model.kernels.gradients import Shared  # needs Triton
 
-# Scores (segments x heads x queries x keys) up to which a CPU attends to all query heads of a KV head at once: with
-# products the scores are in memory, with the fused kernel the mask is repeated for each of those heads.
+# Up to this many scores (segments x heads x queries x keys), a CPU processes all query heads of a KV head at once. This takes
+# memory: products store the scores, and the fused kernel repeats the mask for each of those heads.
 GROUPED_SCORES = 1 << 25
 
 Way = Literal["products", "fused"]
 
 
 def cpu_way() -> Way:
-    """Products where torch has MKL, which multiplies a batch of small matrices in one call and is a third faster than the
-    fused kernel. Without it, as on ARM, ``bmm`` is one product per matrix: there the fused kernel is several times faster.
+    """Choose products if torch has MKL, which multiplies a batch of small matrices in one call and is a third faster than the
+    fused kernel. Without MKL, as on ARM, ``bmm`` runs one product per matrix and the fused kernel is several times faster.
 
-    Decided by the build of torch, not by a measurement, so that a restarted run computes the same numbers.
+    The torch build decides, not a measurement, so that a restarted run computes the same numbers.
     """
     return "products" if torch.backends.mkl.is_available() else "fused"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bucket:
-    """Segments of one shape."""
+    """Segments with the same shape."""
 
     count: int
     q_length: int
@@ -54,13 +54,13 @@ class Bucket:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PackedLayout:
-    shared: Shared | None  # for flash, unless every segment's keys are its own tokens, in order
+    shared: Shared | None  # for flash; None if every segment's keys are its own tokens, in order
     cu_q: Tensor
     cu_k: Tensor
     max_q: int
     max_k: int
     buckets: tuple[Bucket, ...]  # empty where flash runs
-    restore: Tensor  # packed order from bucket order
+    restore: Tensor  # indices that turn bucket order back into packed order
 
 
 def layout_of(batch: MicroBatch, *, device: torch.device, dtype: torch.dtype) -> PackedLayout:
@@ -115,7 +115,7 @@ def _buckets(
 
 
 def packed_attention(q: Tensor, k: Tensor, v: Tensor, layout: PackedLayout, *, scale: float, window: int) -> Tensor:
-    """[N, H, D] queries and [N, Hkv, D] keys and values of packed tokens, to [N, H * D]."""
+    """Map packed queries [N, H, D], keys and values [N, Hkv, D] to outputs [N, H * D]."""
     if layout.buckets:
         return _bucketed(q, k, v, layout, scale, window).flatten(1)
     if layout.shared is not None:
@@ -128,7 +128,7 @@ def packed_attention(q: Tensor, k: Tensor, v: Tensor, layout: PackedLayout, *, s
 def flash(
     q: Tensor, k: Tensor, v: Tensor, *, cu_q: Tensor, cu_k: Tensor, max_q: int, max_k: int, scale: float, window: int
 ) -> Tensor:
-    """Causal attention of packed segments, aligned at their ends: [Nq, H, D] against [Nk, Hkv, D]."""
+    """Causal attention over packed segments, end-aligned: queries [Nq, H, D] against keys [Nk, Hkv, D]."""
     from torch.nn.attention.varlen import varlen_attn
 
     extra: dict[str, Any] = {"enable_gqa": True} if _asks_for_groups() else {}
@@ -140,7 +140,7 @@ def flash(
 
 @cache
 def _asks_for_groups() -> bool:
-    """Newer versions of torch need an argument where several query heads share a key/value head."""
+    """Newer torch versions need an extra argument if several query heads share a key/value head."""
     from torch.nn.attention.varlen import varlen_attn
 
     return "enable_gqa" in inspect.signature(varlen_attn).parameters
@@ -167,8 +167,8 @@ def _bucketed(q: Tensor, k: Tensor, v: Tensor, layout: PackedLayout, scale: floa
 
 
 class _GroupedAttention(torch.autograd.Function):
-    """All buckets on a CPU, in float32. The query heads of one KV head are on the query axis, so keys are never repeated.
-    Every token is a query once, so its gradient is stored and not added up."""
+    """Process all buckets on a CPU, in float32. The query heads of a KV head lie on the query axis, so keys are never repeated.
+    Each token is a query exactly once, so its gradient is stored, not accumulated."""
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, layout: PackedLayout, scale: float, window: int) -> Tensor:  # type: ignore[override]
@@ -218,7 +218,7 @@ Kept = tuple[Tensor, ...]  # saved for the backward, with queries, keys and valu
 
 
 def _by_products(queries: Tensor, keys: Tensor, values: Tensor, hidden: Tensor, scale: float) -> tuple[Tensor, Kept]:
-    """[B, queries, D] against [B, keys, D], with ``hidden`` added to the scores of each."""
+    """Attend from [B, queries, D] to [B, keys, D], with ``hidden`` added to the scores."""
     probs = torch.softmax(torch.baddbmm(hidden, queries, keys.transpose(1, 2), alpha=scale), dim=-1)
     return torch.bmm(probs, values), (probs,)
 
@@ -238,7 +238,7 @@ def _products_backward(
 def _by_fused_kernel(
     queries: Tensor, keys: Tensor, values: Tensor, hidden: Tensor, scale: float
 ) -> tuple[Tensor, Kept]:
-    """``_by_products`` without the scores in memory. The backward makes them again from each row's log-sum-exp."""
+    """Like ``_by_products``, but without storing the scores. The backward recomputes them from each row's log-sum-exp."""
     hidden = hidden[None, None]
     out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
         queries[:, None], keys[:, None], values[:, None], attn_mask=hidden, scale=scale
@@ -264,7 +264,7 @@ def _fused_kernel_backward(
 
 
 def _heads_first(rows: Tensor, count: int, heads: int) -> Tensor:
-    """Places in [N * heads, D] of tokens [count * length], ordered by segment, head, token."""
+    """Return row indices in [N * heads, D] for tokens [count * length], ordered by segment, head, token."""
     return (rows.view(count, 1, -1) * heads + torch.arange(heads).view(1, heads, 1)).flatten()
 
 

@@ -1,6 +1,6 @@
-"""The model that an adapter was trained on: the identity of its weights, which is saved with the adapter, and the settings that must not change.
+"""An adapter's base model: the fingerprint of its weights, saved with the adapter, and the settings that must not change.
 
-An adapter on other weights, or on weights that are used in another way, is another model.
+The same adapter on different weights, or on weights that are used differently, is a different model.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from rollcall.model.files import read_model_config
 from rollcall.model.stored.dtypes import name_of
 from rollcall.model.stored.find import PROBE, adapter_folder
 
-PIECE = 1 << 19  # numbers that are looked at together, so that little memory is needed
-_FACTOR = 0x9E3779B97F4A7C15  # odd, so that folding loses nothing
+PIECE = 1 << 19  # elements processed at once, to limit memory use
+_FACTOR = 0x9E3779B97F4A7C15  # odd, so that folding loses no information
 _MASK = (1 << 64) - 1
-# The types that a model is loaded in. Weights of the first are rounded to the others when they are loaded so.
+# The dtypes a model can be loaded in. float32 weights may be rounded to the other two on loading.
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-# Keys of config.json that say how weights are used. Shapes are checked with the weights.
+# Keys in config.json that determine how weights are used. Shapes are checked with the weights.
 _OF_COMPUTING = (
     "hidden_act", "rms_norm_eps", "rope_parameters", "sliding_window", "layer_types", "num_attention_heads", "num_key_value_heads",
     "tie_word_embeddings",
@@ -36,14 +36,14 @@ _OF_COMPUTING = (
 
 
 def base_identities(tensors: Iterable[tuple[str, Tensor]], *, dtype: torch.dtype) -> dict[str, str]:
-    """The identity of all weights, by the decoder's names and however they are divided, in each type that they can be compared in: their
-    own ``dtype`` and, for float32, the types that they may be rounded to."""
+    """Return a fingerprint of all weights under their decoder names, however they are sharded, for each dtype they can be
+    compared in: their own ``dtype`` and, for float32, the dtypes that they may be rounded to."""
     return _identities(tensors, _DTYPES.values() if dtype == torch.float32 else [dtype])
 
 
 def _identities(tensors: Iterable[tuple[str, Tensor]], dtypes: Iterable[torch.dtype]) -> dict[str, str]:
     found: dict[torch.dtype, list[str]] = {dtype: [] for dtype in dtypes}
-    for name, tensor in tensors:  # once: ranks may put each together for it
+    for name, tensor in tensors:  # iterate only once: ranks may have to gather each tensor
         for dtype, sums in found.items():
             sums.append(f"{name} {_identity(tensor.detach(), dtype)}")
     return {
@@ -53,20 +53,20 @@ def _identities(tensors: Iterable[tuple[str, Tensor]], dtypes: Iterable[torch.dt
 
 
 def _identity(tensor: Tensor, dtype: torch.dtype) -> int:
-    """The same number on every device. Unlike a sum of words (``checksum``), it changes when words change places."""
+    """Return the same number on every device. Unlike ``checksum``, which sums words, it changes when words are reordered."""
     total, factors = 0, _factors().to(tensor.device)
     for piece in _pieces(tensor):
         size = piece.numel() * dtype.itemsize
         words = torch.zeros(-(-size // 4), dtype=torch.int32, device=piece.device)
         words.view(dtype)[: piece.numel()] = piece.reshape(-1)
-        # Words of 32 bits: in words of 64, two signs could change unseen, since 2**63 times any odd number is 2**63. Sums wrap around.
+        # 32-bit words: with 64-bit words, two sign flips would go unnoticed, since 2**63 times any odd number is 2**63. Sums wrap.
         one = int((words.to(torch.int64) * factors[: len(words)]).sum())
         total = (total * _FACTOR + one + size) & _MASK
     return total
 
 
 def _pieces(tensor: Tensor) -> Iterator[Tensor]:
-    """Runs of rows; a row that is longer than a piece is cut too."""
+    """Yield runs of rows. A row longer than a piece is split too."""
     rows = tensor.reshape(1) if tensor.ndim == 0 else tensor
     width = math.prod(rows.shape[1:])
     if width > PIECE:
@@ -78,7 +78,7 @@ def _pieces(tensor: Tensor) -> Iterator[Tensor]:
 
 @cache
 def _factors() -> Tensor:
-    """An odd number for each place in a piece (SplitMix64, doi:10.1145/2714064.2660195)."""
+    """Return an odd number for each position in a piece (SplitMix64, doi:10.1145/2714064.2660195)."""
     z = np.arange(1, PIECE + 1, dtype=np.uint64) * np.uint64(_FACTOR)
     for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
         z = (z ^ (z >> np.uint64(shift))) * np.uint64(factor)
@@ -88,15 +88,15 @@ def _factors() -> Tensor:
 def refuse_other_model(
     folder: Path, model: Any, tensors: Iterable[tuple[str, Tensor]], *, base: str, where: str, advice: str = ""
 ) -> None:
-    """Refuse another config and other weights than those of the model that the adapter in ``folder`` was trained on. ``model`` and its
-    ``tensors`` are what is in ``base`` now. ``where`` names the adapter in messages; ``advice`` names an alternative to putting the
-    model back."""
+    """Refuse a model whose config or weights differ from the one that the adapter in ``folder`` was trained on. ``model`` and its
+    ``tensors`` are what ``base`` contains now. ``where`` names the adapter in messages; ``advice`` suggests an alternative to
+    restoring the model."""
     path = folder / "config.json"
-    if path.is_file():  # peft writes none
+    if path.is_file():  # peft does not write one
         read_model_config(path)
         try:
             before = used_of(type(model.config).from_json_file(path))
-        except Exception as error:  # transformers has many
+        except Exception as error:  # transformers raises many kinds
             raise ModelFilesError(
                 f"{path} is not a model's config.json ({type(error).__name__}: {error}); restore the file"
             ) from None
@@ -112,7 +112,7 @@ def refuse_other_model(
     elif saved and model.dtype == torch.float32:
         kind = next(iter(saved))
     else:
-        return  # another program's adapter, an older one, or the weights were rounded in two ways that cannot be compared
+        return  # another program's adapter, an older one, or the weights were rounded to two dtypes that cannot be compared
     if saved[kind] != _identities(tensors, [_DTYPES[kind]])[kind]:
         raise ModelFilesError(
             f"{where} holds an adapter that was trained on other weights than those in {base}: they have changed since it was saved, or it "
@@ -125,14 +125,14 @@ def used_of(config: Any) -> dict[str, Any]:
 
 
 def _noted(folder: Path, *, where: str) -> Mapping[str, str]:
-    """The identities that were saved with an adapter; none where there is no probe."""
+    """Return the fingerprints saved with an adapter; empty if it has no probe file."""
     path = folder / PROBE
     if not path.exists() and not path.is_symlink():
         return {}
     try:
         found = json.loads(read_small(path))
         base = found.get("base") or {}
-        if isinstance(base, str):  # an earlier version: a sum in which places did not count
+        if isinstance(base, str):  # an earlier version's checksum, which ignored the order
             base = {}
         if found["dtype"] not in _DTYPES or not all(
             kind in _DTYPES and isinstance(one, str) for kind, one in base.items()
@@ -147,7 +147,7 @@ def _noted(folder: Path, *, where: str) -> Mapping[str, str]:
 
 
 def is_adapter(base: str) -> bool:
-    """Whether the model of an adapter is one too, in a local folder. Its weights are then a sum, whose last bits differ between devices, so
-    they have no identity; the model at the end has one, and is compared when it is loaded."""
+    """Whether an adapter's base is itself an adapter in a local folder. The merged weights then differ in their last bits between
+    devices, so they have no fingerprint. The model at the end of the chain has one, which is compared when that model is loaded."""
     path = Path(base).expanduser()
     return path.is_dir() and adapter_folder(path) is not None

@@ -1,8 +1,8 @@
-"""Chat templates are rendered in a process with limits on time, memory and output.
+"""Renders chat templates in a process with limits on time, memory and output.
 
-A template comes with a model from a hub, so it is a program by a stranger. Jinja's sandbox keeps it from files and from Python's
-insides, but not from endless loops and huge texts, and Python cannot interrupt one long multiplication. The kernel can: it ends the
-process, and the next request starts another.
+A template comes with a model from the hub, so it is untrusted code. Jinja's sandbox keeps it away from files and Python internals,
+but does not stop endless loops or huge strings, and Python cannot interrupt one long multiplication. The kernel can: it kills the
+process, and the next request starts a new one.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ if TYPE_CHECKING:
 
 LIMIT_S = 10.0  # of CPU time for one request; a thousand ordinary chats take a tenth of a second
 MAX_MEMORY = 1 << 31
-MAX_CHARACTERS = 1 << 26  # of all texts of a request
-_KEPT = ("LD_LIBRARY_PATH", "TZ")  # of the environment; other variables may hold secrets
+MAX_CHARACTERS = 1 << 26  # in total for one request
+_KEPT = ("LD_LIBRARY_PATH", "TZ")  # environment variables to keep; others may contain secrets
 
 
 class TemplateError(ValueError):
-    """A chat template cannot be rendered. ``place`` says for which conversation, if that is known."""
+    """A chat template cannot be rendered. ``place`` is the index of the conversation, if known."""
 
     def __init__(self, why: str, *, place: int | None = None) -> None:
         super().__init__(why)
@@ -43,7 +43,7 @@ def render_chats(
     tools: Sequence[dict[str, Any]] = (),
     add_generation_prompt: bool = True,
 ) -> list[str]:
-    """The text of each conversation, as ``tokenizer.apply_chat_template`` writes it."""
+    """Render each conversation as ``tokenizer.apply_chat_template`` would."""
     from transformers import PreTrainedTokenizerBase
 
     options: dict[str, Any] = {"tools": list(tools) or None, "add_generation_prompt": add_generation_prompt}
@@ -58,10 +58,10 @@ def render_chats(
     variables = {"documents": None, **options, **tokenizer.special_tokens_map}
     try:
         template = tokenizer.get_chat_template(tools=options["tools"])
-    except ValueError as error:  # it has several, and none of them is the default
+    except ValueError as error:  # it has several templates, but no default
         raise TemplateError(str(error)) from None
     request = pickle.dumps((template, variables, [list(chat) for chat in conversations]))
-    # All completions of a group open with the same text.
+    # All completions of a group start with the same prompt.
     return list((_texts_again if len(conversations) == 1 else _texts)(request))
 
 
@@ -73,13 +73,13 @@ def _texts(request: bytes) -> list[str]:
 
 
 _texts_again = lru_cache(maxsize=256)(_texts)
-_worker: Worker | None = None  # from the first request on
+_worker: Worker | None = None  # started by the first request
 _lock = threading.Lock()
 
 
 def _ask(request: bytes) -> Any:
     global _worker
-    from rollcall.process.here import spawn  # the process itself has to start fast
+    from rollcall.process.here import spawn  # imported here because the spawned process must start fast
     from rollcall.process.worker import Lost
 
     with _lock:
@@ -100,7 +100,7 @@ def _ask(request: bytes) -> Any:
 
 
 def close() -> None:
-    """End the process; the next request starts another."""
+    """Stop the process. The next request starts a new one."""
     global _worker
     if _worker is not None:
         _worker.close()
@@ -108,7 +108,7 @@ def close() -> None:
 
 
 def _forget() -> None:
-    """Drop the worker in a forked process: it is the parent's."""
+    """Drop the worker in a forked process, because it belongs to the parent."""
     global _worker, _lock
     _worker, _lock = None, threading.Lock()
 
@@ -117,9 +117,9 @@ os.register_at_fork(after_in_child=_forget)
 
 
 class Renderer:
-    """The work of the process."""
+    """Runs in the separate process."""
 
-    says = Body(lambda value: json.dumps(value).encode(), json.loads)  # halves of surrogate pairs too
+    says = Body(lambda value: json.dumps(value).encode(), json.loads)  # JSON can carry lone surrogates
 
     def __init__(self) -> None:
         import resource
@@ -129,10 +129,10 @@ class Renderer:
         self._compiled = lru_cache(maxsize=8)(environment().from_string)
 
     def render(self, request: bytes, limit_s: float) -> list[str] | dict[str, Any]:
-        """The texts, or why there are none and at which conversation."""
+        """Return the rendered strings, or the error and the index of the conversation that caused it."""
         template, variables, conversations = pickle.loads(request)
         texts: list[str] = []
-        signal.setitimer(signal.ITIMER_PROF, limit_s)  # SIGPROF ends this process, in C code too
+        signal.setitimer(signal.ITIMER_PROF, limit_s)  # SIGPROF kills this process, even inside C code
         try:
             room = MAX_CHARACTERS
             for messages in conversations:
@@ -150,7 +150,7 @@ class Renderer:
 
 
 def environment() -> Any:
-    """Jinja as transformers sets it up for chat templates (``utils/chat_template_utils.py``, 5.19)."""
+    """Configure Jinja as transformers does for chat templates (``utils/chat_template_utils.py``, 5.19)."""
     import datetime
 
     import jinja2
@@ -159,7 +159,7 @@ def environment() -> Any:
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
     class Generation(jinja2.ext.Extension):
-        """``{% generation %}``, which marks what the model has written."""
+        """``{% generation %}``, which marks the model's own output."""
 
         tags = {"generation"}  # noqa: RUF012
 

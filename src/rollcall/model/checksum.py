@@ -1,7 +1,7 @@
-"""A 64-bit checksum of raw bytes, cheap enough for every update, on both sides.
+"""A 64-bit checksum of raw bytes, cheap enough to compute for every weight update on both sides.
 
-Bytes are summed as 64-bit words, 256 KiB at a time, and the sums folded so that their order counts. A host sums each
-piece right after copying it, while it is in the cache. If there are cores for it, a second thread does half of the
+Bytes are summed as 64-bit words, 256 KiB at a time, and the sums are folded so that their order matters. A host sums each
+piece right after copying it, while it is still in the cache. If there are enough cores, a second thread does half of the
 pieces. A GPU sums its own memory.
 
 >>> checksum([torch.arange(4, dtype=torch.uint8)]) == checksum([torch.arange(4, dtype=torch.uint8).flip(0)])
@@ -20,15 +20,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-PIECE_BYTES = 256 << 10  # two of them fit a core's second-level cache
-ALONE_BELOW = 2  # pieces; fewer are done before another thread would start
-CORES = 4  # with this many, sender and receiver have two each
-_FACTOR = 0x9E3779B97F4A7C15  # odd, so that folding loses nothing
+PIECE_BYTES = 256 << 10  # two of them fit in a core's L2 cache
+ALONE_BELOW = 2  # pieces; fewer are done before a second thread would start
+CORES = 4  # enough for two each for sender and receiver
+_FACTOR = 0x9E3779B97F4A7C15  # odd, so that folding loses no information
 _MASK = (1 << 64) - 1
 
 
 def checksum(spans: Sequence[Tensor]) -> int:
-    """The checksum of flat uint8 tensors on one device, one after the other."""
+    """Compute the checksum of the concatenation of flat uint8 tensors on one device."""
     if all(span.device.type == "cpu" for span in spans):
         return _fold(_each(_sum, [part for span in spans for part in _cut(span)]))
     total = 0
@@ -38,7 +38,7 @@ def checksum(spans: Sequence[Tensor]) -> int:
 
 
 def copy_summed(targets: Sequence[Tensor], sources: Sequence[Tensor], *, total_of: Sequence[Tensor]) -> int:
-    """Copy sources to targets; returns the checksum of ``total_of``, which is one of the two."""
+    """Copy sources to targets and return the checksum of ``total_of``, which is either the sources or the targets."""
     if any(span.device.type != "cpu" for span in (*targets, *sources)):
         for target, source in zip(targets, sources, strict=True):
             target.copy_(source)
@@ -59,7 +59,7 @@ def _cut(span: Tensor) -> list[np.ndarray]:
 
 
 def _each(sum_of: Callable[[Any], int], pieces: list[Any]) -> list[int]:
-    """The sum of each; where there are several, half of them are another thread's."""
+    """Sum each piece. If there are several, a second thread does half of them."""
     half = len(pieces) // 2
     helper = _helper()
     if half < ALONE_BELOW or helper is None:
@@ -70,7 +70,7 @@ def _each(sum_of: Callable[[Any], int], pieces: list[Any]) -> list[int]:
 
 @cache
 def _helper() -> ThreadPoolExecutor | None:
-    """A second thread, if a core is free for it."""
+    """Return a second thread, if the machine has enough cores."""
     if (os.cpu_count() or 1) < CORES:
         return None
     return ThreadPoolExecutor(max_workers=1, thread_name_prefix="rollcall-weights")
@@ -89,7 +89,7 @@ def _sum(data: np.ndarray) -> int:
 
 
 def _fold_on_device(total: int, span: Tensor) -> int:
-    """The same number, summed where the bytes are; only the sums come to the host."""
+    """Compute the same number on the device; only the sums are copied to the host."""
     whole = len(span) // PIECE_BYTES * PIECE_BYTES
     if span.data_ptr() % 8:
         span = span.clone()  # words must be aligned

@@ -1,12 +1,12 @@
-"""A transformers decoder as plain tensors: the one forward that the engine samples from and the learner trains.
+"""A transformers decoder as plain tensors: the single forward pass that the engine samples from and the learner trains.
 
-``fuse_parameters`` re-lays a loaded model so that q/k/v and gate/up are slices of one storage each. The module keeps
-its parameter names (loading and exporting go through them) while engine and learner work on the fused tensors: fewer
-and larger products, and an optimizer step is visible to the next decoded token without a copy. On a CPU the storage
-is kept transposed, the faster operand order there.
+``fuse_parameters`` rearranges a loaded model so that q/k/v share one storage, and gate/up another. The module keeps
+its parameter names, which loading and exporting use, while engine and learner work on the fused tensors. This gives fewer
+and larger products, and the next decoded token sees an optimizer step without a copy. On a CPU the storage
+is transposed, because that operand order is faster there.
 
-``Decoder.of(model)`` collects those tensors, or refuses by name an architecture that it cannot run exactly. What a layer
-computes is in ``layer.py``.
+``Decoder.of(model)`` collects these tensors, or refuses an architecture that it cannot run exactly. ``layer.py`` defines
+what a layer computes.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from rollcall.model.layer import Attend, Layer, Pass, Shape, TorchOps
 from rollcall.model.low_rank import PATHS, LayerAdapter, a_of, b_of
 
 SUPPORTED = ("llama", "mistral", "qwen2", "qwen3")
-ROPE_TYPES = ("default", "linear", "llama3", "yarn")  # those whose angles do not depend on the sequence length
+ROPE_TYPES = ("default", "linear", "llama3", "yarn")  # the types whose angles do not depend on the sequence length
 
 
 def has_compiler() -> bool:
@@ -39,42 +39,42 @@ class UnsupportedModel(ValueError):
 
 
 class Rope:
-    """The rotary tables, computed by the model's own rotary module as far as positions need them."""
+    """The rotary tables, computed by the model's own rotary module for as many positions as are needed."""
 
     def __init__(self, rotary: nn.Module, *, like: Tensor) -> None:
-        """The tables get the dtype and the device of ``like``."""
+        """The tables use the dtype and device of ``like``."""
         self.rotary, self._like = rotary, like
         self.cos = torch.empty(0)  # [positions, D]
         self.sin = torch.empty(0)  # [positions, D], its first half negated: rope is x * cos + swap_halves(x) * sin
 
     @torch.no_grad()
     def grow(self, positions: int) -> None:
-        """Cover at least this many positions."""
+        """Extend the tables to at least this many positions."""
         if positions <= len(self.cos):
             return
         size = 1 << (max(positions, 256) - 1).bit_length()
         cos, sin = self.rotary(self._like, torch.arange(size, device=self._like.device)[None])
         half = sin.shape[-1] // 2
         self.sin = torch.cat((-sin[0, :, :half], sin[0, :, half:]), dim=-1).contiguous()
-        self.cos = cos[0].contiguous()  # last: another thread reads its length
+        self.cos = cos[0].contiguous()  # assigned last: another thread reads its length
 
     def at(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Cosines and sines [N, 1, D] of N positions."""
+        """Return cosines and sines [N, 1, D] for N positions."""
         return self.cos[positions].unsqueeze(1), self.sin[positions].unsqueeze(1)
 
 
 @dataclass(slots=True, kw_only=True)
 class Decoder:
-    """The weights of one model and the few numbers its forward needs."""
+    """A model's weights and the few numbers its forward pass needs."""
 
     embed: Tensor  # [V, C]
     layers: list[Layer]
     norm: Tensor
-    lm_head: Tensor  # [V, C]; the same tensor as embed when they are tied
+    lm_head: Tensor  # [V, C]; the same tensor as embed if they are tied
     shape: Shape
     max_positions: int
     rope: Rope
-    adapter_of: Callable[[int], LayerAdapter] | None = None  # the adapter of a layer, if the model has one
+    adapter_of: Callable[[int], LayerAdapter] | None = None  # the adapter of a layer, if there is one
 
     @classmethod
     def of(cls, model: nn.Module) -> Decoder:
@@ -111,7 +111,7 @@ class Decoder:
         return self.embed.device
 
     def named_tensors(self) -> dict[str, Tensor]:
-        """All weights, each once."""
+        """Return all weights, each of them once."""
         named = {"embed": self.embed, "norm": self.norm}
         if self.lm_head is not self.embed:
             named["lm_head"] = self.lm_head
@@ -123,13 +123,13 @@ class Decoder:
         return named
 
     def part_rows(self) -> dict[str, tuple[int, ...]]:
-        """The rows of each module in each product of a layer."""
+        """For each fused product of a layer, return the number of rows of each module."""
         layer, q, kv = self.layers[0], self.shape.q_width, self.shape.kv_width
         half = len(layer.gate_up) // 2
         return {"qkv": (q, kv, kv), "out": (len(layer.out),), "gate_up": (half, half), "down": (len(layer.down),)}
 
     def layer(self, index: int, gain: Tensor | None = None) -> Layer:
-        """A layer with its adapter. ``gain`` says which adapter each token has, where there are several (``LayerAdapter.gain``)."""
+        """Return a layer with its adapter. If there are several adapters, ``gain`` selects one per token (``LayerAdapter.gain``)."""
         layer = self.layers[index]
         if self.adapter_of is None:
             return layer
@@ -137,7 +137,7 @@ class Decoder:
         return replace(layer, lora=adapter if gain is None else replace(adapter, gain=gain))
 
     def forward(self, token_ids: Tensor, positions: Tensor, attend: Attend, *, gain: Tensor | None = None) -> Tensor:
-        """Hidden states [N, C] after the final norm, for N tokens at their positions."""
+        """Return hidden states [N, C] after the final norm, for N tokens at the given positions."""
         cos, sin = self.rope.at(positions)
         return self.run(token_ids, Pass(ops=TorchOps(shape=self.shape, cos=cos, sin=sin), attend=attend), gain=gain)
 
@@ -148,19 +148,19 @@ class Decoder:
         return one.ops.norm(x, self.norm)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """float32 logits [N, V]."""
+        """Return float32 logits [N, V]."""
         return wide_product(hidden, self.lm_head.t())
 
 
 def wide_product(a: Tensor, b: Tensor) -> Tensor:
-    """a @ b in float32, whatever the two are in."""
+    """Return a @ b in float32, whatever their dtypes."""
     if a.is_cuda and a.dtype != torch.float32:
         return torch.mm(a, b, out_dtype=torch.float32)
     return torch.mm(a.float(), b.float())
 
 
 def fuse_parameters(model: nn.Module) -> None:
-    """Re-lay q/k/v and gate/up (and, on a CPU, every linear weight) in the order the engine reads; in place."""
+    """Rearrange q/k/v and gate/up (and, on a CPU, every linear weight) in place, in the order in which the engine reads them."""
     refuse_unsupported(model.config)
     body: Any = model.model
     for layer in body.layers:
@@ -189,7 +189,7 @@ def _fuse(linears: list[nn.Linear]) -> None:
 
 
 def _fused(tensors: list[Tensor | None]) -> Tensor | None:
-    """The one tensor that these consecutive slices make up, or None if the model has none of them."""
+    """Return the single tensor made up of these consecutive slices, or None if the model has none of them."""
     first = tensors[0]
     if first is None or len(tensors) == 1:
         return first
@@ -202,7 +202,7 @@ def _fused(tensors: list[Tensor | None]) -> Tensor | None:
     return first.as_strided((rows, *first.shape[1:]), first.stride(), first.storage_offset())
 
 
-_MODULE_NAMES = {  # field of ``Layer``: the parameters of a transformers layer that make it up
+_MODULE_NAMES = {  # field of ``Layer`` -> the transformers layer parameters it consists of
     "input_norm": ("input_layernorm.weight",),
     "qkv": tuple(f"self_attn.{part}_proj.weight" for part in "qkv"),
     "qkv_bias": tuple(f"self_attn.{part}_proj.bias" for part in "qkv"),
@@ -225,7 +225,7 @@ _OUTER_NAMES = {
     "embed": "model.embed_tokens.weight",
     "norm": "model.norm.weight",
     "lm_head": "lm_head.weight",
-    # A critic's, as transformers' models for token classification have them.
+    # The critic's head, named as in transformers' token classification models.
     "head": "score.weight",
     "head_bias": "score.bias",
 }
@@ -238,7 +238,7 @@ def _layer_of(config: Any, index: int, layer: nn.Module) -> Layer:
 
 
 def module_names(name: str) -> tuple[str, ...]:
-    """The module's parameters that make up one of ``Decoder.named_tensors`` (or an adapter's), in their order.
+    """Return the names of the transformers parameters that make up a decoder (or adapter) tensor, in order.
 
     >>> module_names("layers.3.gate_up")
     ('model.layers.3.mlp.gate_proj.weight', 'model.layers.3.mlp.up_proj.weight')

@@ -1,7 +1,7 @@
-"""Download a model from the hub into the cache of this machine, before a run needs it.
+"""Downloads a model from the hub into this machine's cache before a run needs it.
 
-The hub's client limits the wait for a piece, not for the whole, and cannot be stopped. So it works in a separate
-process, which is ended when no new byte arrives.
+The hub client has a timeout per piece but not for the whole download, and it cannot be interrupted. So it runs in a separate
+process, which is killed if no new bytes arrive.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from rollcall.model.hub import HubError, cached_folder, first_line, hub_options
 from rollcall.process.here import spawn
 from rollcall.process.worker import Lost
 
-STANDSTILL_S = 180.0  # without a new byte
+STANDSTILL_S = 180.0  # without any new bytes
 LOOK_EVERY_S = 2.0
-# Copies of the weights in other formats. Where there are safetensors, transformers reads nothing else.
+# Copies of the weights in other formats. If there are safetensors, transformers reads nothing else.
 OTHER_WEIGHTS = ["*.bin", "*.pt", "*.pth", "*.h5", "*.msgpack", "*.ckpt", "*.gguf", "onnx/*", "original/*"]
 
 
 def fetch_model(path: str, *, key: str = "model.path") -> Path:
-    """The model's folder on this machine. A built-in model and a directory are there already."""
+    """Return the model's folder on this machine, downloading it if needed. Built-in models and directories are already here."""
     if path.startswith("builtin:"):
         folder = Path(resolve_model(path))
         say(f"{key}={path} comes with Rollcall; nothing to fetch")
@@ -69,7 +69,7 @@ def _download(name: str, *, key: str) -> Path:
     answers = {"fetch": json.loads}
     worker = spawn(
         "rollcall.model.fetch:Downloader", name=f"the download of {name}", answers=answers, output=2
-    )  # its bars too
+    )  # show its progress bars too
     try:
         call = worker.begin("fetch", name, deadline_s=math.inf)
         answer: dict[str, str] = worker.wait(call, meanwhile=look, every_s=LOOK_EVERY_S)
@@ -91,16 +91,16 @@ def _bytes_in(folder: Path) -> int:
     for path in folder.glob("blobs/*"):
         try:
             total += path.stat().st_size
-        except FileNotFoundError:  # finished, and so renamed
+        except FileNotFoundError:  # the download finished and the file was renamed
             continue
     return total
 
 
 class Downloader:
-    """The work of the process."""
+    """Runs in the separate process."""
 
     def fetch(self, name: str) -> dict[str, str]:
-        """The folder, or why there is none."""
+        """Return the folder, or why the download failed."""
         from huggingface_hub import HfApi, snapshot_download
         from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
 
@@ -115,5 +115,5 @@ class Downloader:
             return {
                 "refused": "does not exist on the hub, or is private; check the name, and set HF_TOKEN for a private model"
             }
-        except Exception as error:  # noqa: BLE001 - the client raises its HTTP library's errors and the system's
+        except Exception as error:  # noqa: BLE001 - the client lets errors of its HTTP library and the OS through
             return {"error": first_line(error)}

@@ -1,7 +1,7 @@
-"""A model directory's config.json, checked before a model is built from it: sizes that no model has are refused by key.
+"""Checks a model directory's config.json before a model is built from it. Impossible sizes are refused by key.
 
-transformers accepts any value: it builds a million layers one by one, fails with a traceback on a negative size, and takes
-all of the machine's memory for a size far beyond the weights on disk. No torch here: `rollcall plan` reads these files too.
+transformers accepts any value: it builds a million layers one by one, fails with a traceback on a negative size, and uses up
+the machine's memory for a size far larger than the weights on disk. Do not import torch here: `rollcall plan` uses this module.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from rollcall.model.stored.find import ADAPTER_CONFIG, checkpoint_of, config_fol
 MODEL_DIR = Path(__file__).parent / "embedded" / "arithmetic"  # the embedded model (``tiny.py``)
 MAX_CONFIG_BYTES = 1 << 24
 MAX_DEPTH = 50
-# The largest values that are accepted; known models stay at least a factor of eight below.
+# The largest accepted values; known models are at least a factor of eight below them.
 LARGEST = {
     "num_hidden_layers": 1000,
     "hidden_size": 1 << 20,
@@ -30,23 +30,23 @@ LARGEST = {
     "max_position_embeddings": 1 << 31,
     "sliding_window": 1 << 31,
 }
-# The least and the largest value of numbers that a model computes with, in any of the maps.
+# The smallest and largest accepted values of numbers that a model computes with, at any level of the config.
 RANGES = {
     "rms_norm_eps": (0, 1),
     "layer_norm_eps": (0, 1),
     "rope_theta": (1, 1e15),
     "rope_local_base_freq": (1, 1e15),
-    "factor": (1, 1e6),  # by which positions are stretched
+    "factor": (1, 1e6),  # scaling factor for positions
 }
 
 
 def resolve_model(path: str) -> str:
-    """The model directory of ``builtin:NAME``; of a run directory, ours or verl's, its newest checkpoint; any other path as it is."""
+    """Resolve ``builtin:NAME`` to its directory and a Rollcall or verl run directory to its newest checkpoint; keep other paths."""
     if not path.startswith("builtin:"):
         local = Path(path).expanduser()
         if not local.is_dir() or is_model_dir(local):
             return path
-        # By name, so that all processes load the same one while that run continues.
+        # Resolved here, so that all processes load the same checkpoint even if that run is still going.
         found = checkpoint_of(local) or verl_folder(local)
         return path if found is None else str(found)
     if path != "builtin:arithmetic":
@@ -55,14 +55,14 @@ def resolve_model(path: str) -> str:
 
 
 def model_folder(path: str) -> Path | None:
-    """The folder with config.json and tokenizer of a local ``model.path``: a model directory, or a checkpoint of ours, of verl or of
-    PyTorch. None if the path is not local, or has none."""
+    """Return the folder with config.json and tokenizer for a local ``model.path``: a model directory, or a Rollcall, verl or
+    PyTorch checkpoint. Return None if the path is not local or has no such folder."""
     local = Path(path).expanduser()
     return config_folder(local) if local.is_dir() else None
 
 
 def read_model_config(path: Path) -> dict[str, Any]:
-    """The fields of a config.json, every size among them one that a model can have."""
+    """Return the fields of a config.json. Refuses sizes that no model can have."""
     try:
         fields = json.loads(read_small(path, most=MAX_CONFIG_BYTES))
     except (OSError, ValueError, RecursionError) as error:
@@ -92,19 +92,19 @@ def read_model_config(path: Path) -> dict[str, Any]:
 
 
 def check_model_dir(folder: Path) -> None:
-    """Refuse a directory whose config.json describes another model than its weights can hold."""
+    """Refuse a directory whose config.json describes a larger model than its weight files can contain."""
     fields = read_model_config(folder / "config.json")
     if (folder / ADAPTER_CONFIG).exists():
         return  # the weights are elsewhere
     hidden, vocab, layers, inner = (
         fields.get(key) or 0 for key in ("hidden_size", "vocab_size", "num_hidden_layers", "intermediate_size")
     )
-    smallest = hidden * vocab + 2 * layers * hidden * inner  # the embedding, and the two wide products of each layer
+    smallest = hidden * vocab + 2 * layers * hidden * inner  # the embedding and two MLP matrices per layer
     files = (*folder.glob("*.safetensors"), *folder.glob("*.bin"))
     if strange := next((file for file in files if file.exists() and not file.is_file()), None):
         raise ModelFilesError(f"{strange} is not a regular file; put the file itself there")
     size = sum(file.stat().st_size for file in files if file.is_file())
-    if size and smallest / 4 > size:  # quantised weights have half a byte each
+    if size and smallest / 4 > size:  # quantised weights take half a byte each
         raise ModelFilesError(
             f"{folder / 'config.json'} describes a model of more than {smallest:,} weights, and its weight files have "
             f"{size:,} bytes: one of them is damaged or belongs to another model; restore it"
@@ -137,5 +137,5 @@ def _is_number(value: Any) -> bool:
 def _shown(value: Any) -> str:
     try:
         return repr(value)[:60]
-    except ValueError:  # Python writes no number of more than 4,300 digits
+    except ValueError:  # Python refuses to print a number with more than 4,300 digits
         return "a number of thousands of digits"

@@ -1,7 +1,7 @@
-"""Whether a hub name can be loaded: from the hub, from the local cache, or not at all; known within seconds.
+"""Finds out within seconds whether a hub name can be loaded: from the hub, from the local cache, or not at all.
 
-transformers asks the hub for a minute before it gives up, and does so for each file. So one request with a short limit
-comes first. If it fails, only the cache is used, and a name that is not in the cache is refused.
+transformers keeps trying the hub for a minute before it gives up, for every single file. So we first send one request with
+a short timeout. If it fails, only the cache is used, and a name that is not in the cache is refused.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-LIMIT_S = 5.0  # for the answer; with names that must be looked up first, twice that
+LIMIT_S = 5.0  # for the response; twice that including the DNS lookup
 
 
 class HubError(ValueError):
@@ -19,7 +19,7 @@ class HubError(ValueError):
 
 
 def cached_folder(name: str) -> Path | None:
-    """The folder of a model in the hub's cache; None if it is not there, or ``name`` is not the name of a model."""
+    """Return a model's folder in the hub cache, or None if it is not there or ``name`` is not a model name."""
     from huggingface_hub import try_to_load_from_cache
     from huggingface_hub.errors import HFValidationError
 
@@ -31,7 +31,7 @@ def cached_folder(name: str) -> Path | None:
 
 
 def first_line(error: Exception) -> str:
-    """An error of transformers or of the hub's client, whose messages may be long.
+    """Shorten an error from transformers or the hub client, whose messages may be long.
 
     >>> first_line(ValueError("no such file\\nlook elsewhere"))
     'ValueError: no such file'
@@ -42,7 +42,7 @@ def first_line(error: Exception) -> str:
 
 @lru_cache(maxsize=64)
 def hub_options(path: str, *, key: str = "model.path") -> dict[str, Any]:
-    """The other arguments of ``from_pretrained`` for this path. Asks the hub once for each name in the life of this process."""
+    """Return the extra ``from_pretrained`` arguments for this path. Asks the hub once per name and process."""
     if Path(path).exists() or path.count("/") > 1:
         return {}
     from huggingface_hub import constants
@@ -68,7 +68,7 @@ def hub_options(path: str, *, key: str = "model.path") -> dict[str, Any]:
 
 
 def hub_fault(repository: str, *, file: str = "config.json", kind: str = "model") -> str | None:
-    """Why the hub cannot be asked for a model or dataset, or None if it answers, even that it has no such model or dataset."""
+    """Return why the hub cannot be reached, or None if it responds, even if only to say that the model or dataset does not exist."""
     from huggingface_hub import get_hf_file_metadata, hf_hub_url
     from huggingface_hub.errors import HfHubHTTPError
 
@@ -81,10 +81,10 @@ def hub_fault(repository: str, *, file: str = "config.json", kind: str = "model"
         except HfHubHTTPError as error:
             status = getattr(error.response, "status_code", 0)
             found[0] = f"status {status}" if status >= 500 else None
-        except Exception as error:  # noqa: BLE001 - the client raises its HTTP library's errors and the system's
+        except Exception as error:  # noqa: BLE001 - the client lets errors of its HTTP library and the OS through
             found[0] = first_line(error)
 
-    # Looking up a host name has no time limit.
+    # DNS lookups have no timeout.
     thread = threading.Thread(target=ask, name="hub", daemon=True)
     thread.start()
     thread.join(2 * LIMIT_S)

@@ -2,9 +2,9 @@
 
     x ── norm ── q, k, v ── attention ── out ──(+ x)── norm ── gate, up ── silu(gate) * up ── down ──(+)──▶ x
 
-``Ops`` computes the steps. ``TorchOps`` is the usual one. A tensor-parallel rank computes with its part of each weight
-(``learner/tensor_parallel.py``), and the engine decodes on CUDA with kernels (``engine/native/paged.py``). The caller of a ``Pass`` gives
-the attention: over a cache, or over packed rows.
+``Ops`` computes the steps. The default is ``TorchOps``. A tensor-parallel rank computes with its share of each weight
+(``learner/tensor_parallel.py``), and the engine decodes on CUDA with Triton kernels (``engine/native/paged.py``). Whoever creates a
+``Pass`` supplies the attention: over a cache, or over packed rows.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class Shape:
 
     @property
     def scale(self) -> float:
-        """Attention multiplies its scores by it."""
+        """The factor for attention scores."""
         return self.head_dim**-0.5
 
     @property
@@ -67,17 +67,17 @@ class Shape:
 
 
 class Ops(Protocol):
-    """The steps of a layer. x is the stream [N, C]; ``name`` names a weight of ``Layer``."""
+    """The steps of a layer. x is the residual stream [N, C]; ``name`` is a weight of ``Layer``."""
 
     def norm(self, x: Tensor, weight: Tensor) -> Tensor: ...
     def product(self, x: Tensor, layer: Layer, name: str) -> Tensor: ...
     def heads(self, qkv: Tensor, layer: Layer) -> tuple[Tensor, ...]:
-        """Queries [N, H, D], keys and values [N, Hkv, D] for attention, with queries and keys rotated."""
+        """Return rotated queries [N, H, D], rotated keys [N, Hkv, D] and values [N, Hkv, D]."""
         ...
 
     def silu_mul(self, gate_up: Tensor) -> Tensor: ...
     def add_product(self, x: Tensor, h: Tensor, layer: Layer, name: str) -> Tensor:
-        """x plus the product of h."""
+        """Return x plus the product of h and the weight."""
         ...
 
 
@@ -92,14 +92,14 @@ def after_attention(x: Tensor, attended: Tensor, layer: Layer, ops: Ops) -> Tens
 
 
 class Halves(NamedTuple):
-    """The two halves of a layer, around attention: plain, or compiled."""
+    """The parts of a layer before and after attention, either eager or compiled."""
 
     before: Callable[[Tensor, Layer, Any], tuple[Tensor, ...]] = before_attention
     after: Callable[[Tensor, Tensor, Layer, Any], Tensor] = after_attention
 
 
 def compiled_halves() -> Halves:
-    """One graph for all layers. Only the number of tokens may change from call to call: a kernel with known sizes is a quarter faster."""
+    """Compile one graph for all layers. Only the number of tokens is dynamic, because a kernel with fixed sizes is a quarter faster."""
     before, after = torch.compile(before_attention), torch.compile(after_attention)
 
     def open_before(x: Tensor, layer: Layer, ops: TorchOps) -> tuple[Tensor, ...]:
@@ -120,11 +120,11 @@ class Pass:
     ops: Ops
     attend: Attend
     halves: Halves = Halves()
-    recompute: bool = False  # keep only each layer's input, and run the layer again in the backward pass
-    store: HostStore | None = None  # where these inputs are kept, if not on the card
+    recompute: bool = False  # keep only each layer's input and rerun the layer in the backward pass
+    store: HostStore | None = None  # where these inputs are kept, if not on the GPU
 
     def layer(self, x: Tensor, index: int, weights: Callable[[], Layer]) -> Tensor:
-        """``weights`` is called again when the layer runs again: they may have been freed."""
+        """Run a layer. ``weights`` is called again on recomputation, because the weights may have been freed."""
         if self.recompute and torch.is_grad_enabled():
             return run_again(self._run, x, index, weights, store=self.store)
         return self._run(x, index, weights)
@@ -140,7 +140,7 @@ class TorchOps:
     """The steps in torch, with gradients."""
 
     shape: Shape
-    cos: Tensor  # [N, 1, D], as ``Rope.at`` gives them
+    cos: Tensor  # [N, 1, D], as returned by ``Rope.at``
     sin: Tensor
 
     def norm(self, x: Tensor, weight: Tensor) -> Tensor:
@@ -167,15 +167,15 @@ class TorchOps:
 
 
 def product(x: Tensor, layer: Layer, name: str, *, with_bias: bool = True) -> Tensor:
-    """The product of x with one of the layer's weights, and what the adapter adds to it."""
+    """Return the product of x and one of the layer's weights, including the adapter's contribution."""
     out = F.linear(x, getattr(layer, name), getattr(layer, name + "_bias") if with_bias else None)
     return out if layer.lora is None else add_low_rank(out, x, getattr(layer.lora, name), layer.lora)
 
 
 def add_product(x: Tensor, h: Tensor, layer: Layer, name: str) -> Tensor:
     if x.is_cuda or (layer.lora is not None and x.dtype != torch.float32):
-        # A compiler adds on the way to the next norm, and rounds as the engine does. An adapter's part goes to the product first: the
-        # stream is larger, and its rounding would lose all of a small one.
+        # A compiler fuses the addition with the next norm and rounds as the engine does. The adapter's part is added to the product
+        # first: values in the residual stream are larger, and rounding there would lose a small contribution.
         return x + product(h, layer, name)
     bias: Tensor | None = getattr(layer, name + "_bias")
     x = torch.addmm(x, h, getattr(layer, name).t())
@@ -184,7 +184,7 @@ def add_product(x: Tensor, h: Tensor, layer: Layer, name: str) -> Tensor:
 
 
 def _leave_open(*tensors: Tensor) -> None:
-    """Tell the compiler that the first size of these changes from call to call."""
+    """Tell the compiler that the first dimension of these tensors is dynamic."""
     for tensor in tensors:
         if tensor.is_cuda and len(tensor) > 1:
             torch._dynamo.mark_dynamic(tensor, 0)
@@ -199,14 +199,14 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotary embedding of [N, heads, D]; see ``Rope.sin`` for the sign."""
+    """Apply rotary embeddings to [N, heads, D]; see ``Rope.sin`` for the sign."""
     if _is_fused(x):
         return x * cos + torch.roll(x, x.shape[-1] // 2, -1) * sin
     return _Rotate.apply(x, cos, sin) if torch.is_grad_enabled() else _rotated(x, cos, sin)  # type: ignore[return-value]
 
 
 def silu_mul(gate_up: Tensor) -> Tensor:
-    """silu(gate) * up for rows that hold the gate in their first half."""
+    """Compute silu(gate) * up for rows whose first half is the gate."""
     if torch.is_grad_enabled() and gate_up.is_cuda:
         from rollcall.model.kernels.gradients import SiluMul
 
@@ -218,11 +218,11 @@ def silu_mul(gate_up: Tensor) -> Tensor:
 
 
 def _is_fused(x: Tensor) -> bool:
-    """Whether to use the plain formula: a compiler turns it and its derivative into one pass, or its steps must be rounded."""
+    """Whether to use the plain formula, either because a compiler fuses it and its derivative or because each step must be rounded."""
     return x.is_cuda or torch.compiler.is_compiling() or x.dtype != torch.float32
 
 
-# On a CPU torch runs each of these derivatives as a dozen passes over memory; written out it is a few. In float32.
+# On a CPU, torch takes a dozen passes over memory for each of these derivatives. Written out, they take a few. Only for float32.
 
 
 def _inverse_rms(x: Tensor, eps: float) -> Tensor:
@@ -232,7 +232,7 @@ def _inverse_rms(x: Tensor, eps: float) -> Tensor:
 
 @cache
 def _scalar(value: float, dtype: torch.dtype) -> Tensor:
-    """A tensor that is made once: making it takes longer than the addition that uses it."""
+    """Cache the tensor, because creating it takes longer than the addition that uses it."""
     return torch.tensor(value, dtype=dtype)
 
 
@@ -254,7 +254,7 @@ class _RmsNorm(torch.autograd.Function):
 
 
 def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Half by half: rolling the tensor first would be another pass."""
+    """Rotate each half separately. Rolling the tensor first would take another pass."""
     out = x * cos
     (out_1, out_2), (x_1, x_2), (sin_1, sin_2) = out.chunk(2, -1), x.chunk(2, -1), sin.chunk(2, -1)
     out_1.addcmul_(x_2, sin_1)

@@ -1,4 +1,4 @@
-"""Loading models and tokenizers."""
+"""Loads models and tokenizers."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from rollcall.model.stored.tensors import Stored, first_tensors, other_tensors, 
 
 HEAD = "lm_head.weight"
 
-# transformers (5.x) puts a stand-in for ``tie_weights`` on its class while it loads; of two threads, one would leave it there.
+# transformers (5.x) patches ``tie_weights`` on its class while it loads. With two threads, one could leave the patch in place.
 _one_at_a_time = threading.RLock()
 
 
@@ -59,7 +59,7 @@ def resolve_dtype(name: str, device: torch.device) -> torch.dtype:
 
 
 def has_bfloat16() -> bool:
-    """Whether torch has matrix products in bfloat16 for this CPU; without AMX or similar they may not be faster."""
+    """Whether torch supports bfloat16 matrix products on this CPU. Without AMX or similar they may not be faster."""
     return torch.backends.mkldnn.is_available() and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
@@ -68,10 +68,10 @@ class WholeOnly(ModelError):
 
 
 def load_causal_lm(path: str, *, device: torch.device, dtype: torch.dtype, trust_remote_code: bool = False) -> Any:
-    """AutoModelForCausalLM with its parameters fused; a holder of weights, whose own forward is not used.
+    """Load an AutoModelForCausalLM with fused parameters. It only stores the weights; its own forward is not used.
 
-    The weights come to the device piece by piece, so that loading takes little host memory however many processes of a node load. Files
-    in other formats, or with names that transformers converts, are left to it."""
+    The weights are copied to the device piece by piece, so that loading takes little host memory however many processes on a node
+    do so. transformers loads files in other formats, and files whose tensor names it converts."""
     check_model_path(path)
     if (folder := adapter_folder(Path(path).expanduser())) is not None:
         return _load_with_adapter(path, folder, device=device, dtype=dtype, trust_remote_code=trust_remote_code)
@@ -100,10 +100,10 @@ def load_causal_lm(path: str, *, device: torch.device, dtype: torch.dtype, trust
 
 
 def open_unread(path: str, model: Any, *, fetch: bool = False, compares_head: bool = True) -> Stored:
-    """The stored weights of ``model``, which is the outline of ``path``: a checkpoint of any kind that ``stored/`` opens, or a model
-    directory with safetensors whose tensors have the names and shapes of the model. Raises WholeOnly for everything else. ``fetch``:
-    download a hub's model first, if it is not in the cache. ``compares_head``: whether a stored head that the config ties is compared
-    with the embeddings, which reads all of both; of a gang one process does it."""
+    """Open the stored weights of ``model``, the outline of ``path``: any kind of checkpoint that ``stored/`` can open, or a model
+    directory with safetensors whose tensor names and shapes match the model. Raises WholeOnly for everything else. ``fetch``:
+    download a hub model first if it is not in the cache. ``compares_head``: if the config ties the head but it is stored, compare
+    it with the embeddings. This reads both in full, so only one process of a gang does it."""
     folder = Path(path).expanduser() if is_stored(path) else _folder_of(path, fetch=fetch)
     try:
         stored = open_stored(folder)
@@ -130,7 +130,7 @@ def open_unread(path: str, model: Any, *, fetch: bool = False, compares_head: bo
 
 
 def _folder_of(path: str, *, fetch: bool) -> Path:
-    """The directory with the weights of a local model or of one in the hub's cache."""
+    """Return the weights directory of a local model or of a model in the hub cache."""
     local = model_folder(path)
     folder = local or cached_folder(path)
     if fetch and local is None and not (folder and any(folder.glob("*.safetensors"))):
@@ -145,7 +145,7 @@ def _folder_of(path: str, *, fetch: bool) -> Path:
 
 @torch.no_grad()
 def fill(outline: Any, stored: Stored, *, device: torch.device, path: str) -> Any:
-    """The outline as a model with the stored weights on ``device``."""
+    """Turn the outline into a model with the stored weights on ``device``."""
     model, rotary = outline.to_empty(device=device), outline.model.rotary_emb
     model.model.rotary_emb = type(rotary)(rotary.config).to(device)  # computed, not stored
     with _one_at_a_time:
@@ -164,7 +164,7 @@ def _ready(model: Any, path: str) -> Any:
 
 
 def each_tensor(model: Any, stored: Stored, *, path: str) -> Iterator[tuple[str, Tensor]]:
-    """The stored weights of an outline, one by one, in its type."""
+    """Yield an outline's stored weights one by one, in the outline's dtype."""
     for name, parameter in model.named_parameters():
         tensor = stored.read(name).to(parameter.dtype)
         refuse_diverged(path, non_finite_of({name: tensor}, dtype=tensor.dtype))
@@ -172,9 +172,9 @@ def each_tensor(model: Any, stored: Stored, *, path: str) -> Iterator[tuple[str,
 
 
 def refuse_cast(what: str, path: str, model: Any) -> None:
-    """Refuse a loaded model whose files hold weights that are not floating-point numbers: transformers casts them without a word."""
+    """Refuse a loaded model whose files contain weights that are not floating-point numbers: transformers casts them silently."""
     folder = model_folder(path) or cached_folder(path)
-    if folder is None or getattr(model.config, "quantization_config", None) is not None:  # which says how they are read
+    if folder is None or getattr(model.config, "quantization_config", None) is not None:  # it says how to read them
         return
     paths = weight_files(folder)[0]
     types = {name: entry.dtype for file in paths for name, entry in read_header(file)[0].items()}
@@ -185,7 +185,7 @@ def refuse_cast(what: str, path: str, model: Any) -> None:
 
 
 def refuse_diverged(path: str, bad: Sequence[str]) -> None:
-    """``bad`` are the tensors with values that are not finite."""
+    """Refuse a model if ``bad``, the names of its tensors with non-finite values, is not empty."""
     if bad:
         raise ModelError(
             f"model.path={path}: {first_tensors(bad, 'not finite')}, so the model has diverged; give "
@@ -196,7 +196,7 @@ def refuse_diverged(path: str, bad: Sequence[str]) -> None:
 def _load_with_adapter(
     path: str, folder: Path, *, device: torch.device, dtype: torch.dtype, trust_remote_code: bool
 ) -> Any:
-    """The base model of an adapter, with the adapter added to its weights."""
+    """Load an adapter's base model and add the adapter to its weights."""
     where = f"model.path={path}"
     try:
         section, base = read_section(folder, where=where), bases_of(folder, where=where)[0]
@@ -210,19 +210,19 @@ def _load_with_adapter(
         add_to_weights(model, tensors, gain=section.gain)
     except ModelFilesError as error:
         raise ModelError(f"{where}: {error}") from None
-    _take_generation_config(model, str(folder))  # with the run's own stop tokens
+    _take_generation_config(model, str(folder))  # it contains the run's own stop tokens
     return model
 
 
 def _take_generation_config(model: Any, path: str) -> None:
     from transformers import GenerationConfig
 
-    with loading(f"model.path={path}"), suppress(OSError):  # most small models have none
+    with loading(f"model.path={path}"), suppress(OSError):  # many small models have no such file
         model.generation_config = GenerationConfig.from_pretrained(path, **hub_options(path))
 
 
 def bases_of(folder: Path, *, where: str) -> list[str]:
-    """Where the models of an adapter are: its own may be an adapter too, but at the end there is a model."""
+    """Return the chain of base models of an adapter. A base may be an adapter too, but the last one is a full model."""
     seen: list[Path] = []
     found: list[str] = []
     one: Path | None = folder
@@ -239,13 +239,13 @@ def bases_of(folder: Path, *, where: str) -> list[str]:
 
 
 def is_stored(path: str) -> bool:
-    """Whether a local path is a checkpoint, of ours or of others, and not a directory that transformers opens."""
+    """Whether a local path is a checkpoint (ours or another tool's) rather than a directory that transformers can open."""
     local = Path(path).expanduser()
     return local.is_dir() and not is_model_dir(local)
 
 
 def outline_causal_lm(path: str, *, dtype: torch.dtype, trust_remote_code: bool = False) -> Any:
-    """The model of ``load_causal_lm`` without its weights, which are on the meta device."""
+    """Build the model of ``load_causal_lm`` without loading weights; its parameters are on the meta device."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     check_model_path(path)
@@ -261,7 +261,7 @@ def outline_causal_lm(path: str, *, dtype: torch.dtype, trust_remote_code: bool 
 
 
 def check_architecture(path: str, *, trust_remote_code: bool = False) -> None:
-    """Refuse a model that cannot be trained by its config.json, before data or weights are read."""
+    """Refuse a model that cannot be trained, judging by its config.json, before reading data or weights."""
     from transformers import AutoConfig
 
     check_model_path(path)
@@ -276,7 +276,7 @@ def check_architecture(path: str, *, trust_remote_code: bool = False) -> None:
 
 @contextmanager
 def loading(what: str, *, part: str = "it") -> Iterator[None]:
-    """Errors of transformers as one of ours. ``what`` names the key and its value."""
+    """Turn transformers errors into a ModelError. ``what`` names the key and its value."""
     try:
         with _one_at_a_time:
             yield
@@ -292,10 +292,10 @@ def loading(what: str, *, part: str = "it") -> Iterator[None]:
 
 
 def own_code(path: str) -> list[str]:
-    """The Python files of a model directory that its configs ask to be run."""
+    """Return the Python files in a model directory that its configs ask to run."""
     files: set[str] = set()
     for name in ("config.json", "tokenizer_config.json"):
-        with suppress(OSError, ValueError):  # transformers reports what is wrong with it
+        with suppress(OSError, ValueError):  # transformers reports a broken file itself
             text = (Path(path) / name).read_text()
             classes = json.loads(text).get("auto_map", {}).values()
             flat = [one for entry in classes for one in (entry if isinstance(entry, list) else [entry]) if one]
@@ -304,7 +304,7 @@ def own_code(path: str) -> list[str]:
 
 
 def refuse_other_tensors(what: str, *, wanted: Mapping[str, Sequence[int]], found: Mapping[str, Sequence[int]]) -> None:
-    """Refuse weights that do not match the model: missing ones would be random, and extra ones would be lost."""
+    """Refuse weights that do not match the model: missing weights would be random, and extra weights would be lost."""
     if faults := other_tensors(wanted=wanted, found=found):
         raise ModelError(
             f"{what} does not hold the weights of the model: {faults}. Give the weights that belong to the model's config.json"
@@ -312,7 +312,7 @@ def refuse_other_tensors(what: str, *, wanted: Mapping[str, Sequence[int]], foun
 
 
 def refuse_loaded(what: str, info: Mapping[str, Any], *, leave_out: Callable[[str], bool] = lambda name: False) -> None:
-    """``refuse_other_tensors`` for transformers' report of a load; extra tensors that ``leave_out`` names are fine."""
+    """Like ``refuse_other_tensors``, for transformers' loading report. Extra tensors selected by ``leave_out`` are ignored."""
     unexpected = [name for name in info["unexpected_keys"] if not leave_out(name)]
     misshaped = info["mismatched_keys"]
     refuse_other_tensors(
@@ -324,7 +324,7 @@ def refuse_loaded(what: str, info: Mapping[str, Any], *, leave_out: Callable[[st
 
 @torch.no_grad()
 def non_finite_of(tensors: Mapping[str, Tensor], *, dtype: torch.dtype) -> list[str]:
-    """Names of the tensors that would not be finite in ``dtype``: one reduction each, and one wait for the device.
+    """Return the names of tensors that would not be finite in ``dtype``, with one reduction each and a single device sync.
 
     >>> non_finite_of({"a": torch.ones(2), "b": torch.tensor([1.0, float("nan")])}, dtype=torch.float32)
     ['b']
@@ -332,14 +332,14 @@ def non_finite_of(tensors: Mapping[str, Tensor], *, dtype: torch.dtype) -> list[
     some = {name: tensor for name, tensor in tensors.items() if tensor.numel()}
     if not some:
         return []
-    # The smallest and the largest: both are NaN where any is, and rounding keeps their order.
+    # Check only the smallest and largest values: both are NaN if any value is, and rounding preserves order.
     ends = torch.stack([torch.stack(tensor.aminmax()).to(dtype) for tensor in some.values()])
     good = ends.isfinite().all(dim=1).tolist()
     return [name for name, fine in zip(some, good, strict=True) if not fine]
 
 
 def load_tokenizer(path: str, *, chat_template: str | None, trust_remote_code: bool = False) -> Any:
-    """The tokenizer, with an eos token (needed to stop) and a pad token (taken from eos when absent)."""
+    """Load the tokenizer and make sure it has an eos token (needed to stop) and a pad token (eos by default)."""
     from transformers import AutoTokenizer
 
     check_model_path(path)
@@ -360,12 +360,12 @@ def load_tokenizer(path: str, *, chat_template: str | None, trust_remote_code: b
 
 
 def _refuse_huge_ids(file: Path) -> None:
-    """The tokenizers library walks through all ids up to the largest, for hours if that is large."""
+    """Refuse huge token ids, because the tokenizers library iterates over all ids up to the largest, which could take hours."""
     if not file.is_file() or not re.search(rb"[0-9]{9}", data := file.read_bytes()):
         return
     with loading(str(file), part="tokenizer"):
         contents = json.loads(data)
-        vocabulary = contents["model"]["vocab"]  # a list has its places as ids
+        vocabulary = contents["model"]["vocab"]  # in a list, the indices are the ids
         ids = list(vocabulary.values()) if isinstance(vocabulary, dict) else []
         largest = max([*ids, *(token["id"] for token in contents["added_tokens"])], default=0)
     if largest >= 100_000_000:
@@ -373,7 +373,7 @@ def _refuse_huge_ids(file: Path) -> None:
 
 
 def check_model_path(path: str) -> None:
-    """Refuse a local directory that is not a model, before transformers takes it for a hub name."""
+    """Refuse a local path that is not a model directory, before transformers mistakes it for a hub name."""
     local = Path(path)
     looks_local = local.exists() or path.startswith(("/", "./", "../", "~")) or path.count("/") > 1
     if looks_local and not local.is_dir():

@@ -1,13 +1,13 @@
-"""Low-rank adapters (LoRA) add ``gain * B (A x)`` to the products of a layer.
+"""Low-rank adapters (LoRA) add ``gain * B (A x)`` to a layer's products.
 
-An adapter has an A and a B for each module that transformers knows (q_proj, gate_proj, ...), and the decoder computes several modules
-in one product (``qkv``, ``gate_up``). ``fuse`` puts the modules of one product together: their A below each other, their B along a
-diagonal. So an adapter is two small products for each large one, whatever modules it has:
+An adapter has an A and a B for each transformers module (q_proj, gate_proj, ...), but the decoder computes several modules in
+one product (``qkv``, ``gate_up``). ``fuse`` combines the modules of one product: it stacks their A matrices and puts their B
+matrices on a block diagonal. So an adapter needs two small products for each large one, whatever modules it has:
 
     x [N, C] --A [K, C]--> [N, K] --gain--> [N, K] --B [out, K]--> added to [N, out]
 
-Several adapters in one batch are the same two products: K runs over the adapters one after the other, and ``gain`` [N, adapters] is 0
-for each token but at its own adapter.
+Several adapters in one batch also need only two products: K runs over the adapters one after the other, and each token's row of
+``gain`` [N, adapters] is 0 except at its own adapter.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-# The modules of each product, in the order of its rows.
+# The modules in each fused product, in row order.
 MODULES = {
     "qkv": ("q_proj", "k_proj", "v_proj"),
     "out": ("o_proj",),
@@ -35,7 +35,7 @@ FIELDS = {name: field for field, names in MODULES.items() for name in names}
 
 
 def a_of(module: str) -> str:
-    """The name of a module's A among the tensors of a layer."""
+    """Return the name of a module's A among the layer's tensors."""
     return f"{module}_lora_A"
 
 
@@ -45,7 +45,7 @@ def b_of(module: str) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LowRank:
-    """The adapter of one product."""
+    """The adapter for one fused product."""
 
     a: Tensor  # [K, in]
     b: Tensor  # [out, K]
@@ -53,25 +53,25 @@ class LowRank:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerAdapter:
-    """The adapter of one layer. A product of which no module has one has None."""
+    """The adapter for one layer. A product is None if the adapter targets none of its modules."""
 
     qkv: LowRank | None = None
     out: LowRank | None = None
     gate_up: LowRank | None = None
     down: LowRank | None = None
     gain: float | Tensor = 1.0  # one number, or float32 [N, adapters]
-    dropout: float = 0.0  # only where gradients are computed
+    dropout: float = 0.0  # only while gradients are enabled
 
 
 def add_low_rank(out: Tensor, x: Tensor, pair: LowRank | None, adapter: LayerAdapter) -> Tensor:
-    """``out`` [N, out], a product of ``x`` [N, in], with what the adapter adds to it."""
+    """Add the adapter's contribution to ``out`` [N, out], a product of ``x`` [N, in]."""
     if pair is None:
         return out
     if adapter.dropout and torch.is_grad_enabled():
         x = F.dropout(x, adapter.dropout)
     inner, gain = F.linear(x, pair.a), adapter.gain
     if isinstance(gain, Tensor):
-        # In float32 and rounded once, as a plain number is multiplied.
+        # Multiply in float32 and round once, as torch does with a plain number.
         inner = (inner.view(len(x), gain.shape[1], -1).float() * gain[:, :, None]).to(x.dtype).view(len(x), -1)
     else:
         inner = inner * gain
@@ -81,7 +81,7 @@ def add_low_rank(out: Tensor, x: Tensor, pair: LowRank | None, adapter: LayerAda
 def fuse(
     tensors: Mapping[str, Tensor | None], *, rows: Mapping[str, Sequence[int]], gain: float, dropout: float
 ) -> LayerAdapter:
-    """One adapter of a layer from its tensors by name (``a_of``, ``b_of``). ``rows`` of each module of a product."""
+    """Build a layer's adapter from its tensors by name (``a_of``, ``b_of``). ``rows`` lists the rows of each product's modules."""
     return LayerAdapter(
         **{field: fuse_product(tensors, field, rows=rows[field]) for field in MODULES}, gain=gain, dropout=dropout
     )

@@ -1,6 +1,6 @@
-"""PEFT's files of an adapter: ``adapter_model.safetensors`` and ``adapter_config.json``.
+"""PEFT's adapter files: ``adapter_model.safetensors`` and ``adapter_config.json``.
 
-PEFT calls a tensor what transformers would call it, with ``base_model.model.`` before that.
+PEFT uses transformers' tensor names with the prefix ``base_model.model.``.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ from rollcall.model.stored.safetensors import read_header
 PICKLED = "adapter_model.bin"
 PREFIX = "base_model.model."
 MAX_CONFIG_BYTES = 1 << 20
-# Keys of PEFT that change what an adapter computes, and are not computed here.
+# PEFT config keys that change what an adapter computes and that Rollcall does not support.
 OTHER_KINDS = (
     "use_rslora", "use_dora", "use_qalora", "use_bdlora", "lora_bias", "fan_in_fan_out", "rank_pattern", "alpha_pattern",
     "modules_to_save", "layers_to_transform", "layer_replication", "trainable_token_indices", "alora_invocation_tokens",
     "target_parameters", "arrow_config", "kasa_config", "monteclora_config",
 )  # fmt: skip
-# Other ways to begin (pissa, olora, ...) change the model's weights too, each time that PEFT opens the adapter.
+# Other initialisations (pissa, olora, ...) also change the model's weights every time PEFT opens the adapter.
 PLAIN_STARTS = (True, False, None, "gaussian", "eva", "orthogonal", "mica")
 
 
 def _other_kind(fields: Mapping[str, Any]) -> str | None:
-    """The key that makes an adapter one of another kind."""
+    """Return the key that makes this an unsupported kind of adapter, if any."""
     if fields.get("peft_type", "LORA") != "LORA":
         return "peft_type"
     if fields.get("bias", "none") not in ("none", None):
@@ -49,11 +49,11 @@ def _other_kind(fields: Mapping[str, Any]) -> str | None:
 
 
 def write_adapter(folder: Path, tensors: Mapping[str, Tensor], section: LoraSection, *, base: str) -> None:
-    """PEFT's two files. ``tensors`` are by the decoder's names."""
+    """Write PEFT's two files. ``tensors`` are keyed by decoder names."""
     stored = {PREFIX + module_names(name)[0]: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
     (folder / ADAPTER_WEIGHTS).write_bytes(
         save(stored, metadata={"format": "pt"})
-    )  # its own writer would leave it unreadable to others
+    )  # save_file would create a file that other users cannot read
     config = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
@@ -63,13 +63,13 @@ def write_adapter(folder: Path, tensors: Mapping[str, Tensor], section: LoraSect
         "lora_dropout": section.dropout,
         "target_modules": list(section.modules),
         "inference_mode": True,
-    }  # all else is as PEFT has it by default
+    }  # PEFT's defaults apply to everything else
     (folder / ADAPTER_CONFIG).write_text(json.dumps(config, indent=2))
 
 
 def read_adapter(folder: Path, section: LoraSection, like: Mapping[str, Tensor], *, where: str) -> dict[str, Tensor]:
-    """The tensors by the decoder's names; refuses an adapter that is not what ``section`` says, or not of the model. ``like`` has their
-    shapes; ``where`` names the adapter in messages."""
+    """Read the tensors, keyed by decoder names. Refuses an adapter that does not match ``section`` or the model. ``like`` gives the
+    expected shapes; ``where`` names the adapter in messages."""
     found = read_section(folder, where=where)
     for name in ("rank", "alpha", "targets"):
         given, there = (_shown(one, name) for one in (section, found))
@@ -85,7 +85,7 @@ def _shown(section: LoraSection, name: str) -> str:
 
 
 def read_section(folder: Path, *, where: str) -> LoraSection:
-    """The settings in ``adapter_config.json``; refuses by key what Rollcall does not compute."""
+    """Read the settings in ``adapter_config.json``. Refuses keys that Rollcall does not support."""
     if not (folder / ADAPTER_CONFIG).is_file():
         raise ModelFilesError(
             f"{where} has no {ADAPTER_CONFIG}; give a directory that PEFT or Rollcall has written an adapter to"
@@ -113,7 +113,7 @@ def read_section(folder: Path, *, where: str) -> LoraSection:
 
 
 def read_base(folder: Path, *, where: str) -> str:
-    """Where the model of an adapter is, as a path or a name on the hub; refuses a path that does not exist here."""
+    """Return an adapter's base model as a path or a hub name. Refuses a path that does not exist on this machine."""
     try:
         base = json.loads(read_small(folder / ADAPTER_CONFIG, most=MAX_CONFIG_BYTES))["base_model_name_or_path"]
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
@@ -131,7 +131,7 @@ def read_base(folder: Path, *, where: str) -> str:
 
 
 def _targets(folder: Path, given: Any, *, where: str) -> Any:
-    """PEFT takes names, a pattern or `all-linear`; what a pattern means, the weights show."""
+    """Resolve PEFT's target modules: names, a pattern or `all-linear`. A pattern is resolved from the stored weights."""
     if isinstance(given, list) and all(isinstance(name, str) for name in given):
         return sorted(
             {name.rpartition(".")[2] for name in given}, key=lambda name: TARGETS.index(name) if name in TARGETS else 0
@@ -142,7 +142,7 @@ def _targets(folder: Path, given: Any, *, where: str) -> Any:
 
 
 def _header(folder: Path, *, where: str) -> dict[str, Any]:
-    """The tensors that the weights' file lists. It is a regular file, and whole."""
+    """Read the list of tensors from the weights file. Refuses a file that is not regular or is incomplete."""
     if (folder / PICKLED).exists() and not (folder / ADAPTER_WEIGHTS).exists():
         raise ModelFilesError(
             f"{where} has {PICKLED}, which is not read, since such a file may run code; save the adapter as {ADAPTER_WEIGHTS}, as PEFT does by default"

@@ -1,8 +1,8 @@
-"""Layers that run again in the backward pass: only the input of each is kept, on the card or in host memory.
+"""Recomputes layers in the backward pass: only each layer's input is kept, on the GPU or in host memory.
 
-``HostStore`` copies each input to pinned host memory during the computation, and back one layer before it is needed. The card
-computes on while the newest two are copied; before a third, it waits for the oldest, so a slow bus holds the card up and does
-not fill it. One store serves one forward pass and its backward.
+``HostStore`` copies each input to pinned host memory during the computation, and back one layer before it is needed. The GPU
+keeps computing while the two newest inputs are copied. Before a third copy it waits for the oldest, so that a slow bus slows
+the GPU down instead of filling its memory. A store is used for one forward pass and its backward.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ IN_FLIGHT = 2
 class _Slot:
     host: Tensor
     on_card: Tensor | None
-    copied: torch.cuda.Event  # to where it was going last
+    copied: torch.cuda.Event  # when the last copy, in either direction, is done
 
 
 class HostStore:
@@ -33,19 +33,19 @@ class HostStore:
         self._slots: list[_Slot] = []
 
     def put(self, tensor: Tensor) -> int:
-        """Start to copy the tensor; returns the number for ``take``."""
-        tensor = tensor.detach()  # with its history it would keep the whole graph alive
+        """Start copying the tensor to the host and return the number for ``take``."""
+        tensor = tensor.detach()  # otherwise it would keep the whole graph alive
         host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
         self._slots.append(_Slot(host, tensor, self._copy(host, tensor)))
         if len(self._slots) > IN_FLIGHT:
             oldest = self._slots[-1 - IN_FLIGHT]
-            # What is computed from here on may use its memory, so it comes after the copy.
+            # Later computations may reuse this memory, so they must wait for the copy.
             torch.cuda.current_stream(self._device).wait_event(oldest.copied)
             oldest.on_card = None
         return len(self._slots) - 1
 
     def take(self, number: int) -> Tensor:
-        """The tensor on the card again, and the one before it on its way."""
+        """Return the tensor on the GPU and start copying the previous one back."""
         slot = self._slots[number]
         tensor = self._bring(slot)
         if number > 0:
@@ -75,7 +75,7 @@ def _copy_stream(device: torch.device) -> torch.cuda.Stream:
 
 
 def run_again(run: Callable[..., Tensor], x: Tensor, *args: object, store: HostStore | None) -> Tensor:
-    """``run(x, *args)``, of which only x is kept; in ``store`` if there is one."""
-    # Inside ``run`` the checkpoint sets its own hooks: these get only its inputs.
+    """Call ``run(x, *args)`` and keep only x for the backward pass, in ``store`` if there is one."""
+    # Inside ``run`` the checkpoint sets its own hooks, so our hooks see only its inputs.
     with nullcontext() if store is None else saved_tensors_hooks(store.put, store.take):
         return checkpoint(run, x, *args, use_reentrant=False)  # type: ignore[return-value]

@@ -1,8 +1,8 @@
-"""Where a completion ends: one rule for rollouts, evaluation and the exported generation config.
+"""Where a completion stops: the same rule for rollouts, evaluation and the exported generation config.
 
-A completion ends at a token (an end-of-text or other special token, or one that the run file names by its id) or when its
-text holds one of the run file's strings. Text is decoded without special tokens, so a special token among the strings
-counts as a token too.
+A completion stops at a token (an end-of-text or other special token, or a token id from the run file) or when its
+text contains one of the run file's stop strings. Text is decoded without special tokens, so a special token among the
+strings is treated as a token.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from rollcall.config import RolloutSection
 def stop_token_ids(
     tokenizer: Any, model_config: Any, generation_config: Any, *, rollout: RolloutSection | None = None
 ) -> tuple[int, ...]:
-    """Every id that ends a completion, the tokenizer's own first.
+    """Return every token id that ends a completion, the tokenizer's eos first.
 
-    Those are the tokenizer's eos, what a generation config that came with the model names, and what the run file names. A
-    config class fills in ids of its own family's vocabulary, and with another tokenizer those are ordinary tokens: of ids
-    that may come from there only special tokens count.
+    The others come from the model's generation config and the run file. A config class fills in default ids from its own
+    family's vocabulary, and a different tokenizer may use these for ordinary tokens. So ids that may be such defaults
+    count only if they are special tokens.
     """
     special = special_ids(tokenizer)
     found: set[int] = set(_ids(model_config)) & special
@@ -37,7 +37,7 @@ def stop_token_ids(
         found.update(rollout.stop_token_ids)
         found.update(stop for text in rollout.stop if (stop := special_id(tokenizer, text)) is not None)
     own = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
-    # A tokenizer class may bring an eos that the model has no output for.
+    # A tokenizer class may define an eos token that is outside the model's vocabulary.
     known = [stop for stop in (*own, *sorted(found.difference(own))) if 0 <= stop < model_config.vocab_size]
     if not known:
         raise ConfigError(
@@ -48,12 +48,12 @@ def stop_token_ids(
 
 
 def check_stop_strings(tokenizer: Any, stops: Sequence[str]) -> None:
-    """Refuse one that mixes text and special tokens."""
+    """Refuse a stop string that mixes text and special tokens."""
     for text in stops:
         if special_id(tokenizer, text) is not None:
             continue
         special = special_ids(tokenizer).intersection(tokenizer.encode(text, add_special_tokens=False))
-        # The token for unknown text is special too, but is not part of the text.
+        # The unknown token is special too, but its name does not occur in the text.
         name = next((name for name in tokenizer.convert_ids_to_tokens(sorted(special)) if name in text), None)
         if name is not None:
             raise ConfigError(
@@ -63,14 +63,14 @@ def check_stop_strings(tokenizer: Any, stops: Sequence[str]) -> None:
 
 
 def special_id(tokenizer: Any, text: str) -> int | None:
-    """The id of the special token that is written like this, if there is one."""
+    """Return the id of the special token that is written exactly as ``text``, or None."""
     found = tokenizer.convert_tokens_to_ids(text)
     is_special = found in special_ids(tokenizer) and tokenizer.convert_ids_to_tokens(found) == text
     return found if is_special else None
 
 
 def special_ids(tokenizer: Any) -> set[int]:
-    """The tokens that decoding leaves out of the text."""
+    """Return the ids of the tokens that decoding omits from the text."""
     return {id for id, token in tokenizer.added_tokens_decoder.items() if token.special} | set(
         tokenizer.all_special_ids
     )

@@ -1,6 +1,6 @@
-"""The tokenizer and the alphabet of the embedded model, a character-level decoder of about a million parameters.
+"""The tokenizer and alphabet of the embedded model, a character-level decoder with about a million parameters.
 
-`scripts/make_arithmetic_model.py` makes it. It can add but forgets most carries: those are left to reinforcement
+`scripts/make_arithmetic_model.py` trains it. It can add but forgets most carries, which are left for reinforcement
 learning.
 """
 
@@ -13,7 +13,7 @@ ALPHABET = "0123456789+="
 
 
 def char_tokenizer(alphabet: str) -> Any:
-    """One token per character. Text survives a round trip: no merges, no normalisation, no added spaces."""
+    """Build a tokenizer with one token per character. Text survives a round trip: no merges, normalisation or added spaces."""
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 

@@ -1,1 +1,1 @@
-"""The output and the records of a run: metrics, sinks, console, learning curve, samples, summary."""
+"""A run's output and records: metrics, sinks, console, learning curve, samples, summary."""

@@ -1,8 +1,8 @@
-"""The calls that each worker answered: ``run_dir/calls.jsonl``.
+"""The calls that each worker handled: ``run_dir/calls.jsonl``.
 
-The controller appends a line every few seconds: a time, and by lane the calls that have ended since the line before. A lane
-is a worker as the timeline names it. Short calls of one method that follow each other are one entry with a count. Lines are in
-the order of their times, so a reader of some steps looks for the first line by halving, and does not read the others.
+Every few seconds the controller appends a line: a time, and for each lane the calls that have ended since the previous line. A
+lane is a worker's name in the timeline. Consecutive short calls of the same method become one entry with a count. Lines are
+sorted by time, so a reader that needs only some steps finds the first line by binary search and skips the rest.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from rollcall.base.append_file import parse_row
 from rollcall.observe.events import LineFile
 
 CALLS = "calls.jsonl"
-JOIN_S = 0.02  # calls of one method with a shorter pause between them are one entry
-MOST_AFTER = 8 << 20  # bytes read after the end of a window, for calls that began in it
+JOIN_S = 0.02  # calls of the same method with a shorter pause between them are merged
+MOST_AFTER = 8 << 20  # bytes to read past the end of a window to find calls that began in it
 
 
 class RecordedCall(NamedTuple):
-    """One call, or several short ones of the same method. Times are unix time, by the clock of the controller's host."""
+    """One call, or several short calls of the same method. Times are unix times on the controller host's clock."""
 
     name: str
     start_s: float
@@ -39,7 +39,7 @@ class _Line(BaseModel):
 
 
 class CallFile(LineFile):
-    """The controller's side."""
+    """Writes the file on the controller."""
 
     def __init__(self, run_dir: Path) -> None:
         super().__init__(Path(run_dir) / CALLS)
@@ -57,7 +57,7 @@ class CallFile(LineFile):
 
 
 class BusySpans:
-    """Records when something in this process was busy. Any thread may ask; one thread notes."""
+    """Records when something in this process was busy. One thread calls ``note``; any thread may read."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -66,7 +66,7 @@ class BusySpans:
         self._lock = threading.Lock()
 
     def note(self, is_busy: bool) -> None:
-        """Whether it is busy from now on. Repeating the same costs nothing."""
+        """Record that it is busy, or idle, from now on. Repeating the same state costs nothing."""
         if is_busy == (self._since is not None):
             return
         now = time.time()
@@ -82,19 +82,19 @@ class BusySpans:
                 self._ended.append(RecordedCall(self._name, since, now))
 
     def take(self) -> list[RecordedCall]:
-        """The calls that have ended since the last ``take``."""
+        """Return the calls that have ended since the last ``take``."""
         with self._lock:
             ended, self._ended = self._ended, []
         return ended
 
     @property
     def since_s(self) -> float | None:
-        """Unix time, or None if it is not busy."""
+        """The unix time since when it has been busy, or None if it is idle."""
         return self._since
 
 
 def read_calls(run_dir: Path, *, first_s: float = -math.inf, last_s: float = math.inf) -> dict[str, list[RecordedCall]]:
-    """The calls that overlap a window of time, by lane."""
+    """Return the calls that overlap a time window, by lane."""
     found: dict[str, list[RecordedCall]] = {}
     try:
         file = (Path(run_dir) / CALLS).open("rb")
@@ -103,13 +103,13 @@ def read_calls(run_dir: Path, *, first_s: float = -math.inf, last_s: float = mat
     with file:
         if first_s > -math.inf:
             _seek(file, first_s)
-        past: set[str] = set()  # lanes that were seen after the window
+        past: set[str] = set()  # lanes that already have a call after the window
         until: int | None = None
         while line := file.readline():
             try:
                 row = _Line.model_validate_json(line)
             except ValidationError:
-                continue  # it was cut by a kill
+                continue  # the process was killed while writing it
             for lane, calls in row.calls.items():
                 for name, offset_s, took_s, count in calls:
                     start_s = row.time + offset_s
@@ -118,7 +118,7 @@ def read_calls(run_dir: Path, *, first_s: float = -math.inf, last_s: float = mat
                     elif start_s + took_s > first_s:
                         found.setdefault(lane, []).append(RecordedCall(name, start_s, start_s + took_s, count))
             if row.time > last_s:
-                # A call is written when it has ended, which may be long after the window.
+                # A call is written when it ends, which may be long after the window.
                 until = file.tell() + MOST_AFTER if until is None else until
                 if past >= found.keys() or file.tell() > until:
                     break
@@ -126,7 +126,7 @@ def read_calls(run_dir: Path, *, first_s: float = -math.inf, last_s: float = mat
 
 
 def _seek(file: BinaryIO, first_s: float) -> None:
-    """Moves to a line before which all lines are older."""
+    """Seek to a line such that all earlier lines are older than ``first_s``."""
     low, high = 0, file.seek(0, 2)
     while high - low > 1 << 16:
         middle = (low + high) // 2

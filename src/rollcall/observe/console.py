@@ -1,6 +1,6 @@
 """The output of `rollcall train` while it runs: a live panel on a terminal, plain lines in a log, nothing with `--json`.
 
-A console takes metrics like any other sink, and the name of each phase. It has no signal handlers: an interrupt passes
+A console receives metrics like any other sink, and the name of each phase. It has no signal handlers: interrupts pass
 through, and ``close`` (or leaving the ``with`` block) restores the terminal. Any thread may call it.
 """
 
@@ -27,12 +27,12 @@ from rollcall.process.debug.stopped import lend_terminal
 
 SampleRow = tuple[str, str, str, float]  # prompt, completion, answer, reward
 _LINE_EVERY_S = 5.0
-_PHASE_AFTER_S = 2.0  # a phase that is over sooner is not worth a line
+_PHASE_AFTER_S = 2.0  # shorter phases are not worth a line
 _MAX_CELL = 400
 
 
 class Console:
-    """Prints nothing: the console of `--json`, whose only output is the summary. The others say more."""
+    """Prints nothing. Used with `--json`, where the only output is the summary; subclasses print more."""
 
     def __init__(self, progress: Progress) -> None:
         self.progress = progress
@@ -41,11 +41,11 @@ class Console:
         self.progress.update(step, metrics)
 
     def restart(self, step: int) -> None:
-        """An attempt at the run begins at this step; later steps are done again."""
+        """Start an attempt at this step. Later steps will be repeated."""
         self.progress.restart(step)
 
     def phase(self, text: str | None) -> None:
-        """The phase that runs from now on, or None."""
+        """Set the phase that is running from now on, or None."""
         self.progress.phase(text)
 
     def note(self, text: str) -> None: ...
@@ -53,7 +53,7 @@ class Console:
     def show_samples(self, title: str, rows: Sequence[SampleRow]) -> None: ...
 
     def close(self) -> None:
-        """The last picture stays; notes may still come, below it."""
+        """Stop updating. The last picture stays on the screen, and notes may still appear below it."""
 
     def __enter__(self) -> Self:
         return self
@@ -63,7 +63,7 @@ class Console:
 
 
 def make_console(progress: Progress, *, quiet: bool = False) -> Console:
-    """``quiet`` is the `--json` mode."""
+    """Create the right console for this terminal. ``quiet`` is the `--json` mode."""
     if quiet:
         return Console(progress)
     rich = Screen()
@@ -71,7 +71,7 @@ def make_console(progress: Progress, *, quiet: bool = False) -> Console:
 
 
 class LiveConsole(Console):
-    """One panel that redraws itself in place. Other output, also of child processes, appears above it."""
+    """A panel that redraws itself in place. Other output, including that of child processes, appears above it."""
 
     def __init__(self, progress: Progress, *, rich: Screen) -> None:
         super().__init__(progress)
@@ -96,7 +96,7 @@ class LiveConsole(Console):
 
     @contextmanager
     def _away(self) -> Iterator[None]:
-        """Off the screen while a debugger's prompt is on it."""
+        """Hide the panel while a debugger prompt is on the screen."""
         self._live.transient = True
         self._live.stop()
         try:
@@ -107,30 +107,30 @@ class LiveConsole(Console):
 
     def __exit__(self, kind: object = None, *exc: object) -> None:
         if kind is not None:
-            # The messages that follow say how far the run is; an old panel would contradict them.
+            # The messages that follow say how far the run got; an old panel would contradict them.
             self._live.transient = True
         self.close()
 
     def _draw(self) -> RenderableType:
         progress = self.progress
         bar = ProgressBar(total=max(progress.num_steps, 1), completed=progress.step, width=None)
-        # A grid, because a bar alone ends without a line break and would swallow what follows.
+        # A grid, because a bar alone does not end with a line break and would swallow what follows.
         body = Table.grid(expand=True)
         body.add_row(bar)
         for line in _lines(progress.fields(), width=self._rich.width - 4):  # the border and its padding
             body.add_row(line)
-        if not self._is_closed:  # or this is the last picture
+        if not self._is_closed:  # otherwise this is the last picture
             doing = progress.current
             seconds = progress.elapsed_s - doing.since_s if doing else 0.0
             shown = f"{doing.text}, {format_duration(seconds)}" if doing and seconds >= 1 else ""
             body.add_row(Text(shown, style="dim"))
         panel = Panel(body, title=Text(progress.name), title_align="left", box=box.ROUNDED, padding=(0, 1))
-        # At the right edge of a panel, the ^C of Ctrl-C would begin a line, and what then erases the panel would miss one.
+        # At the right edge of a panel, the ^C of Ctrl-C would wrap to a new line, and erasing the panel would then miss a line.
         return panel if self._is_closed else Group(panel, Text())
 
 
 class LineConsole(Console):
-    """A line every few seconds, and for each evaluation: what a log file wants. A thread adds what takes long."""
+    """Prints a line every few seconds and for each evaluation, as suits a log file. A thread reports long phases."""
 
     def __init__(self, progress: Progress) -> None:
         super().__init__(progress)
@@ -178,7 +178,7 @@ class LineConsole(Console):
         self._print("  ".join(f"{label} {value}" for label, value in self.progress.fields()))
 
     def _watch(self) -> None:
-        """Name the phases that take long: all of them until the first step is done, later only while the log is silent."""
+        """Report phases that take long: all of them until the first step is done, later only while the log is silent."""
         said = None
         while not self._closed.wait(0.5):
             with self._lock:
@@ -192,12 +192,12 @@ class LineConsole(Console):
 
     def _print(self, text: str) -> None:
         encoding = sys.stdout.encoding or "utf-8"
-        # A log on a machine without a UTF-8 locale must not end the run.
+        # A log on a machine without a UTF-8 locale must not stop the run.
         print(text.encode(encoding, errors="replace").decode(encoding), flush=True)
 
 
 def _lines(fields: Sequence[tuple[str, str]], *, width: int) -> list[Text]:
-    """As many lines as a narrow terminal needs; a label stays with its value."""
+    """Wrap fields into as many lines as the width requires, keeping each label with its value."""
     lines = [Text()]
     for label, value in fields:
         field = Text.assemble((f"{label} ", "dim"), (value, "bold"))
@@ -223,5 +223,5 @@ def samples_table(title: str, rows: Sequence[SampleRow]) -> Table:
 
 
 def _end(text: str) -> str:
-    """The end of a long text is where the answer is."""
+    """Truncate a long text at the start, because the answer is at the end."""
     return text if len(text) <= _MAX_CELL else "…" + text[1 - _MAX_CELL :]

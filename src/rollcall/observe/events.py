@@ -1,8 +1,8 @@
 """The phases of a run's steps, and marks, in ``run_dir/events.jsonl``.
 
-A phase is a line when it begins and a line when it ends; the second repeats the first and adds the end, the duration and which worker
-it waited for. A mark is one line: something was lost, or is back. Times are this host's wall clock, durations are not. The controller
-appends lines and anyone reads them; readers leave out a last line that was cut by a kill, and the next controller sets it aside.
+A phase writes a line when it begins and another when it ends. The second repeats the first and adds the end, the duration and the
+worker it waited for. A mark is one line: something was lost, or is back. Times are this host's wall clock; durations are monotonic.
+The controller appends lines and anyone may read them. Readers skip a torn last line, and the next controller sets it aside.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ _STEP = re.compile(rb'"step": (\d{1,15})\b')
 
 
 class StepPhase(StrEnum):
-    SYNC = "sync"  # engines take the weights
-    ROLLOUT = "rollout"  # the step's groups are waited for
-    AGGREGATE = "aggregate"  # all of them on the disk
+    SYNC = "sync"  # engines receive the weights
+    ROLLOUT = "rollout"  # waiting for the step's groups
+    AGGREGATE = "aggregate"  # all groups are on disk
     EVALUATION_DECISION = "evaluation decision"
     EVALUATION = "evaluation"
-    ENGINE_RELEASE = "engine release"  # engines that share the policy end what they have
+    ENGINE_RELEASE = "engine release"  # engines that share the policy finish their requests
     UPDATE = "update"
     CHECKPOINT = "checkpoint"
-    ENGINE_RESTORE = "engine restore"  # engines get requests again
+    ENGINE_RESTORE = "engine restore"  # engines receive requests again
     FINAL_SYNC = "final sync"  # the last step's weights
     EXPORT = "export"  # the trained model is written
 
@@ -57,7 +57,7 @@ class PhaseEvent:
     phase: str
     step: int
     start_s: float  # unix time
-    end_s: float | None  # None if it still runs, or its process was killed
+    end_s: float | None  # None if it is still running or its process was killed
     duration_s: float | None
     waited_for: str | None
     result: str | None
@@ -76,13 +76,13 @@ class Mark:
     at_s: float  # unix time
     name: str
     kind: str  # a MarkKind
-    lane: str | None  # of the timeline; None if it concerns the whole run
+    lane: str | None  # in the timeline; None if it concerns the whole run
     note: str
 
 
 class LineFile:
-    """Appends lines of JSON to a file that nobody syncs. It never holds up a run: on a full disk a line is kept, and written with a later
-    one. Any thread may write."""
+    """Appends JSON lines to a file without syncing it. It never blocks a run: if the disk is full, a line is kept in memory and
+    written with a later one. Any thread may write."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -119,16 +119,16 @@ class LineFile:
 
 
 class Events(LineFile):
-    """The controller's side. ``show`` gets the name of a phase when it begins, and None when it ends."""
+    """Writes the file on the controller. ``show`` receives a phase's name when it begins, and None when it ends."""
 
     def __init__(self, run_dir: Path, *, show: Callable[[str | None], None] = lambda text: None) -> None:
         super().__init__(Path(run_dir) / EVENTS)
-        self.current: tuple[str, int, float] | None = None  # the phase that runs, its step, and since when (unix time)
+        self.current: tuple[str, int, float] | None = None  # the running phase, its step and its start (unix time)
         self._show = show
 
     @contextmanager
     def phase(self, phase: StepPhase, step: int) -> Iterator[PhaseOutcome]:
-        """A phase that lasts as long as the block. If the block raises, the phase records the error."""
+        """Record a phase for the duration of the block. If the block raises, the error is recorded too."""
         begun = {"phase": phase.value, "step": step, "start_s": round(time.time(), 3)}
         started, outcome = time.perf_counter(), PhaseOutcome()
         self.write(begun)
@@ -152,23 +152,23 @@ class Events(LineFile):
 
 
 def read_phases(run_dir: Path, *, first_step: int | None = None, last_step: int | None = None) -> list[PhaseEvent]:
-    """All phases of these steps in the order in which they began, each once."""
+    """Return all phases of these steps in the order in which they began, each of them once."""
     first, last = first_step or 0, math.inf if last_step is None else last_step
     phases: dict[tuple[str, int, float], PhaseEvent] = {}
     for line in _lines(run_dir):
-        step = _STEP.search(line)  # most lines of a long run are not parsed
+        step = _STEP.search(line)  # so that most lines of a long run need no parsing
         if step is not None and first <= int(step[1]) <= last and (event := _phase_event(line)) is not None:
             phases[event.phase, event.step, event.start_s] = event
     return list(phases.values())
 
 
 def read_marks(run_dir: Path) -> list[Mark]:
-    """In the order in which they were written."""
+    """Return all marks in the order in which they were written."""
     return marks_in(_lines(run_dir))
 
 
 def marks_in(lines: Iterable[bytes]) -> list[Mark]:
-    """Those among some lines of the file."""
+    """Return the marks among these lines."""
     rows = (parse_row(line) for line in lines if line.startswith(b'{"mark"'))
     return [Mark(row["at_s"], row["mark"], row["kind"], row["lane"], row["note"]) for row in rows if row is not None]
 
@@ -178,12 +178,12 @@ def last_phase(run_dir: Path) -> PhaseEvent | None:
 
 
 def last_phase_in(lines: Iterable[bytes]) -> PhaseEvent | None:
-    """The last phase that began in these lines, with its end if it has ended."""
+    """Return the last phase that began in these lines, with its end if it has ended."""
     return next((event for line in reversed([*lines]) if (event := _phase_event(line)) is not None), None)
 
 
 def _phase_event(line: bytes) -> PhaseEvent | None:
-    """None for a line of another kind, or one that was cut by a kill."""
+    """Parse a phase; None if the line is of a different kind or torn."""
     if not line.startswith(b'{"phase"') or (row := parse_row(line)) is None:
         return None
     known: dict[str, Any] = {field.name: row.get(field.name) for field in fields(PhaseEvent)}
@@ -191,7 +191,7 @@ def _phase_event(line: bytes) -> PhaseEvent | None:
 
 
 def _lines(run_dir: Path, *, most: int | None = None) -> Iterator[bytes]:
-    """The whole ones in the last ``most`` bytes; by default all."""
+    """Yield the lines that begin in the last ``most`` bytes, by default all."""
     try:
         file = (Path(run_dir) / EVENTS).open("rb")
     except FileNotFoundError:
@@ -200,5 +200,5 @@ def _lines(run_dir: Path, *, most: int | None = None) -> Iterator[bytes]:
         begin = max(file.seek(0, 2) - most, 0) if most is not None else 0
         file.seek(begin)
         if begin:
-            file.readline()  # the end of a line
+            file.readline()  # skip the rest of a line
         yield from file

@@ -1,8 +1,8 @@
-"""The one number that says how good a run is: held-out accuracy, or the mean held-out reward.
+"""The single number that says how good a run is: held-out accuracy, or the mean held-out reward.
 
-Accuracy counts the completions whose first reward reaches ``eval.threshold``, which is enough only if a reward is
-right or wrong. Once an evaluation of a run has given a reward other than 0 or 1, the run's headline is the mean reward.
-The rows of metrics.jsonl decide, so console, curve, summary, ``keep_best`` and `rollcall status` agree, also after a resume.
+Accuracy counts the completions whose first reward reaches ``eval.threshold``, which makes sense only if rewards are
+binary. Once any evaluation in a run has returned a reward other than 0 or 1, the run's headline is the mean reward.
+The rows in metrics.jsonl decide, so console, curve, summary, ``keep_best`` and `rollcall status` agree, even after a resume.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ GRADED = "eval/graded_fraction"
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Headline:
     metric: str  # its name in metrics.jsonl
-    label: str  # where space is short
+    label: str  # for tight spaces
     words: str
 
     @property
     def key(self) -> str:
-        """Its name in a summary."""
+        """The metric's name in a summary."""
         return self.metric.removeprefix("eval/")
 
     def values(self, rows: Iterable[Mapping[str, Any]]) -> list[float]:
-        """Of each evaluation in turn."""
+        """Return the value for each evaluation in turn."""
         return [row[self.metric] for row in rows if row.get(self.metric) is not None]
 
 
@@ -39,7 +39,7 @@ BY_METRIC = {one.metric: one for one in (ACCURACY, REWARD)}
 
 
 def headline_of(rows: Iterable[Mapping[str, Any]]) -> Headline:
-    """Of a run with these rows; any part of a row will do that has its ``eval/`` metrics.
+    """Return the headline for a run with these rows. Partial rows are fine if they contain the ``eval/`` metrics.
 
     >>> headline_of([{"step": 0, GRADED: 0.0}, {"step": 20, GRADED: 0.1}]).label
     'held-out reward'
@@ -48,6 +48,6 @@ def headline_of(rows: Iterable[Mapping[str, Any]]) -> Headline:
 
 
 def is_graded(score: Score) -> bool:
-    """Whether a completion's reward is neither 0 nor 1. The weight of a single reward does not count."""
+    """Whether a completion's reward is neither 0 nor 1. If there is a single reward, its weight is ignored."""
     value = next(iter(score.parts.values())) if len(score.parts) == 1 else score.value
     return value not in (0.0, 1.0)

@@ -1,7 +1,7 @@
-"""The last lines that each worker of a run has printed: ``run_dir/logs/``, one short file for each lane of the timeline.
+"""The last lines that each worker in a run has printed: ``run_dir/logs/``, one short file per timeline lane.
 
-On a cluster the whole output of a worker is in a file on its own node (``ProcessState.log``); the newest lines come to the
-controller with what it asks about the worker anyway. They are redacted before they are written.
+On a cluster, a worker's full output is in a file on its own node (``ProcessState.log``). The controller gets the newest lines
+with the worker's regular status. They are redacted before they are written.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from rollcall.base.atomic import write_atomic
 from rollcall.base.redact import redact
 
 LOGS = "logs"
-MOST_BYTES, KEPT_BYTES = 128 << 10, 64 << 10  # a file that grows past the first is cut to the second
-LINES, LONGEST_LINE = 50, 2000  # that are shown, and characters of one
+MOST_BYTES, KEPT_BYTES = 128 << 10, 64 << 10  # a file that exceeds the first is cut to the second
+LINES, LONGEST_LINE = 50, 2000  # lines to show, and characters per line
 
 
 def log_path(run_dir: Path, lane: str) -> Path:
@@ -24,7 +24,7 @@ def log_path(run_dir: Path, lane: str) -> Path:
 
 
 def keep_logs(run_dir: Path, added: Mapping[str, bytes]) -> None:
-    """Append what workers have printed, whole lines, by lane."""
+    """Append the lines that workers have printed, by lane."""
     for lane, data in added.items():
         if not data:
             continue
@@ -39,7 +39,7 @@ def keep_logs(run_dir: Path, added: Mapping[str, bytes]) -> None:
 
 
 def read_log(run_dir: Path, lane: str, *, lines: int = LINES) -> list[str]:
-    """The last lines of a worker's output, without secrets; none: it has printed nothing, or is not on a cluster."""
+    """Return the last lines of a worker's output, redacted; empty if it has printed nothing or is not on a cluster."""
     try:
         data = _end(log_path(run_dir, lane), KEPT_BYTES)
     except FileNotFoundError:

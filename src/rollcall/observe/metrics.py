@@ -1,4 +1,4 @@
-"""The names of all metrics, each with its unit and meaning. A name that is not here cannot be logged.
+"""All metric names with their units and meanings. A name that is not listed here cannot be logged.
 
 ``python -m rollcall.observe.metrics`` writes docs/metrics.md from this table.
 """

@@ -1,4 +1,4 @@
-"""The progress of a run and the time it still needs: only the numbers, not their display."""
+"""A run's progress and remaining time: only the numbers, not their display."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from typing import NamedTuple
 
 from rollcall.observe.headline import headline_of
 
-STEPS_COUNTED = 20  # recent ones: lengths drift
+STEPS_COUNTED = 20  # only recent steps, because lengths drift
 
 
 class Doing(NamedTuple):
-    """The present phase, and how many seconds after the start it began."""
+    """The current phase, and when it began, in seconds since the start."""
 
     text: str
     since_s: float
 
 
 class Progress:
-    """The numbers on display. ``rows`` are the metrics of steps that earlier processes have trained."""
+    """The numbers to display. ``rows`` are the metrics of steps that earlier processes trained."""
 
     def __init__(
         self,
@@ -40,7 +40,7 @@ class Progress:
         self._marks: deque[tuple[int, float]] = deque(maxlen=STEPS_COUNTED + 1)
 
     def restart(self, step: int) -> None:
-        """The run continues from ``step``: later steps are done again, and the pace is measured again."""
+        """Continue from ``step``: repeat later steps and measure the pace again."""
         self.step = step
         self.metrics.clear()
         self._marks.clear()
@@ -63,20 +63,20 @@ class Progress:
 
     @property
     def has_stepped(self) -> bool:
-        """A step has ended since the start or the last restart."""
+        """Whether a step has finished since the start or the last restart."""
         return bool(self._marks)
 
     @property
     def left_s(self) -> float | None:
-        """Seconds to the last step at the recent pace, evaluations and saves between steps included. None before a whole step has
-        been measured: the first one after a start also loads, compiles and warms up."""
+        """Seconds until the last step at the recent pace, including evaluations and saves. None until a full step has been
+        measured, not counting the first after a start, which also loads, compiles and warms up."""
         if len(self._marks) < 2 or self._marks[-1][0] <= self._marks[0][0]:
             return None
         (first, began), (last, ended) = self._marks[0], self._marks[-1]
         return max(0.0, (ended - began) / (last - first) * (self.num_steps - self.step) - (time.monotonic() - ended))
 
     def fields(self) -> list[tuple[str, str]]:
-        """Label and value of each number there is."""
+        """Return the label and value of each available number."""
         found = [("step", f"{self.step}/{self.num_steps}")]
         evaluations = [self._evaluations[at] for at in sorted(self._evaluations)]
         headline = headline_of(evaluations)
@@ -101,7 +101,7 @@ class Progress:
 
 
 def format_duration(seconds: float) -> str:
-    """42s, 3m 05s, 2h 10m, 3d 04h."""
+    """Format as 42s, 3m 05s, 2h 10m or 3d 04h."""
     whole = round(seconds)
     if whole < 60:
         return f"{whole}s"

@@ -1,7 +1,7 @@
-"""The controller's thread that records the processes of a run: ``live.json``, ``calls.jsonl``, marks, logs.
+"""The controller thread that records a run's processes: ``live.json``, ``calls.jsonl``, marks, logs.
 
-It asks the roles for a ``Look`` every ``EVERY_S``. They answer from what they know already, so a look sends no messages and no
-step waits for it. Only the last look of an attempt asks them.
+It asks the roles for a ``Look`` every ``EVERY_S``. They answer with what they already know, so a look sends no messages and no
+step waits for it. Only the last look of an attempt queries the workers.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Looking(Protocol):
 
 
 class Recorder:
-    """Starts at once. ``rewards`` has the times when the reward functions of this process are busy."""
+    """Starts recording immediately. ``rewards`` records when this process's reward functions are busy."""
 
     def __init__(self, run_dir: Path, *, events: Events, look: Looking, rewards: BusySpans) -> None:
         self._run_dir = Path(run_dir)
@@ -49,7 +49,7 @@ class Recorder:
         self._thread.start()
 
     def close(self) -> None:
-        """The last look, while the workers are still there."""
+        """Take the last look while the workers are still alive."""
         self._ended.set()
         self._thread.join()
         self._record(is_over=True)
@@ -60,7 +60,7 @@ class Recorder:
             self._record(is_over=False)
 
     def _finish_the_last(self) -> None:
-        """A controller that was killed left its last look behind: the calls of that moment ended with it."""
+        """If an earlier controller was killed, record that the calls in its last look ended with it."""
         last = read_live(self._run_dir)
         if last is None or last.is_over:
             return
@@ -71,7 +71,7 @@ class Recorder:
             self._calls.append(calls, time_s=last.time_s)
         doing = next((one.doing for one in last.processes if one.lane == CONTROLLER), "")
         ended_s, phase = last.time_s, last_phase(self._run_dir)
-        # Its events are newer than its last look, by a few phases if they are short.
+        # Its events may be a few short phases ahead of its last look.
         if phase is not None and (phase.end_s or phase.start_s) >= ended_s:
             doing = f"{phase.phase} of step {phase.step}" if phase.end_s is None else ""
             ended_s = phase.end_s or phase.start_s
@@ -114,7 +114,7 @@ class Recorder:
 
     @contextmanager
     def _noting_faults(self) -> Iterator[None]:
-        """A full or lost disk does not end a run because of this: there is one warning, and the next look tries again."""
+        """Keep the run going if the disk is full or lost: warn once and try again at the next look."""
         try:
             yield
         except OSError as error:

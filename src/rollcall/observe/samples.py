@@ -1,4 +1,4 @@
-"""Samples as text: ``samples/<split>-<step>.jsonl`` for people who read by eye, and rows for the console."""
+"""Samples for human readers: ``samples/<split>-<step>.jsonl``, and rows for the console."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from rollcall.observe.transcript import asked, episode_columns, transcript
 
 
 def write_samples(dir: Path, *, step: int, split: str, groups: Iterable[Group]) -> Path:
-    """``samples/<split>-<step>.jsonl``: a line per completion, to read by eye."""
+    """Write ``samples/<split>-<step>.jsonl``, one line per completion, for human readers."""
     dir.mkdir(parents=True, exist_ok=True)
     lines = [
         json.dumps(
@@ -36,13 +36,13 @@ def write_samples(dir: Path, *, step: int, split: str, groups: Iterable[Group]) 
     ]
     path = dir / f"{split}-{step:06d}.jsonl"
     text = "".join(line + "\n" for line in lines)
-    # A completion cut inside a character may hold half a surrogate pair, which UTF-8 has no bytes for.
+    # A completion that was cut inside a character may contain half a surrogate pair, which UTF-8 cannot encode.
     write_atomic(path, text.encode("utf-8", errors="backslashreplace"))
     return path
 
 
 def sample_rows(groups: Iterable[Group], *, limit: int) -> list[tuple[str, str, str, float]]:
-    """(prompt, completion, answer, reward) of the first completion of the first groups, for the console."""
+    """Return (prompt, completion, answer, reward) for the first completion in each of the first groups, for the console."""
     rows = [
         (
             asked(group.prompt.text, group.prompt.metadata),

@@ -1,4 +1,4 @@
-"""Sinks of metrics: ``metrics.jsonl`` always, TensorBoard and Weights & Biases when asked.
+"""Metric sinks: always ``metrics.jsonl``, and TensorBoard and Weights & Biases if configured.
 
 A resumed run repeats the steps after its checkpoint, so each sink first removes their rows.
 """
@@ -30,7 +30,7 @@ class Sink(Protocol):
 
 
 class JsonlSink:
-    """One flushed line per call; a metric that is not documented is refused. ``resume_step=k`` keeps the rows up to step k;
+    """Writes one line per call and refuses undocumented metrics. ``resume_step=k`` keeps the rows up to step k;
     None starts with an empty file."""
 
     def __init__(self, path: Path, *, resume_step: int | None) -> None:
@@ -71,7 +71,7 @@ class TensorBoardSink:
                     writer.add_scalar(name, float(value), step)
                 writer.flush()
             except OSError:
-                self._writer = None  # its thread has ended with the error; the next writer adds another file
+                self._writer = None  # the error ended its thread; the next writer adds another file
                 raise
 
         persist(write, path=self._dir, what=f"the TensorBoard curves of step {step}")
@@ -96,7 +96,7 @@ class TensorBoardSink:
 
 
 class WandbSink:
-    """Weights & Biases. The run id lives in the run directory, so a resumed run continues the same page."""
+    """Weights & Biases. The run id is stored in the run directory, so a resumed run continues the same page."""
 
     def __init__(self, config: Config, run_dir: Path) -> None:
         wandb = _wandb()
@@ -106,12 +106,12 @@ class WandbSink:
                 config=public_dump(config),
             )  # fmt: skip
         except Exception as error:  # noqa: BLE001
-            # Only the type: the text of a failed log-in may repeat a key.
+            # Show only the type, because a login error message may contain a key.
             raise ValueError(
                 f"wandb could not start ({type(error).__name__}); run `wandb login`, set WANDB_MODE=offline, or take "
                 "wandb out of trainer.loggers"
             ) from None
-        # wandb drops rows whose step goes backwards, as in a replay; with our step as a metric it does not.
+        # wandb drops rows whose step goes backwards, as in a replay. It keeps them if our step is a metric.
         self._run.define_metric("step")
         self._run.define_metric("*", step_metric="step")
 
@@ -123,7 +123,7 @@ class WandbSink:
 
 
 def check_loggers(config: Config) -> None:
-    """Refuse a logger that is not installed, before anything is loaded or written for the run."""
+    """Refuse a logger that is not installed before the run loads or writes anything."""
     if "wandb" in config.trainer.loggers:
         _wandb()
 
@@ -138,7 +138,7 @@ def _wandb() -> Any:
 
 
 def make_sinks(config: Config, run_dir: Path, resume_step: int | None) -> list[Sink]:
-    """The sinks of the run file; ``resume_step`` is the checkpoint's step, None for a run from the start."""
+    """Create the sinks that the run file asks for. ``resume_step`` is the checkpoint's step, or None for a fresh run."""
     sinks: list[Sink] = [JsonlSink(run_dir / "metrics.jsonl", resume_step=resume_step)]
     if "tensorboard" in config.trainer.loggers:
         try:
@@ -151,7 +151,7 @@ def make_sinks(config: Config, run_dir: Path, resume_step: int | None) -> list[S
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:
-    """The rows of metrics.jsonl, one per step in ascending order; a later row of a step adds to the earlier one."""
+    """Read metrics.jsonl, one row per step in ascending order. A later row for the same step is merged into the earlier one."""
     try:
         lines = path.read_bytes().split(b"\n")
     except FileNotFoundError:
@@ -164,7 +164,7 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
             continue
         row = parse_row(line)
         if row is None:
-            # The last line has no newline when the process was killed while writing it; the replay writes it again.
+            # The last line has no newline if the process was killed while writing it; the replay writes it again.
             warn(f"{path}, line {number} is not a row of metrics and is left out: {line!r:.60}")
             continue
         rows.setdefault(row["step"], {}).update(row)

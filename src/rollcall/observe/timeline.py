@@ -1,8 +1,8 @@
-"""The timeline of a run, read from its directory: what the controller and every worker did.
+"""A run's timeline, read from its directory: what the controller and every worker did.
 
-The controller's lane has the phases of its steps (``events.jsonl``). A worker's lane has its calls (``calls.jsonl``), and between them
-its waits, with the worker that was waited for. Calls that have not ended are in ``live.json``. All times are unix time by the clock of
-the controller's host.
+The controller's lane shows the phases of its steps (``events.jsonl``). A worker's lane shows its calls (``calls.jsonl``) and, between
+them, its waits with the worker it waited for. Running calls come from ``live.json``. All times are unix times on the controller
+host's clock.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from rollcall.observe.calls import RecordedCall, read_calls
 from rollcall.observe.events import Mark, MarkKind, PhaseEvent, StepPhase, read_marks, read_phases
 from rollcall.observe.live import CONTROLLER, REWARDS, Live, read_live
 
-SHORTEST_WAIT_S = 0.05  # a shorter pause between two calls is not shown
+SHORTEST_WAIT_S = 0.05  # shorter pauses between two calls are not shown
 SAME_S = 0.02
-HERE = "local"  # what events name the controller's own process
+HERE = "local"  # the name of the controller's own process in events
 CONTROLLER_ENDED = "controller ended"  # a mark
-ATTEMPT_LOST = "attempt lost"  # a mark: all workers are ended
-RUN_FAILED = "run failed"  # a mark: no other attempt follows
+ATTEMPT_LOST = "attempt lost"  # a mark: all workers are stopped
+RUN_FAILED = "run failed"  # a mark: no further attempt follows
 WORKER_LOST, WORKER_BACK = "worker lost", "worker back"  # marks with a lane
 _PHASE_KINDS = {
     StepPhase.SYNC: "sync",
@@ -54,7 +54,7 @@ _WORKER = re.compile(r"(\w+)-(\d+) on node (\d+)\b.*")
 
 @dataclass(frozen=True, slots=True)
 class TimeSpan:
-    """``kind``: rollout, reward, update, sync, save, evaluate, wait or other. ``step``: where the controller was."""
+    """``kind`` is rollout, reward, update, sync, save, evaluate, wait or other. ``step`` is the controller's step at that time."""
 
     lane: str
     name: str
@@ -63,7 +63,7 @@ class TimeSpan:
     kind: str
     step: int | None
     about: str = ""
-    waited_for: str = ""  # the lane of a worker
+    waited_for: str = ""  # a worker's lane
 
     @property
     def note(self) -> str:
@@ -72,7 +72,7 @@ class TimeSpan:
 
 @dataclass(frozen=True, slots=True)
 class Timeline:
-    """Spans by start within each lane, the lanes one after the other; marks by time."""
+    """Spans are sorted by lane and then by start; marks by time."""
 
     lanes: tuple[str, ...]
     spans: tuple[TimeSpan, ...]
@@ -80,7 +80,7 @@ class Timeline:
 
 
 def read_timeline(run_dir: Path, *, first_step: int | None = None, last_step: int | None = None) -> Timeline:
-    """``first_step`` and ``last_step`` bound it to the time from the first phase of these steps to the last."""
+    """Read the timeline. ``first_step`` and ``last_step`` limit it to the time between the first and last phase of these steps."""
     live, marks = read_live(run_dir), read_marks(run_dir)
     events = read_phases(run_dir, first_step=first_step, last_step=last_step)
     phases = _phases(events, ends=_ends(marks, live))
@@ -109,14 +109,14 @@ def read_timeline(run_dir: Path, *, first_step: int | None = None, last_step: in
 
 
 def idle_shares(timeline: Timeline) -> dict[str, float]:
-    """The part of the time in which each worker did nothing, from the first span of the timeline to the last."""
+    """Return each worker's idle share of the time between the first and the last span."""
     if not timeline.spans:
         return {}
     first = min(span.start_s for span in timeline.spans)
     last = max(span.end_s for span in timeline.spans)
     busy: dict[str, float] = defaultdict(float)
     reached: dict[str, float] = {}
-    for span in timeline.spans:  # by start within a lane
+    for span in timeline.spans:  # sorted by start within a lane
         if span.kind != "wait":
             busy[span.lane] += max(span.end_s - max(span.start_s, reached.get(span.lane, first)), 0.0)
             reached[span.lane] = max(reached.get(span.lane, first), span.end_s)
@@ -125,13 +125,13 @@ def idle_shares(timeline: Timeline) -> dict[str, float]:
 
 
 def _ends(marks: Sequence[Mark], live: Live | None) -> list[float]:
-    """When a controller was last known to live."""
+    """Return the times when a controller was last known to be alive."""
     known = [mark.at_s for mark in marks if mark.name == CONTROLLER_ENDED]
     return sorted([*known, *([live.time_s] if live is not None else [])])
 
 
 def _phases(events: Sequence[PhaseEvent], *, ends: Sequence[float]) -> list[TimeSpan]:
-    """The controller's lane. A phase without an end is still running, or ended with its controller."""
+    """Build the controller's lane. A phase without an end is still running, or ended with its controller."""
     events = sorted(events, key=lambda event: event.start_s)
     spans: list[TimeSpan] = []
     for index, event in enumerate(events):
@@ -159,12 +159,12 @@ class _Places:
         self._starts = [span.start_s for span in self.phases]
 
     def at(self, time_s: float) -> TimeSpan | None:
-        """The phase that had begun last."""
+        """Return the phase that began last before this time."""
         index = bisect.bisect_right(self._starts, time_s) - 1
         return self.phases[index] if index >= 0 else None
 
     def longest(self, start_s: float, end_s: float) -> TimeSpan | None:
-        """The phase that fills most of this time."""
+        """Return the phase that covers most of this interval."""
         index = max(bisect.bisect_right(self._starts, start_s) - 1, 0)
         best, most = None, 0.0
         for place in range(index, len(self.phases)):
@@ -178,11 +178,11 @@ class _Places:
 
 
 def _spans(lane: str, calls: Sequence[RecordedCall], places: _Places) -> list[TimeSpan]:
-    """A worker does one thing at a time. Where two calls overlap, by the error of a clock, the first ends when the second begins."""
+    """Build a worker's spans. It does one thing at a time, so if two calls overlap due to clock error, cut the first one."""
     spans: list[TimeSpan] = []
     for call in sorted(calls, key=lambda call: (call.start_s, -call.end_s)):
         if spans and spans[-1].name == call.name and call.end_s <= spans[-1].end_s + SAME_S:
-            continue  # the end of a lost worker may be reported twice
+            continue  # a lost worker's last call may be reported twice
         if spans and spans[-1].end_s > call.start_s:
             spans[-1] = replace(spans[-1], end_s=call.start_s)
         phase = places.at(call.start_s)
@@ -196,7 +196,7 @@ def _spans(lane: str, calls: Sequence[RecordedCall], places: _Places) -> list[Ti
 
 
 def _with_lane(phase: TimeSpan, lanes: Sequence[str]) -> TimeSpan:
-    """Events and journal name a worker in other words than the timeline."""
+    """Translate the worker's name from the format of events and journal to its timeline lane."""
     match = _WORKER.fullmatch(phase.waited_for)
     if match is None:
         return phase
@@ -206,11 +206,11 @@ def _with_lane(phase: TimeSpan, lanes: Sequence[str]) -> TimeSpan:
 
 
 def _name_the_last(phases: Sequence[TimeSpan], lanes: Iterable[Sequence[TimeSpan]]) -> list[TimeSpan]:
-    """The controller's phases with the worker that ended last, where the phase itself does not say whom it waited for."""
+    """If a controller phase does not record which worker it waited for, set the worker that finished last."""
     starts = [span.start_s for span in phases]
     last: dict[int, TimeSpan] = {}
     for span in (span for own in lanes for span in own):
-        middle_s = (span.start_s + span.end_s) / 2  # its end may seem to be in the next phase, by the error of a clock
+        middle_s = (span.start_s + span.end_s) / 2  # its end may appear to be in the next phase due to clock error
         index = bisect.bisect_right(starts, middle_s) - 1
         if index < 0 or phases[index].kind != span.kind:
             continue
@@ -223,7 +223,7 @@ def _name_the_last(phases: Sequence[TimeSpan], lanes: Iterable[Sequence[TimeSpan
 
 
 def _waits(lane: str, spans: Sequence[TimeSpan], places: _Places, *, marks: Sequence[Mark]) -> list[TimeSpan]:
-    """The pauses of a worker. While it is lost, its seat is empty."""
+    """Return a worker's pauses, including times when it was lost and its seat was empty."""
     ends = (ATTEMPT_LOST, CONTROLLER_ENDED)
     lost = [one.at_s for one in marks if one.name in ends or (one.lane == lane and one.name == WORKER_LOST)]
     found = []
@@ -246,7 +246,7 @@ def _waits(lane: str, spans: Sequence[TimeSpan], places: _Places, *, marks: Sequ
 
 
 def _order(lane: str) -> tuple[bool, list[tuple[int, str]]]:
-    """Names with numbers in them, 2 before 10; rewards last.
+    """Sort key for lanes: numbers in numeric order (2 before 10), rewards last.
 
     >>> sorted(["rollout 10 @ node 1", "rewards", "rollout 2 @ node 0", "actor 0 @ node 0"], key=_order)
     ['actor 0 @ node 0', 'rollout 2 @ node 0', 'rollout 10 @ node 1', 'rewards']
@@ -255,18 +255,18 @@ def _order(lane: str) -> tuple[bool, list[tuple[int, str]]]:
     return lane == REWARDS, [(int(part), "") if part.isdecimal() and len(part) < 10 else (-1, part) for part in parts]
 
 
-# A timeline as a Chrome trace
+# Export as a Chrome trace
 
 _NODE = re.compile(r"(?P<worker>.+) @ node (?P<node>\d{1,9})")
-_CONTROLLER = 1  # its process in the trace; a node has its rank + 2
+_CONTROLLER = 1  # the controller's process id in the trace; a node's is its rank + 2
 
 
 def chrome_trace(timeline: Timeline, *, name: str) -> dict[str, Any]:
-    """A timeline for Perfetto (ui.perfetto.dev) and chrome://tracing. ``name`` is the run's.
+    """Convert a timeline for Perfetto (ui.perfetto.dev) and chrome://tracing. ``name`` is the run's name.
 
-    Each node is a process of the trace, each worker a thread of its node; the controller and its rewards share another process. Times
-    are microseconds since the first event. A fault is a line across the whole trace. Events are in the order of their times, after those
-    that name processes and threads.
+    Each node is a process in the trace, and each worker a thread of its node. The controller and its rewards share another process.
+    Times are microseconds since the first event. A fault is a line across the full trace. The events that name processes and threads
+    come first; the others are sorted by time.
     """
     places = {lane: _place(lane, number) for number, lane in enumerate(timeline.lanes)}
     times = [*(span.start_s for span in timeline.spans), *(mark.at_s for mark in timeline.marks)]
@@ -286,7 +286,7 @@ def chrome_trace(timeline: Timeline, *, name: str) -> dict[str, Any]:
             {"name": mark.name, "cat": mark.kind, "ph": "i", "s": scope, "ts": _micros(mark.at_s - first_s),
              "pid": pid, "tid": tid, "args": {"note": mark.note}}
         )  # fmt: skip
-    # Of two that begin together, the longer one first: it is drawn around the other.
+    # If two begin together, put the longer one first, so that it is drawn around the other.
     events.sort(key=lambda event: (event["ts"], -event.get("dur", 0)))
     return {
         "traceEvents": [*_names(places, name), *events],
@@ -300,7 +300,7 @@ def _micros(seconds: float) -> int:
 
 
 def _place(lane: str, number: int) -> tuple[int, int, str]:
-    """Process, thread and the thread's name."""
+    """Return process id, thread id and thread name."""
     match = _NODE.fullmatch(lane)
     return (_CONTROLLER, number, lane) if match is None else (int(match["node"]) + 2, number, match["worker"])
 

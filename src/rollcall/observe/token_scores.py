@@ -1,7 +1,7 @@
-"""The learner's own numbers for the tokens of a few groups, in ``run_dir/token_scores/``: one file for each step that is saved.
+"""The learner's log-probs and entropies for the tokens of a few groups, in ``run_dir/token_scores/``, one file per saved step.
 
-The journal has the engine's numbers from when it sampled. Together they show, token by token, where engine and learner differ, and
-how sure the policy was.
+The journal has the engine's log-probs from sampling. Together they show, token by token, where engine and learner differ and
+how confident the policy was.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from rollcall.base.atomic import write_atomic
 from rollcall.base.types import Floats, Group
 
 FOLDER = "token_scores"
-GROUPS = 4  # of a step: enough to look at, and little work compared with the update
+GROUPS = 4  # per step: enough to look at, and cheap compared to the update
 
 
 def file_name(step: int) -> str:
@@ -28,7 +28,7 @@ def file_name(step: int) -> str:
 def write_token_scores(
     folder: Path, *, step: int, groups: Sequence[Group], logprobs: Sequence[Floats], entropy: Sequence[Floats]
 ) -> Path:
-    """``logprobs`` and ``entropy`` have one array for each completion of the groups, in their order."""
+    """Write a step's file. ``logprobs`` and ``entropy`` have one array per completion, in the order of the groups."""
     counts = [len(completion.token_ids) for group in groups for completion in group.completions]
     assert counts == [len(row) for row in logprobs] == [len(row) for row in entropy], "one number for each token"
     data = io.BytesIO()
@@ -45,7 +45,7 @@ def write_token_scores(
 
 
 def scores_in(file: IO[bytes], group: Group, *, completion: int) -> dict[str, Floats] | None:
-    """Those of one completion, or None if the file does not have them or is not whole."""
+    """Read one completion's values, or None if the file does not contain them or is incomplete."""
     try:
         with np.load(file, allow_pickle=False) as held:
             draws, counts = held["draws"], held["counts"]

@@ -1,4 +1,4 @@
-"""An episode as text that people read: what the model wrote, which tools it called, what the environment answered."""
+"""Formats an episode for human readers: what the model wrote, which tools it called, what the environment answered."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ _LONGEST_ARGUMENT = 200
 
 
 def asked(text: str, metadata: Mapping[str, Any]) -> str:
-    """A prompt's last message of the user, without the chat template around it and without the system message."""
+    """Return a prompt's last user message, without chat template and system message."""
     said = [message["content"] for message in metadata.get("prompt_messages") or () if message["role"] == "user"]
     return str(said[-1]) if said else text
 
 
 def transcript(completion: Completion) -> str:
-    """The text of a completion; of an episode all its turns.
+    """Return a completion's text or, for an episode, all its turns.
 
     >>> from rollcall.base.types import Episode, ToolCall
     >>> import numpy as np
@@ -52,7 +52,7 @@ def transcript(completion: Completion) -> str:
 
 
 def said_in(completion: Completion) -> list[tuple[str, str]]:
-    """Pairs of speaker and text, in order; a single turn is its text without a speaker."""
+    """Return pairs of speaker and text, in order. A single turn has no speaker."""
     if completion.episode is None:
         return [("", completion.text)]
     num, said = len(completion.episode.branches), said_in_row(episode_columns(completion))
@@ -60,7 +60,7 @@ def said_in(completion: Completion) -> list[tuple[str, str]]:
 
 
 def said_in_row(row: dict[str, Any]) -> list[tuple[str, str]]:
-    """The same of an episode as ``episode_columns`` and records of the journal have it."""
+    """Like ``said_in``, for an episode in the format of ``episode_columns`` and journal records."""
     said = [("environment", row["opening"])] if row.get("opening") else []
     for number, turn in enumerate(row["turns"], start=1):
         said.append((f"turn {number}", turn["text"]))
@@ -76,14 +76,14 @@ def said_in_row(row: dict[str, Any]) -> list[tuple[str, str]]:
 
 
 def _line(who: str, text: str) -> str:
-    """Only the first line begins at the edge: if a turn itself writes the line `[call] test() -> passed`, readers and judges see that
-    nothing was called."""
+    """Indent all but the first line, so that if a turn itself writes the line `[call] test() -> passed`, readers and judges can see
+    that nothing was called."""
     first, *others = text.splitlines() or [""]
     return "\n".join([f"[{who}] {first}", *(f"  {line}" for line in others)])
 
 
 def episode_columns(completion: Completion) -> dict[str, Any]:
-    """The columns of an episode in a samples file, in addition to the completion's; none for a single turn."""
+    """Return an episode's extra columns for a samples file; empty for a single turn."""
     episode = completion.episode
     if episode is None:
         return {}
@@ -97,7 +97,7 @@ def _turn(turn: Turn) -> dict[str, Any]:
 
 
 def _given(columns: dict[str, Any]) -> dict[str, Any]:
-    """Without what is empty."""
+    """Remove empty columns."""
     return {name: value for name, value in columns.items() if value is not None and value not in ("", [], {})}
 
 

@@ -1,5 +1,5 @@
-"""Chooses what ``auto`` means on a card: tokens of a micro-batch, whether layers run again, room for KV. Pure arithmetic:
-``rollcall plan`` gives it the estimate of a pass, a run the measured one."""
+"""Chooses what ``auto`` means on a GPU: micro-batch tokens, recomputation, room for KV. Pure arithmetic:
+``rollcall plan`` passes in an estimate for a pass, and a run passes in a measurement."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from typing import Protocol
 from rollcall.config import OptimizerSection
 from rollcall.plan.activations import Recompute
 
-MOST_TOKENS = 32768  # larger micro-batches are a few percent faster at most, and take memory from KV
-ENOUGH_TOKENS = 8192  # smaller ones cost more than to run the layers again
-KV_SHARE = 0.3  # of the room on a card that KV gets before micro-batches grow, if it can use that much
-SAFE = 0.92  # of a card: the allocator cannot use all of it
+MOST_TOKENS = 32768  # larger micro-batches are at most a few percent faster, but take memory from KV
+ENOUGH_TOKENS = 8192  # smaller micro-batches cost more than recomputing the layers
+KV_SHARE = 0.3  # share of the room on a GPU that KV gets before micro-batches grow, if it can use that much
+SAFE = 0.92  # usable share of a GPU: the allocator cannot use all of it
 KV_BLOCK = 64  # tokens
 
 
 class Needs(Protocol):
-    """The bytes that a pass over a number of tokens needs, and the tokens that fit in a number of bytes: ``Passes``, ``Line``."""
+    """How many bytes a pass over some tokens needs, and how many tokens fit in some bytes: ``Passes``, ``Line``."""
 
     def peak(self, tokens: int) -> int: ...
     def tokens_in(self, room: int) -> int: ...
@@ -26,7 +26,7 @@ class Needs(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Line:
-    """A measured pass."""
+    """A measured pass, as a linear function of its tokens."""
 
     fixed: int
     per_token: float
@@ -39,7 +39,7 @@ class Line:
 
     @classmethod
     def through(cls, few: tuple[int, int], many: tuple[int, int], *, at_least: float) -> Line:
-        """Through two measurements (tokens, bytes). Per token no less than ``at_least``: at small sizes something else is larger.
+        """Fit two measurements (tokens, bytes). The slope is at least ``at_least``, because at small sizes other memory dominates.
 
         >>> Line.through((100, 5_000), (200, 9_000), at_least=10.0)
         Line(fixed=1000, per_token=40.0)
@@ -58,11 +58,11 @@ class Choice:
 class KvNeed:
     """Bytes of KV cache."""
 
-    least: int  # of one sequence
-    most: int  # that ``max_running`` sequences can use
+    least: int  # for one sequence
+    most: int  # for ``max_running`` sequences
 
     def first(self, room: int) -> int:
-        """Bytes set aside before micro-batches are sized."""
+        """Return the bytes to set aside before micro-batches are sized."""
         return min(self.most, max(self.least, int(room * KV_SHARE)))
 
     def of(self, room: int) -> int:
@@ -75,7 +75,7 @@ NO_KV = KvNeed(least=0, most=0)
 def choose(
     section: OptimizerSection, *, room: int, passes: Callable[[Recompute], Needs], longest: int, kv: KvNeed
 ) -> Choice:
-    """Within ``room`` bytes. ``passes`` gives the needs of a pass; ``longest`` is a row, which is never split."""
+    """Choose within ``room`` bytes. ``passes`` returns the needs of a pass. ``longest`` is the longest row; rows are never split."""
     given, wanted = section.tokens_per_microbatch, section.activation_checkpointing
     enough = max(ENOUGH_TOKENS, longest) if given == "auto" else given
     left = room - kv.first(room)
@@ -88,6 +88,6 @@ def choose(
     if given != "auto":
         return Choice(tokens=given, recompute=recompute)
     fits = passes(recompute).tokens_in(left)
-    if fits < longest:  # KV has to do with less
+    if fits < longest:  # KV has to make do with less
         fits = passes(recompute).tokens_in(room - kv.least)
     return Choice(tokens=max(longest, min(MOST_TOKENS, fits)), recompute=recompute)

@@ -1,4 +1,4 @@
-"""A run's plan as text for a terminal: the slot map, the meshes, the memory."""
+"""Draws a run's plan for a terminal: the slot map, the meshes, the memory."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from rollcall.plan.judge import RunPlan, describe_model, gib
 from rollcall.plan.memory import GIB, PARTS, SlotMemory
 from rollcall.plan.placement import Plan, Role
 
-MAX_GRID_NODES, MAX_GRID_SLOTS = 8, 16  # a larger cluster is drawn as runs of like nodes
+MAX_GRID_NODES, MAX_GRID_SLOTS = 8, 16  # in a larger cluster, identical nodes share a row
 PLAIN_WIDTH = 120
 BAR = 24  # characters
 COLOURS = {
     Role.ACTOR: "cyan", Role.CRITIC: "magenta", Role.REFERENCE: "white", Role.ROLLOUT: "yellow", Role.INFERENCE: "green",
     Role.REWARD: "red", Role.ENVIRONMENT: "blue",
 }  # fmt: skip
-PART_NAMES = {"kv": "KV cache"}  # the others are called what they are
+PART_NAMES = {"kv": "KV cache"}  # other parts are shown under their own names
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,7 +83,7 @@ def _table(*columns: Column | str, title: str | None = None) -> Table:
 
 
 def _grid(plan: Plan) -> Table:
-    """A row per node and role, a column per local slot; the cells are the role's ranks."""
+    """Draw a row per node and role and a column per local slot; the cells show the role's ranks."""
     columns = [Column(str(local), justify="right") for local in range(max(plan.slots_per_node))]
     table = _table("node", "slots", "role \\ local slot", *columns)
     rank_at = _ranks(plan)
@@ -103,7 +103,7 @@ def _grid(plan: Plan) -> Table:
 
 
 def _ranks(plan: Plan) -> dict[Role, dict[int, int]]:
-    """Role to slot to rank."""
+    """Map role to slot to rank."""
     return {
         role: {slot: rank for rank, process in enumerate(processes) for slot in process.slots}
         for role, processes in plan.processes.items()

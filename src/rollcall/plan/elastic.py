@@ -1,4 +1,4 @@
-"""A cluster section for fewer nodes: the same placement without the slots of the missing ones. Pure."""
+"""Shrinks a cluster section to fewer nodes: the same placement without the slots of missing nodes. Pure."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from rollcall.plan.placement import Plan, Role
 
 
 def shrink(section: ClusterSection, plan: Plan, *, kept: Sequence[int]) -> ClusterSection:
-    """The section as if the cluster had only the ``kept`` nodes (ranks, in order), numbered from 0; ``plan`` is for all nodes."""
+    """Return the section for only the ``kept`` nodes (ranks, in order), renumbered from 0. ``plan`` is for all nodes."""
     lost = [rank for rank in range(plan.num_nodes) if rank not in kept]
     old = [slot for rank in kept for slot in plan.node_slots(rank)]
     number = {slot.index: new for new, slot in enumerate(old)}

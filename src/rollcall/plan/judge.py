@@ -1,4 +1,4 @@
-"""A run file as `rollcall plan` shows it: the placement, the memory it needs, and what is wrong with it. No Ray, no torch."""
+"""Judges a run file for `rollcall plan`: the placement, the memory it needs, and what is wrong with it. No Ray, no torch."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from rollcall.plan.room import on_kv, on_microbatch
 
 DEFAULT_CARD_GIB = 80.0
 WORTH_SAYING = 16 * GIB  # of host memory; nodes with accelerators have more
-TIGHT = 0.92  # a plan that needs more of the card than this is called tight: the estimate is not exact
+TIGHT = 0.92  # a plan that needs more of the GPU than this is called tight, because the estimate is not exact
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,11 +41,11 @@ class RunPlan:
     cluster: ClusterSection
     plan: Plan
     sizes: ModelSizes | None
-    memory: tuple[SlotMemory, ...]  # by group of the plan; empty: it cannot be estimated
+    memory: tuple[SlotMemory, ...]  # by group of the plan; empty if it cannot be estimated
     card: int | None  # bytes
-    host: dict[int, int]  # bytes of host memory for tensors, by node; empty: not estimated
+    host: dict[int, int]  # bytes of host memory for tensors, by node; empty if not estimated
     notes: tuple[str, ...]
-    problems: tuple[str, ...]  # why it cannot work; none: it can
+    problems: tuple[str, ...]  # why it cannot work; empty if it can
 
     def as_json(self) -> dict[str, Any]:
         return {
@@ -81,12 +81,12 @@ class RunPlan:
 
 
 def plan_run(config: Config, *, card_gib: float | None = None, model_config: Path | None = None) -> RunPlan:
-    """Raises PlacementError if there is no plan at all; other reasons are in ``problems``."""
+    """Plan and judge a run. Raises PlacementError if there is no plan at all; other faults are listed in ``problems``."""
     notes: list[str] = []
     problems: list[str] = []
     if config.cluster is None:
         notes.append("the run file has no cluster section: everything runs in one process on one slot")
-    # Without a cluster everything is in one process, a critic too.
+    # Without a cluster, everything is in one process, including the critic.
     together = "actor,rollout,critic" if config.algorithm.name == "ppo" else "actor,rollout"
     cluster = config.cluster or ClusterSection(component_placement={together: "all"})
     plan = plan_for(config, cluster)
@@ -131,7 +131,7 @@ def plan_run(config: Config, *, card_gib: float | None = None, model_config: Pat
 
 
 def _reward_sizes(config: Config, plan: Plan, notes: list[str]) -> ModelSizes | None:
-    """The sizes of the largest reward model."""
+    """Return the sizes of the largest reward model."""
     found: list[ModelSizes] = []
     for reward in config.reward if Role.REWARD in plan.processes else []:
         if reward.type == "model":
@@ -143,7 +143,7 @@ def _reward_sizes(config: Config, plan: Plan, notes: list[str]) -> ModelSizes | 
 
 
 def workable_plan(config: Config, cluster: ClusterSection) -> Plan:
-    """The plan on this cluster; PlacementError if there is none, or if a role cannot use its slots."""
+    """Return the plan for this cluster. Raises PlacementError if there is none, or if a role cannot use its slots."""
     plan = plan_for(config, cluster)
     if problems := role_problems(config, cluster, plan):
         raise PlacementError("; ".join(problems))
@@ -151,7 +151,7 @@ def workable_plan(config: Config, cluster: ClusterSection) -> Plan:
 
 
 def role_problems(config: Config, cluster: ClusterSection | None, plan: Plan) -> list[str]:
-    """Reasons why a role cannot use its processes and slots. ``cluster`` is None for a run in one process."""
+    """Return the reasons why roles cannot use their processes and slots. ``cluster`` is None for a run in one process."""
     trained = [role for role in TRAINED if role in plan.processes]
     problems: list[str] = []
     for role in trained:
@@ -175,7 +175,7 @@ def role_problems(config: Config, cluster: ClusterSection | None, plan: Plan) ->
 
 
 def _apart(config: Config, plan: Plan) -> Iterator[str]:
-    """Refuse actor and inference on overlapping slots: inference there uses the actor's weights and needs all of the actor's processes."""
+    """Refuse partly overlapping actor and inference slots: inference there uses the actor's weights and needs all its processes."""
     actor, inference = (
         set(plan.role_slots(role)) if role in plan.processes else set() for role in (Role.ACTOR, Role.INFERENCE)
     )
@@ -187,7 +187,7 @@ def _apart(config: Config, plan: Plan) -> Iterator[str]:
 
 
 def _width_problems(role: Role, width: int, rollout: RolloutSection) -> list[str]:
-    """Check a role that samples or scores with ``width`` GPUs in each process. Logical slots have no such limit."""
+    """Check a role that samples or scores with ``width`` GPUs per process. Logical slots have no such limit."""
     has = f"{role} has processes of {counted(width, 'slot')}"
     if role is Role.ROLLOUT and rollout.engine == "vllm":
         size = rollout.vllm.tensor_parallel_size
@@ -208,7 +208,7 @@ def _width_problems(role: Role, width: int, rollout: RolloutSection) -> list[str
 
 
 def _unreachable(config: Config, plan: Plan) -> list[str]:
-    """The first process that new weights cannot reach."""
+    """Report the first process that new weights cannot reach."""
     if config.rollout.weights != "shared_memory":
         return []
     actors = plan.processes[Role.ACTOR]
@@ -234,7 +234,7 @@ def _weightless(weights: list[float] | None, plan: Plan) -> list[str]:
 
 
 def _too_long(config: Config, sizes: ModelSizes) -> list[str]:
-    """Refuse completions so long that no prompt fits. Whether the longest prompt fits, only the data shows."""
+    """Refuse completions so long that no prompt fits. Only the data can show whether the longest prompt fits."""
     most = config.rollout.max_response_tokens
     if config.environment is not None or most < sizes.positions:
         return []
@@ -254,7 +254,7 @@ def indivisible(plan: Plan, sizes: ModelSizes) -> list[str]:
             ("key/value heads", sizes.kv_heads),
             ("MLP columns", sizes.intermediate),
         )
-        # Neighbours may have the same key/value head.
+        # Neighbours may share a key/value head.
         if count % mesh.tensor and (what != "key/value heads" or mesh.tensor % count)
     ]
     for role, mesh in plan.meshes.items():
@@ -281,7 +281,7 @@ def _judge_memory(memory: tuple[SlotMemory, ...], card: int | None, *, notes: li
 
 
 def _on_sizes(config: Config, plan: Plan, memory: tuple[SlotMemory, ...], card: int | None) -> Iterator[str]:
-    """Notes on what ``auto`` chooses and what that costs. The run measures a pass first, and may choose a little differently."""
+    """Yield notes on what ``auto`` chooses and what that costs. The run measures a pass first and may choose slightly differently."""
     for role in (role for entry in memory for role in entry.roles if role.tokens and card is not None):
         section = config.critic if role.role is Role.CRITIC else config.actor
         chosen = section.activation_checkpointing == "auto" and role.recompute
@@ -314,7 +314,7 @@ def _on_batch(config: Config, plan: Plan) -> Iterator[str]:
 
 
 def _on_overlap(config: Config, plan: Plan) -> Iterator[str]:
-    """Whether sampling and training can run at the same time, and do."""
+    """Yield notes if sampling and training could run at the same time but do not, or are meant to but cannot."""
     trains = {process.slots for process in plan.processes[Role.ACTOR]}
     shared = [process.slots in trains for process in plan.processes[Role.ROLLOUT]]
     staleness = config.trainer.staleness
@@ -394,7 +394,7 @@ def describe_model(run: RunPlan) -> str:
 
 
 def _processes_json(processes: Sequence[PlannedProcess]) -> list[dict[str, Any]]:
-    """By rank; the local rank counts those of the role on the same node."""
+    """List the processes by rank. The local rank counts the role's processes on the same node."""
     on_node: Counter[int] = Counter()
     rows = []
     for rank, process in enumerate(processes):

@@ -1,12 +1,12 @@
-"""How much memory each slot needs, by arithmetic on the model's sizes. Pure: no weights are loaded, no torch, no Ray.
+"""Estimates each slot's memory from the model's sizes. Pure: no weights are loaded, no torch, no Ray.
 
-Weights, optimizer state and KV cache are held for the whole run; gradients and activations only while a role works. Roles
-in one process take turns, so a slot needs the sum of the first and the largest of the second.
+Weights, optimizer state and KV cache stay in memory for the whole run, gradients and activations only while a role works. Roles
+in one process take turns, so a slot needs the sum of the former and the maximum of the latter.
 
-Each tensor group has the learner's whole state. With ``sharding`` the data ranks have parts of it, and gather one layer (and
-the next) and the embeddings while they run; so does a reference in the actor's processes. Inference and the native engine hold the
-whole model in each process; in the process of an actor without sharding they use the actor's weights. vLLM divides its own copy over
-the slots of its process. New weights come to it one tensor at a time, unless `rollout.weights` needs a whole copy to write into.
+Each tensor group has the learner's full state. With ``sharding``, the data ranks have parts of it, and gather the embeddings and
+two layers at a time while they run; so does a reference in the actor's processes. Inference and the native engine have the
+full model in each process, but in an unsharded actor's process they use the actor's weights. vLLM splits its own copy over its
+process's slots. It receives new weights one tensor at a time, unless `rollout.weights` needs a full copy to write into.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from rollcall.plan.placement import HOLDERS, TRAINED, Mesh, Plan, Role, RoleGrou
 
 GIB = 1 << 30
 KNOWN_TYPES = ("llama", "mistral", "qwen2", "qwen3")
-# Of a process on a GPU: the CUDA context, communication buffers, memory that the allocator cannot reuse.
+# Overhead per process on a GPU: the CUDA context, communication buffers, memory that the allocator cannot reuse.
 RUNTIME = 3 * GIB // 2
-NO_ROOM = -1  # KV is left out of the count
+NO_ROOM = -1  # KV is not counted
 READ_AT_ONCE = 64 << 20  # of stored weights
-VLLM_PARTS = 3 * (128 << 20)  # of an update, in memory that vLLM reads
+VLLM_PARTS = 3 * (128 << 20)  # pieces of an update, in memory that vLLM reads
 REWARD_ROWS = 16  # completions that a reward model scores at once
 
 
@@ -52,7 +52,7 @@ class ModelSizes(DecoderSizes):
 
     @classmethod
     def of(cls, fields: Mapping[str, Any], *, where: str) -> ModelSizes:
-        """From what transformers writes into config.json."""
+        """Read the sizes from the fields of a transformers config.json."""
         kind = fields.get("model_type")
         if kind not in KNOWN_TYPES:
             raise SizesUnknown(
@@ -89,7 +89,7 @@ class ModelSizes(DecoderSizes):
 
     @property
     def body_parameters(self) -> int:
-        """Without the output head, as a critic has it."""
+        """Parameters without the output head, as in a critic."""
         return self.layers * self.layer_parameters + self.vocab * self.hidden + self.hidden
 
     @property
@@ -97,7 +97,7 @@ class ModelSizes(DecoderSizes):
         return self.body_parameters + (0 if self.tied else self.vocab * self.hidden)
 
     def adapter_parameters(self, lora: LoraSection) -> int:
-        """Numbers of an adapter: rank times inputs and outputs of each module that has one."""
+        """Return the size of an adapter: the rank times the inputs plus outputs of each adapted module."""
         q, kv = self.heads * self.head_dim, self.kv_heads * self.head_dim
         sides = {
             "q_proj": self.hidden + q, "k_proj": self.hidden + kv, "v_proj": self.hidden + kv, "o_proj": q + self.hidden,
@@ -107,7 +107,7 @@ class ModelSizes(DecoderSizes):
         return self.layers * lora.rank * sum(sides[module] for module in lora.modules)
 
 
-PARTS = ("weights", "gradients", "optimizer", "activations", "kv")  # of what a role needs
+PARTS = ("weights", "gradients", "optimizer", "activations", "kv")  # the parts of a role's memory
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,14 +121,14 @@ class RoleMemory:
     gradients: int = 0
     activations: int = 0
     lent: int = 0  # the part of weights and kv that is free while another role works
-    copied: bool = False  # several data ranks hold the same, and could hold parts
+    copied: bool = False  # several data ranks have full copies that could be sharded
     recompute: Recompute = Recompute.NO
-    parked: int = 0  # activations that wait in host memory
-    tokens: int = 0  # of a micro-batch, where this role trains
-    longest: int = 0  # a rank's tokens of the longest row; a micro-batch has no fewer
+    parked: int = 0  # activations offloaded to host memory
+    tokens: int = 0  # in a micro-batch, if this role trains
+    longest: int = 0  # a rank's share of the longest row; a micro-batch has at least this many tokens
     kv_per_token: int = 0
-    divides: bool = False  # vLLM's, whose weights more slots of a process would share
-    adapts: bool = False  # all weights are trained, and an adapter could be in their place
+    divides: bool = False  # vLLM could split these weights over more slots per process
+    adapts: bool = False  # all weights are trained, but an adapter could be trained instead
 
     @property
     def held(self) -> int:
@@ -141,9 +141,9 @@ class RoleMemory:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SlotMemory:
-    """Bytes on each slot of one group of roles."""
+    """Bytes on each slot of one role group."""
 
-    slots: str  # as text: 0-19
+    slots: str  # such as 0-19
     roles: tuple[RoleMemory, ...]
     runtime: int
 
@@ -153,7 +153,7 @@ class SlotMemory:
 
 
 def read_sizes(path: str, *, model_config: Path | None = None) -> ModelSizes:
-    """Sizes of ``model.path``: an embedded model, a directory or checkpoint, a hub name in the local cache, or the given config.json."""
+    """Read the sizes of ``model.path`` (embedded model, directory, checkpoint or cached hub model) or of the given config.json."""
     place = Path(MODEL_DIR if path == "builtin:arithmetic" else path).expanduser()
     folder = (model_folder(str(place)) or place) if place.is_dir() else cached_folder(path)
     if model_config is not None:
@@ -174,7 +174,7 @@ def read_sizes(path: str, *, model_config: Path | None = None) -> ModelSizes:
 def slot_memory(
     plan: Plan, config: Config, sizes: ModelSizes, *, card: int | None, reward_sizes: ModelSizes | None
 ) -> tuple[SlotMemory, ...]:
-    """One entry per group of the plan. ``card`` is the bytes of an accelerator; without it, slots are logical seats on a CPU."""
+    """Return one entry per group in the plan. ``card`` is the accelerator's memory in bytes; if None, slots are logical CPU seats."""
     on_gpu = config.cluster is None or config.cluster.accelerator == "gpu"
     job = _Job(
         config=config,
@@ -192,8 +192,8 @@ def slot_memory(
 
 
 def host_memory(plan: Plan, config: Config, sizes: ModelSizes, memory: Sequence[SlotMemory]) -> dict[int, int]:
-    """Bytes of host memory that the tensors of a run on GPUs take on each node, in addition to the processes themselves. ``memory`` is that of
-    the plan's groups on their slots."""
+    """Return the bytes of host memory that the tensors of a GPU run take on each node, in addition to the processes themselves.
+    ``memory`` is the slot memory of the plan's groups."""
     in_parts = roles_in_parts(config, plan)
     job = _Job(config=config, sizes=sizes, width=element_size(config), card=None, reward_sizes=None, in_parts=in_parts)
     found: dict[int, int] = {}
@@ -212,7 +212,7 @@ def element_size(config: Config) -> int:
 
 
 def state_width(section: OptimizerSection, *, width: int) -> int:
-    """Bytes of optimizer state for each trained number: AdamW keeps two more, and a master where there are masters."""
+    """Return the bytes of optimizer state per trained parameter: AdamW's two moments, and a master weight if there are any."""
     masters = width == 2 and section.master_weights
     moment = 2 if section.optimizer.state == "bfloat16" else 4 if masters else width
     return (4 if masters else 0) + 2 * moment
@@ -222,13 +222,13 @@ def state_width(section: OptimizerSection, *, width: int) -> int:
 class _Job:
     config: Config
     sizes: ModelSizes
-    width: int  # bytes of a weight
+    width: int  # bytes per weight
     card: int | None
     reward_sizes: ModelSizes | None
-    in_parts: frozenset[Role]  # roles whose processes hold parts of one model
+    in_parts: frozenset[Role]  # roles whose processes each have a part of one model
 
     def roles(self, group: RoleGroup, meshes: Mapping[Role, Mesh], *, runtime: int) -> tuple[RoleMemory, ...]:
-        """Of one process, with what ``auto`` means in it: learners take turns, and KV gets what the larger of them leaves."""
+        """Return the memory of one process's roles, with ``auto`` resolved. Learners take turns, and KV gets what the larger leaves."""
         trained = [role for role in group.roles if role in TRAINED]
         if self.card is None:
             choices = {role: self._by_default(role) for role in trained}
@@ -262,7 +262,7 @@ class _Job:
 
     @property
     def _longest(self) -> int:
-        """Tokens of a prompt and a completion."""
+        """The most tokens that a prompt and its completion can have."""
         longest = self.config.data.max_prompt_tokens + self.config.rollout.max_response_tokens
         return min(longest, self.sizes.positions)
 
@@ -275,14 +275,14 @@ class _Job:
         choices: Mapping[Role, Choice],
         room: int | None,
     ) -> RoleMemory:
-        """``room`` is what KV may take at most, where that is open; NO_ROOM leaves it out; without a card it is `None`."""
+        """Return one role's memory. ``room`` limits KV if its size is open; NO_ROOM leaves KV out; None means there is no GPU."""
         mesh = meshes.get(role) or Mesh(data=1, tensor=1, context=1)
         match role:
             case Role.ACTOR | Role.CRITIC:
                 return self._trained(role, mesh, group, choices[role])
             case Role.REFERENCE if self.config.model.lora is not None and Role.ACTOR in group.roles:
                 shared = self._frozen(role, mesh, shards=mesh.tensor, choices=choices)
-                return replace(shared, weights=0)  # the actor's own
+                return replace(shared, weights=0)  # it uses the actor's weights
             case Role.REFERENCE:
                 data = self._data_shards(self.config.actor, mesh, group) if role in self.in_parts else 1
                 return self._frozen(role, mesh, shards=data * mesh.tensor, choices=choices)
@@ -294,11 +294,11 @@ class _Job:
             case Role.REWARD:
                 return self._reward(mesh)
             case Role.ENVIRONMENT:
-                return RoleMemory(role=role)  # memory of its nodes, and none of a slot
+                return RoleMemory(role=role)  # it uses its nodes' memory, not a slot's
 
     def on_host(self, role: Role, mesh: Mesh, group: RoleGroup) -> int:
-        """Host memory of one process for this role: what it reads at once, its copy of a checkpoint in parts, state that is kept off the
-        accelerator, and weights on their way to vLLM."""
+        """Return one process's host memory for this role: read buffers, its copy of a sharded checkpoint, state offloaded from the
+        accelerator, and weights in transit to vLLM."""
         if role is Role.ROLLOUT and self.config.rollout.engine == "vllm":
             return VLLM_PARTS + self.sizes.vocab * self.sizes.hidden * self.width
         if role not in TRAINED or role not in self.in_parts:
@@ -307,13 +307,13 @@ class _Job:
         shards = self._data_shards(section, mesh, group) * mesh.tensor
         state = trained * state_width(section, width=self.width)
         kept = 0
-        if section.cpu_offload:  # masters are the weights themselves, where those are trained
+        if section.cpu_offload:  # if the weights themselves are trained, the masters replace them
             masters = self.width == 2 and section.master_weights and self.config.model.lora is None
             kept = state + (0 if masters else self._num_parameters(role) * self.width)
         return READ_AT_ONCE + (trained * self.width + state + kept) // shards
 
     def _data_shards(self, section: OptimizerSection, mesh: Mesh, group: RoleGroup) -> int:
-        """Data ranks that each hold a part of the state."""
+        """Return the number of data ranks over which the state is sharded."""
         if section.sharding == "hsdp":
             on_node = sum(process.node_rank == group.processes[0].node_rank for process in group.processes)
             return min(section.sharding_group_size or max(1, on_node // mesh.tensor), mesh.lanes)
@@ -347,13 +347,13 @@ class _Job:
         in_parts = role in self.in_parts
         shards, width = data * mesh.tensor, self.width
         masters = width == 2 and section.master_weights
-        # FSDP's own weights are the masters, and what it gathers is what a forward reads.
+        # FSDP's own weights are the masters, and a forward pass reads what FSDP gathers.
         optimizer = trained * state_width(section, width=self.width) // shards
         gathered = self._gathered(mesh) if in_parts else 0
         weights = gathered if in_parts and masters and lora is None else num_parameters * width // shards + gathered
         weights += trained * width // shards if lora is not None else 0
-        gradients = trained * 4 // shards  # the sums over micro-batches
-        if in_parts and lora is None:  # of one layer, before and while it is added up over the ranks
+        gradients = trained * 4 // shards  # sums over micro-batches
+        if in_parts and lora is None:  # one layer's gradient, before and during the reduction over the ranks
             gradients += self.sizes.layer_parameters * (4 + width) // mesh.tensor
         if section.cpu_offload:
             weights, optimizer = gathered, 0
@@ -373,13 +373,13 @@ class _Job:
         )
 
     def _compiles(self, section: OptimizerSection, mesh: Mesh) -> bool:
-        """Or runs as if: on a CPU the derivatives are written out by hand, and keep the same."""
+        """Whether it compiles, or keeps as little as if it did: on a CPU, hand-written derivatives keep the same."""
         if mesh.tensor > 1:
             return False
         return section.compile if section.compile is not None else self.sizes.num_parameters >= COMPILE_FROM
 
     def _tokens(self, choice: Choice, mesh: Mesh) -> int:
-        """Of one process in one forward pass. A longer row has a micro-batch to itself, and a context group divides it."""
+        """Return a process's tokens per forward pass. A longer row gets its own micro-batch, and a context group splits it."""
         return max(choice.tokens, -(-self._longest // mesh.context))
 
     def _frozen(self, role: Role, mesh: Mesh, *, shards: int, choices: Mapping[Role, Choice]) -> RoleMemory:
@@ -398,7 +398,7 @@ class _Job:
         weights = (0 if shares_weights or not rollout.keeps_policy else whole) + vllm
         engine = self._engine(mesh)
         working = engine.filling + engine.graphs
-        if vllm and not shares_weights:  # the largest tensor on its way to vLLM, while nothing is sampled
+        if vllm and not shares_weights:  # the largest tensor in transit to vLLM, while nothing is sampled
             working = max(working, sizes.vocab * sizes.hidden * self.width)
         kv = self._kv(engine, room)
         lent = vllm + kv if vllm and rollout.vllm.sleep else 0
@@ -441,13 +441,13 @@ class _Job:
         )
 
     def _gathered(self, mesh: Mesh) -> int:
-        """Bytes of whole layers that a sharded model holds while it runs."""
+        """Return the bytes of gathered layers that a sharded model has in memory while it runs."""
         embeddings = (1 if self.sizes.tied else 2) * self.sizes.vocab * self.sizes.hidden
         return (2 * self.sizes.layer_parameters + embeddings) * self.width // mesh.tensor
 
 
 def lever(role: RoleMemory) -> str:
-    """Advice on what to change if this role does not fit."""
+    """Return advice on what to change if this role does not fit."""
     name = "critic" if role.role is Role.CRITIC else "actor"
     match max(PARTS, key=lambda part: getattr(role, part)):
         case "kv":

@@ -1,10 +1,10 @@
-"""How a gang divides one model.
+"""How a gang splits one model.
 
-Ranks count along three axes, the last the fastest: ``replicate`` (copies of the state), ``shard`` (FSDP: ranks that hold
-a part of each weight), ``tensor`` (ranks that hold other heads and columns). Ranks of one tensor group work on the same tokens.
-A lane is a tensor group: there are replicate x shard of them. ``context`` neighbouring lanes divide the tokens of the same rows.
-How weights are divided does not depend on it: it only says that a gang has lanes / context data ranks, each with different rows.
-A whole copy on every rank, as ``sharding: replicate`` has it, needs no ``ModelSplit``.
+Ranks are numbered along three axes, the last one fastest: ``replicate`` (copies of the state), ``shard`` (FSDP: each rank has a
+part of each weight) and ``tensor`` (each rank has different heads and columns). Ranks in a tensor group work on the same tokens.
+A lane is a tensor group: there are replicate x shard of them. ``context`` neighbouring lanes split the tokens of the same rows.
+This does not affect how weights are split: the gang just has lanes / context data ranks, each with different rows.
+A full copy on every rank (``sharding: replicate``) needs no ``ModelSplit``.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class ModelSplit:
 
 
 def is_split(section: OptimizerSection, *, num_ranks: int) -> bool:
-    """Whether the ranks hold parts of the model, and so have to run every forward together."""
+    """Whether each rank has only a part of the model, so that all ranks have to run every forward pass together."""
     shards = section.sharding != "replicate" and num_ranks > section.tensor_parallel_size
     return shards or section.tensor_parallel_size > 1 or section.cpu_offload
 
@@ -62,7 +62,7 @@ def is_split(section: OptimizerSection, *, num_ranks: int) -> bool:
 def split_of(
     section: OptimizerSection, *, rank: int, nodes: Sequence[Hashable], name: str = "actor"
 ) -> ModelSplit | None:
-    """``nodes`` has the node of each rank of the gang. The result is None if every rank has the whole model."""
+    """Return the split for ``rank``, or None if every rank has the full model. ``nodes`` lists the node of each rank in the gang."""
     num_ranks, tensor, context = len(nodes), section.tensor_parallel_size, section.context_parallel_size
     if num_ranks % (tensor * context):
         have = f"{num_ranks} processes" if num_ranks > 1 else "one process"
@@ -87,7 +87,7 @@ def split_of(
 
 
 def product_of(name: str, *, tensor: int, context: int) -> str:
-    """The ranks that work on the same rows, in the keys of the run file.
+    """Describe the number of ranks that work on the same rows, in terms of run file keys.
 
     >>> product_of("actor", tensor=2, context=3)
     'actor.tensor_parallel_size=2 x actor.context_parallel_size=3 = 6'
@@ -98,11 +98,11 @@ def product_of(name: str, *, tensor: int, context: int) -> str:
 
 
 def indivisible_heads(*, heads: int, kv_heads: int, tensor: int, context: int, name: str) -> str | None:
-    """Why the ranks of a context group cannot divide the heads, of which a rank of a tensor group has its part."""
+    """Return why a context group's ranks cannot split the heads, given that a tensor group splits them first; None if they can."""
     own, kv_own = heads // tensor, max(1, kv_heads // tensor)
 
     def fit(size: int) -> bool:
-        # Neighbours may have the same key/value head.
+        # Neighbours may share a key/value head.
         return own % size == 0 and (kv_own % size == 0 or size % kv_own == 0)
 
     if fit(context):

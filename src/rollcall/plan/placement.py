@@ -1,13 +1,13 @@
-"""Which role's processes sit on which slots: ``cluster.component_placement`` read into a ``Plan``. Pure: no Ray, no torch.
+"""Which role's processes run on which slots: parses ``cluster.component_placement`` into a ``Plan``. Pure: no Ray, no torch.
 
-A role's slots are written as ``slots`` reads them. Ranks of a role follow its slots and count from 0.
+``slots.py`` defines the syntax for a role's slots. A role's ranks follow its slots and start at 0.
 
-Roles that share a slot share its process. So two processes of two roles have either the same slots, and are then one
-operating-system process with both roles, or no slot in common. With ``rollout: all, actor: 0-3`` on eight slots, slots
-0-3 hold one process each with both roles (rollout ranks 0-3 are actor ranks 0-3) and slots 4-7 a rollout process each.
+Roles that share a slot share its process. So processes of two roles either have the same slots, and are then a single
+operating-system process with both roles, or have no slot in common. With ``rollout: all, actor: 0-3`` on eight slots, slots
+0-3 each have a process with both roles (rollout ranks 0-3 are actor ranks 0-3), and slots 4-7 each have a rollout process.
 
-The environment needs CPUs, which all slots of a node share. So its slots say on which nodes it runs: it has one process on each
-of them, in addition to those of the other roles.
+The environment needs CPUs, which all slots on a node share. So its slots only determine its nodes: it has one process on each
+node, in addition to the processes of other roles.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ class Role(StrEnum):
 
 
 TRAINED = (Role.ACTOR, Role.CRITIC)
-HOLDERS = (Role.ROLLOUT, Role.INFERENCE)  # they read the policy and do not train it
+HOLDERS = (Role.ROLLOUT, Role.INFERENCE)  # they read the policy but do not train it
 SCORERS = (Role.REFERENCE, Role.INFERENCE)  # they compute log-probs as the actor does
 
-# If a run needs one of these and does not place it, it goes into the actor's processes.
+# If a run needs one of these roles but does not place it, it runs in the actor's processes.
 WITH_THE_ACTOR = (Role.REFERENCE, Role.REWARD)
 _USERS = {
     Role.CRITIC: "algorithm.name=ppo",
@@ -48,7 +48,7 @@ _USERS = {
     Role.ENVIRONMENT: "a section environment",
 }
 
-_Spans = dict[Role, list[tuple[int, ...]]]  # the slots of each process of a role, by rank
+_Spans = dict[Role, list[tuple[int, ...]]]  # the slots of each role's processes, by rank
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,7 +61,7 @@ class Slot:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlannedProcess:
-    """One operating-system process and its rank in each role it holds."""
+    """One operating-system process and its rank in each of its roles."""
 
     slots: tuple[int, ...]  # global, consecutive, all on one node
     node_rank: int
@@ -72,26 +72,26 @@ class PlannedProcess:
 
     @property
     def kind(self) -> str:
-        """The roles that it has."""
+        """The process's roles, such as actor+rollout."""
         return "+".join(map(str, self.ranks))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoleGroup:
-    """All processes that hold exactly these roles, in slot order."""
+    """All processes with exactly these roles, in slot order."""
 
     roles: tuple[Role, ...]
     processes: tuple[PlannedProcess, ...]
 
     @property
     def slots(self) -> str:
-        """As text: 0-19."""
+        """The slots as a string, such as 0-19."""
         return ranges(slot for process in self.processes for slot in process.slots)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mesh:
-    """A role's slots as data x context x tensor, the last the fastest in slot order."""
+    """A role's slots as data x context x tensor. The last axis varies fastest in slot order."""
 
     data: int
     tensor: int
@@ -99,7 +99,7 @@ class Mesh:
 
     @property
     def lanes(self) -> int:
-        """Tensor groups: those of a context group work on the same rows, but hold weights as others do."""
+        """The number of tensor groups. Those in a context group work on the same rows, but have weights like any other."""
         return self.data * self.context
 
 
@@ -108,8 +108,8 @@ class Plan:
     slots_per_node: tuple[int, ...]
     slots: tuple[Slot, ...]  # by global slot
     processes: Mapping[Role, tuple[PlannedProcess, ...]]  # by rank
-    groups: tuple[RoleGroup, ...]  # every process of the cluster is in one of them, but for those of environments
-    meshes: Mapping[Role, Mesh]  # of the roles with a model
+    groups: tuple[RoleGroup, ...]  # each process in the cluster is in one of them, except environment processes
+    meshes: Mapping[Role, Mesh]  # for the roles with a model
     notes: tuple[str, ...]  # decisions that the user did not make
 
     @property
@@ -118,13 +118,13 @@ class Plan:
 
     @property
     def all_processes(self) -> list[PlannedProcess]:
-        """Those that hold models, in slot order."""
+        """The processes with models, in slot order."""
         found = (process for group in self.groups for process in group.processes)
         return sorted(found, key=lambda process: process.slots)
 
     @property
     def environments(self) -> tuple[PlannedProcess, ...]:
-        """By rank, one on each of their nodes; empty: they run where the controller does."""
+        """Environment processes by rank, one on each of their nodes. If empty, environments run on the controller's node."""
         return self.processes.get(Role.ENVIRONMENT, ())
 
     @property
@@ -132,7 +132,7 @@ class Plan:
         return len(self.slots_per_node)
 
     def world_size(self, role: Role | str) -> int:
-        """Processes of the role; 0 when it has none."""
+        """Return the number of processes of the role."""
         return len(self.processes.get(Role(role), ()))
 
     def node_slots(self, node_rank: int) -> tuple[Slot, ...]:
@@ -144,7 +144,7 @@ class Plan:
 
 
 def plan_for(config: Config, cluster: ClusterSection) -> Plan:
-    """The plan of a run on this cluster, or a PlacementError."""
+    """Return the plan for a run on this cluster. Raises PlacementError if there is none."""
     roles = needed_roles(config)
     sizes = {Role.ACTOR: config.actor.tensor_parallel_size, Role.CRITIC: config.critic.tensor_parallel_size}
     context = dict.fromkeys((Role.ACTOR, *SCORERS), config.actor.context_parallel_size)
@@ -158,7 +158,7 @@ def plan_for(config: Config, cluster: ClusterSection) -> Plan:
 
 
 def needed_roles(config: Config) -> frozenset[Role]:
-    """The roles that a run needs."""
+    """Return the roles that a run needs."""
     roles = {Role.ACTOR, Role.ROLLOUT}
     if config.algorithm.name == "ppo":
         roles.add(Role.CRITIC)
@@ -172,7 +172,7 @@ def needed_roles(config: Config) -> frozenset[Role]:
 
 
 def roles_in_parts(config: Config, plan: Plan) -> frozenset[Role]:
-    """Roles whose processes hold parts of one model. A reference in the actor's processes is divided as the actor is."""
+    """Return the roles whose processes each have a part of one model. A reference in the actor's processes is split like the actor."""
     found = {
         role
         for role in TRAINED
@@ -184,7 +184,7 @@ def roles_in_parts(config: Config, plan: Plan) -> frozenset[Role]:
 
 
 def roles_together(config: Config, plan: Plan) -> frozenset[Role]:
-    """Roles whose processes run every forward together: they hold parts of one model, or divide the tokens of their rows."""
+    """Return the roles whose processes run every forward pass together, because they split a model or the tokens of their rows."""
     found = roles_in_parts(config, plan) | {role for role, mesh in plan.meshes.items() if mesh.context > 1}
     if Role.ACTOR in found and plan.processes.get(Role.INFERENCE) == plan.processes[Role.ACTOR]:
         found |= {Role.INFERENCE}
@@ -198,11 +198,11 @@ def plan_placement(
     tensor_parallel: Mapping[Role, int] | None = None,
     context_parallel: Mapping[Role, int] | None = None,
 ) -> Plan:
-    """The plan, or a PlacementError.
+    """Return the plan, or raise a PlacementError.
 
-    ``needed`` are the roles of the run; by default those that are placed. ``tensor_parallel`` has the number of slots of a
-    role's tensor group; by default the slots of a process. ``context_parallel`` has the tensor groups of a role's context group;
-    by default one.
+    ``needed`` are the run's roles, by default all placed roles. ``tensor_parallel`` maps a role to the number of slots in its tensor
+    group, by default the slots of one process. ``context_parallel`` maps a role to the number of tensor groups in its context
+    group, by default one.
     """
     nodes = Nodes.of(cluster)
     placed = _read(cluster, nodes)
@@ -219,7 +219,7 @@ def plan_placement(
     sizes = tensor_parallel or {}
     meshes: dict[Role, Mesh] = {}
     for role, own in processes.items():
-        if role in SCORERS and own == processes.get(Role.ACTOR):  # it is divided as the actor is
+        if role in SCORERS and own == processes.get(Role.ACTOR):  # it is split like the actor
             meshes[role] = meshes[Role.ACTOR]
         else:
             meshes[role] = _mesh_of(role, own, wanted=sizes.get(role), context=context.get(role, 1), notes=notes)
@@ -245,7 +245,7 @@ def _slots(nodes: Nodes, processes: Sequence[PlannedProcess]) -> tuple[Slot, ...
 
 
 def _environments(placed: _Spans, nodes: Nodes) -> tuple[PlannedProcess, ...]:
-    """One for each node that has a slot of theirs, and with these slots."""
+    """Plan one environment process for each node that has environment slots, with these slots."""
     on_node: dict[int, list[int]] = {}
     for span in placed.get(Role.ENVIRONMENT, ()):
         on_node.setdefault(nodes.node_of[span[0]], []).append(span[0])
@@ -276,7 +276,7 @@ def _read(cluster: ClusterSection, nodes: Nodes) -> _Spans:
 
 
 def _check_gangs(spans: _Spans, *, in_gangs: Sequence[Role]) -> None:
-    """A process works in one gang, so roles whose processes work together share all of them, or none."""
+    """Check that roles with gangs share either all processes or none, because a process can be in only one gang."""
     placed = [role for role in in_gangs if role in spans]
     for one, other in combinations(placed, 2):
         first, second = set(spans[one]), set(spans[other])
@@ -342,7 +342,7 @@ def _check_all_used(placed: _Spans, nodes: Nodes, notes: Sequence[str]) -> None:
 
 
 def _share(spans: _Spans, nodes: Nodes) -> dict[tuple[int, ...], PlannedProcess]:
-    """The operating-system processes by their slots, in slot order."""
+    """Return the operating-system processes keyed by their slots, in slot order."""
     ranks_at: dict[tuple[int, ...], dict[Role, int]] = {}
     owner: dict[int, tuple[Role, int]] = {}
     for role, own in spans.items():

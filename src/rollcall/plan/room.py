@@ -1,4 +1,4 @@
-"""Sentences on what too little memory costs, for `rollcall plan` and for a run that has to cope with it. Pure arithmetic."""
+"""Messages about the cost of too little memory, for `rollcall plan` and for a run that has to cope with it. Pure arithmetic."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from rollcall.config import Config
 from rollcall.config.sections import OptimizerChoice
 from rollcall.plan.choose import ENOUGH_TOKENS
 
-FEW = 8  # an engine that decodes less than this part of what it could at once is slow
-SMALL = ENOUGH_TOKENS // 4  # tokens; a card waits for its memory in smaller micro-batches
+FEW = 8  # an engine is slow if it can decode less than 1/FEW of its completions at once
+SMALL = ENOUGH_TOKENS // 4  # tokens; smaller micro-batches are memory-bound
 
 
 def on_kv(config: Config, *, tokens: int, longest: int, per_token: int, num_engines: int) -> str | None:
-    """Warn of a small KV cache that ``auto`` chose. ``longest`` counts the tokens of prompt and completion."""
+    """Warn about a small KV cache that ``auto`` chose. ``longest`` counts the tokens of prompt and completion."""
     at_once = min(config.rollout.max_running, -(-config.completions_per_step // num_engines))
     rows = max(1, tokens // longest)
     if rows * FEW >= at_once:
@@ -27,8 +27,8 @@ def on_kv(config: Config, *, tokens: int, longest: int, per_token: int, num_engi
 def on_microbatch(
     config: Config, name: str, *, tokens: int, longest: int, num_ranks: int, needed: int = 0, room: int = 0
 ) -> str | None:
-    """Warn of a small micro-batch that ``auto`` chose for the learner ``name``. ``needed`` is the bytes of a pass, ``room`` those that
-    are free."""
+    """Warn about a small micro-batch that ``auto`` chose for the learner ``name``. ``needed`` is the number of bytes for a pass, and
+    ``room`` the number of free bytes."""
     section = config.critic if name == "critic" else config.actor
     rows = -(-config.completions_per_step // (section.minibatches * num_ranks))
     passes = -(-rows * longest // tokens)

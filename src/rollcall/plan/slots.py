@@ -1,8 +1,8 @@
-"""Slots by number, and the text that names them: ``all``, a slot, a range ``a-b`` (both ends in), or a list of these joined
-by commas. Slots are numbered node by node.
+"""Slot numbers and their syntax: ``all``, a slot, an inclusive range ``a-b``, or a comma-separated list of these.
+Slots are numbered node by node.
 
-Each part may say over which process ranks its slots are spread: ``0-7:0-3`` is four processes of two slots each. Without
-ranks a part has one process per slot.
+Each part may specify the process ranks over which its slots are spread: ``0-7:0-3`` is four processes with two slots each.
+Without ranks, a part has one process per slot.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Nodes:
         return len(self.node_of)
 
     def sum(self) -> str:
-        """'4 nodes x 8 = 32 slots', or '8 + 4 = 12 slots on 2 nodes'."""
+        """Describe the total: '4 nodes x 8 = 32 slots', or '8 + 4 = 12 slots on 2 nodes'."""
         if len(set(self.sizes)) == 1:
             return f"{counted(len(self.sizes), 'node')} x {self.sizes[0]} = {self.num_slots} {plural('slot', self.num_slots)}"
         shown = " + ".join(
@@ -71,7 +71,7 @@ class _Part:
 
 
 def read_slots(text: str, *, nodes: Nodes, key: str) -> list[tuple[int, ...]]:
-    """The slots of each process, in slot order."""
+    """Return the slots of each process, in slot order."""
     given = f"{WHERE}: {key}: {text}"
     parts = sorted(
         (_parse_part(part.strip(), nodes=nodes, given=given) for part in text.split(",")),
@@ -119,7 +119,7 @@ def _parse_part(text: str, *, nodes: Nodes, given: str) -> _Part:
 
 
 def _check_ranks(part: _Part, *, num_before: int, given: str) -> None:
-    """The user's ranks follow the slots, and each process gets the same number of slots."""
+    """Check that the ranks follow the slots and that each process gets the same number of slots."""
     if part.ranks is None:
         return
     slots, processes = part.num_slots, part.num_processes

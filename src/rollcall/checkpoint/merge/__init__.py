@@ -1,1 +1,1 @@
-"""`rollcall merge`: a checkpoint of any writer, into one directory that ``transformers`` and ``vllm`` open."""
+"""`rollcall merge`: turns a checkpoint from any tool into a directory that ``transformers`` and ``vllm`` can open."""

@@ -1,4 +1,4 @@
-"""The whole model of an adapter, for a merge: the weights of its base with the adapter added to them."""
+"""Builds an adapter's full model for a merge: the base weights with the adapter added."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ ADAPTED = "adapter and its model"
 
 @contextmanager
 def whole_model(source: Path, *, out: Path) -> Iterator[Stored | None]:
-    """The tensors of the model with the adapter at ``source``, in a file next to the target that is removed when the block ends; None if
-    there is no adapter at ``source``."""
+    """Write the full model for the adapter at ``source`` to a file next to the target and yield its tensors. The file is removed
+    when the block ends. Yields None if there is no adapter at ``source``."""
     folder = adapter_folder(source) if source.is_dir() else None
     if folder is None:
         yield None
@@ -35,7 +35,7 @@ def whole_model(source: Path, *, out: Path) -> Iterator[Stored | None]:
     from rollcall.base.errors import ModelFilesError
     from rollcall.model.load import ModelError, bases_of, load_causal_lm, outline_causal_lm
 
-    space = out.with_name(f".adapter-{out.name}")  # a merge that is killed leaves it, and the next one takes it over
+    space = out.with_name(f".adapter-{out.name}")  # a killed merge leaves it behind, and the next one reuses it
     with locked(space, out):
         try:
             _refuse_changed(folder)
@@ -65,7 +65,7 @@ def whole_model(source: Path, *, out: Path) -> Iterator[Stored | None]:
 
 
 def _refuse_changed(folder: Path) -> None:
-    """Of a checkpoint: the files are read by those who do not know its checksums."""
+    """Refuse a checkpoint with changed files. Checked here because the code that reads them does not know the checksums."""
     checkpoint = checkpoint_of(folder)
     if checkpoint is None or checkpoint / "model" != folder:
         return

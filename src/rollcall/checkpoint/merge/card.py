@@ -1,4 +1,4 @@
-"""The files of a merged model that are not its weights: config files, and a model card with the facts of the run."""
+"""The files of a merged model other than its weights: config files, and a model card with facts about the run."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from rollcall.model.stored.files import StoredError
 from rollcall.model.stored.find import ADAPTER_CONFIG, PROBE, checkpoint_of
 from rollcall.model.stored.tensors import Stored
 
-# Config files by the ends of their names; of folders only the one of further templates.
+# Suffixes of config files. The only folder that is copied is the one with additional templates.
 CONFIG_ENDS = (".json", ".txt", ".model", ".jinja", ".tiktoken", ".py")
 NOT_COPIED = (
     "model.safetensors.index.json", "pytorch_model.bin.index.json", "verified.json", "README.md", ADAPTER_CONFIG,
@@ -28,23 +28,23 @@ _HUB_NAME = re.compile(r"[\w][\w.-]*(/[\w][\w.-]*)?")
 
 
 def not_of_a_model(folder: Path) -> Path | None:
-    """Finds a file or folder in a model directory that is not part of any model: somebody's own, or a link to elsewhere."""
+    """Find a file or folder in a model directory that does not belong to a model: a user's own file, or a symlink."""
     suffixes, words = (*CONFIG_ENDS, ".safetensors", ".bin", ".md"), ("LICENSE", "NOTICE")
 
     def belongs(path: Path) -> bool:
         if path.is_symlink() or path.name.startswith("."):
             return False
         if path.is_dir():
-            return path.name == "additional_chat_templates"  # of transformers
+            return path.name == "additional_chat_templates"  # transformers' folder
         return path.is_file() and (path.suffix in suffixes or path.name.startswith(words))
 
     return next((path for path in sorted(folder.rglob("*")) if not belongs(path)), None)
 
 
 def copy_config_files(stored: Stored, folder: Path, out: Path, *, dtype: DType | None) -> None:
-    """Copy the files of ``folder`` that belong to a model; config.json says in which type the weights are.
+    """Copy the files in ``folder`` that belong to a model, and set the dtype of the weights in config.json.
 
-    The probe comes only from the folder of the weights: that of another model would refuse this one.
+    The probe is copied only from the folder with the weights: a different model's probe would refuse this one.
     """
     own = () if stored.folder is None else stored.folder.glob(PROBE)
     others = (path for path in (*folder.iterdir(), *folder.glob(TEMPLATES)) if path.name != PROBE)
@@ -68,15 +68,15 @@ def copy_config_files(stored: Stored, folder: Path, out: Path, *, dtype: DType |
 
 
 def _free_config_files(data: bytes) -> bytes:
-    """The probe without the checksums of config files, for config files that were chosen on purpose: only the log-probs must match."""
+    """Drop the config file checksums from the probe if the user chose other config files: then only the log-probs must match."""
     try:
         return json.dumps({**json.loads(data), "beside": {}}, indent=1).encode()
     except (ValueError, TypeError, RecursionError):
-        return data  # its reader says what is wrong with it
+        return data  # whoever reads it reports the error
 
 
 def _config(data: bytes, path: Path, *, dtype: DType | None) -> bytes:
-    """Without the path that the model was once loaded from, which is of no use elsewhere."""
+    """Remove the local path that the model was loaded from, which is useless elsewhere, and set the dtype."""
     try:
         fields = json.loads(data)
         name = fields.pop("_name_or_path", None)
@@ -99,7 +99,7 @@ def is_hub_name(name: str) -> bool:
 
 
 def run_facts(stored: Stored) -> dict[str, str]:
-    """Facts of the run, for people: no paths and nothing else of the run file."""
+    """Return facts about the run for human readers: no paths and nothing else from the run file."""
     facts = stored.facts
     found: dict[str, str] = {}
     run = _run_file(Path(stored.origin))
@@ -118,19 +118,19 @@ def run_facts(stored: Stored) -> dict[str, str]:
             str(key): f"{value:.4g}"
             for key, value in scores.items()
             if isinstance(value, float)
-            or (isinstance(value, int) and abs(value) < 10**15)  # others cannot be written so
+            or (isinstance(value, int) and abs(value) < 10**15)  # larger integers cannot be formatted like this
         }
     return found
 
 
 def _run_file(origin: Path) -> dict[str, Any]:
-    """The run file of the run that wrote a checkpoint or an exported ``model/``; empty if the weights are of no run."""
+    """Return the run file of the run that wrote a checkpoint or an exported ``model/``; empty if no run wrote the weights."""
     path = origin.absolute()
     if (checkpoint := checkpoint_of(path)) is not None:
         path = checkpoint.parent.parent if checkpoint.parent.name == "checkpoints" else checkpoint
     elif (
         path.name == "model" and (path.parent / "metrics.jsonl").is_file()
-    ):  # otherwise the run file may be of something else
+    ):  # otherwise the run file may belong to something else
         path = path.parent
     try:
         fields = read_yaml(path / "run.yaml", what="run file")
@@ -176,13 +176,13 @@ def card(
         "|---|---|",
         *(f"| {_cell(key)} | {_cell(value)} |" for key, value in rows.items()),
     ]
-    # Without the paths of this machine.
+    # Leave out this machine's paths.
     lines += ["", *(f"- {_cell(note.replace(stored.origin, 'the checkpoint'))}" for note in notes)] if notes else []
     return "\n".join(lines) + "\n"
 
 
 def _cell(text: str) -> str:
-    """Text from files of others, as text: no markup, no links, no second line.
+    """Escape untrusted text for a table cell: no markup, no links, no line breaks.
 
     >>> _cell("a|b <script>\\n# [x](y)")
     'a/b &lt;script> # \\\\[x](y)'

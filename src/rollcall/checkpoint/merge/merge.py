@@ -1,7 +1,7 @@
-"""One directory from a checkpoint: a plan of copies, threads that carry it out, one rename at the end.
+"""Merges a checkpoint into one directory: a plan of copies, threads that execute it, and one rename at the end.
 
-Threads take units from the plan; each reads its range of a stored file, checks it and writes it. The calling thread brings what they
-have written to the disk and notes it. The first error, or Ctrl-C, ends the others at once. What is written stays for the next start.
+Threads take units from the plan. Each reads its range of a stored file, verifies it and writes it. The calling thread flushes what
+they have written to disk and records it. The first error, or Ctrl-C, stops the others. Finished units are kept for the next try.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Merged:
     num_tensors: int
     num_bytes: int
     num_files: int
-    continued_bytes: int  # that an earlier, interrupted merge had written
+    continued_bytes: int  # already written by an earlier, interrupted merge
     duration_s: float
     facts: dict[str, str]
     notes: tuple[str, ...]
@@ -74,8 +74,8 @@ def merge(
     base: Path | None = None,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Merged:
-    """``base``: a model directory with config and tokenizer, for weights that come without them. ``progress`` gets the
-    bytes that are copied and those that are to be."""
+    """Merge ``source`` into ``out``. ``base`` is a model directory with config and tokenizer, for weights that come without them.
+    ``progress`` receives the number of bytes copied so far and the total."""
     out = Path(os.path.abspath(out))
     if isinstance(source, Path):
         with _disk_in_words(out), whole_model(source, out=out) as whole:
@@ -107,7 +107,7 @@ def merge(
         tensors = [stored.tensors[name] for name in names]
         dtypes = {written_dtype(one, target) for one in tensors}
         floats = [one for one in dtypes if one.is_floating_point]
-        # A loader takes the type of the weights from config.json, which may name another than the shards are in.
+        # A loader takes the dtype of the weights from config.json, which may differ from the dtype of the shards.
         copy_config_files(stored, folder, staging.model, dtype=floats[0] if len(floats) == 1 else target)
         if (index := plan.index()) is not None:
             (staging.model / INDEX).write_text(index)

@@ -1,8 +1,8 @@
-"""The plan of a merge, byte by byte, and how its units are copied.
+"""Plans a merge byte by byte and copies its units.
 
-A unit is a range of a stored file that is read once, in order, and checked while it is read; each element is written to its place. It is
-also the step of progress: a merge that was interrupted continues with the units that are missing. Memory is one buffer of ``CHUNK``
-bytes for each thread; it is small, so that what was read is still in the processor's cache when it is checked and written.
+A unit is a range in a stored file that is read once, in order, and verified while it is read. Each element is written to its place.
+Progress is recorded per unit: an interrupted merge continues with the missing ones. Each thread uses one buffer of ``CHUNK``
+bytes, small enough that the data is still in the CPU cache when it is verified and written.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ class OutFile:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Copy:
-    """A piece and where it goes: the tensor that begins at byte ``offset`` of the written file ``file``."""
+    """A piece and its target: the tensor that begins at byte ``offset`` in output file ``file``."""
 
     piece: Piece
     stored: DType
     written: DType
-    shape: tuple[int, ...]  # of the whole tensor
+    shape: tuple[int, ...]  # of the full tensor
     file: int
     offset: int
 
@@ -58,7 +58,7 @@ class Copy:
 class Unit:
     file: StoredFile
     copies: tuple[Copy, ...]
-    records: tuple[CheckedRange, ...]  # to check; empty where the whole file has a checksum, or nothing has
+    records: tuple[CheckedRange, ...]  # to verify; empty if the file has one checksum, or none at all
 
     @property
     def name(self) -> str:
@@ -79,7 +79,7 @@ class MergePlan:
     fingerprint: str
 
     def index(self) -> str | None:
-        """The index of the written files; None where there is only one."""
+        """Return the index for the output files, or None if there is only one file."""
         if len(self.files) == 1:
             return None
         metadata = {"total_size": self.num_bytes}
@@ -87,7 +87,7 @@ class MergePlan:
 
 
 def plan_merge(stored: Stored, names: Sequence[str], *, dtype: DType | None, max_shard_size: int) -> MergePlan:
-    """``names``: the tensors to write, in this order. ``dtype`` is for those that are floating-point; None keeps each one's."""
+    """Plan to write the tensors ``names`` in this order. Floating-point tensors are converted to ``dtype``; None keeps their dtypes."""
     written = {name: written_dtype(stored.tensors[name], dtype) for name in names}
     if unknown := next((name for name in names if written[name].in_safetensors is None), None):
         file = next((str(piece.file) for piece in stored.tensors[unknown].pieces), stored.origin)
@@ -131,7 +131,7 @@ def written_dtype(tensor: StoredTensor, dtype: DType | None) -> DType:
 
 
 def _shards(names: Sequence[str], sizes: Mapping[str, int], *, most: int) -> list[list[str]]:
-    """Files of at most ``most`` bytes of tensors; a larger tensor is alone in its file."""
+    """Split tensors into files of at most ``most`` bytes. A larger tensor gets its own file."""
     shards: list[list[str]] = [[]]
     filled = 0
     for name in names:
@@ -144,7 +144,7 @@ def _shards(names: Sequence[str], sizes: Mapping[str, int], *, most: int) -> lis
 
 
 def _units(file: StoredFile, copies: Iterable[Copy]) -> list[Unit]:
-    """One unit where the whole file has a checksum, else units of about UNIT_BYTES that share no record."""
+    """Return one unit if the file has a single checksum, otherwise units of about UNIT_BYTES that share no record."""
     ordered = sorted(copies, key=lambda copy: copy.begin)
     if file.blake2b is not None:
         return [Unit(file=file, copies=tuple(ordered), records=())]
@@ -169,7 +169,7 @@ def _units(file: StoredFile, copies: Iterable[Copy]) -> list[Unit]:
 
 
 def _fingerprint(files: Sequence[OutFile], units: Sequence[Unit]) -> str:
-    """The same for two plans that read the same files and write the same bytes."""
+    """Return a hash that is equal for two plans that read the same files and write the same bytes."""
     digest = blake2b(digest_size=16)
     for out in files:
         digest.update(f"{out.name} {out.size} ".encode() + out.header)
@@ -185,7 +185,7 @@ def _fingerprint(files: Sequence[OutFile], units: Sequence[Unit]) -> str:
 
 
 def copy_unit(unit: Unit, outs: Sequence[int], *, advance: Callable[[int], None]) -> None:
-    """``outs`` are the descriptors of the written files; ``advance`` gets the number of copied bytes."""
+    """Copy one unit. ``outs`` are the output file descriptors; ``advance`` receives the number of bytes copied."""
     checks = _Checks(unit)
     fd = os.open(unit.file.path, os.O_RDONLY)
     try:
@@ -203,13 +203,13 @@ def copy_unit(unit: Unit, outs: Sequence[int], *, advance: Callable[[int], None]
                     advance(len(data))
                 at += len(data)
         checks.end()
-        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)  # it is read once; leave the cache to others
+        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)  # it is read only once, so free the page cache
     finally:
         os.close(fd)
 
 
 def _spans(unit: Unit) -> Iterator[tuple[int, int, list[Copy]]]:
-    """The ranges to read, in order: what is copied, and what a checksum covers. Every copy takes all of a range, or nothing."""
+    """Yield the ranges to read, in order: everything to copy or covered by a checksum. A copy uses a full range or none of it."""
     covered = [(one.offset, one.offset + one.size) for one in unit.records]
     if unit.file.blake2b is not None:
         covered = [(0, unit.file.size)]
@@ -227,7 +227,7 @@ def _spans(unit: Unit) -> Iterator[tuple[int, int, list[Copy]]]:
 
 
 class _Checks:
-    """The checksums of a unit, over bytes that arrive in order."""
+    """Verifies a unit's checksums over bytes that arrive in order."""
 
     def __init__(self, unit: Unit) -> None:
         self._file = unit.file
@@ -264,7 +264,7 @@ class _Checks:
 
 
 def _write(copy: Copy, data: memoryview, at: int, outs: Sequence[int]) -> None:
-    """Write the bytes of a piece that begin at ``at`` of the stored file."""
+    """Write the bytes of a piece that begin at offset ``at`` in the stored file."""
     behind = at - copy.begin
     if behind % copy.stored.itemsize or len(data) % copy.stored.itemsize:
         raise StoredError(
@@ -276,7 +276,7 @@ def _write(copy: Copy, data: memoryview, at: int, outs: Sequence[int]) -> None:
     width = copy.written.itemsize
     fd = outs[copy.file]
     outer = _outer(copy)
-    run = prod(copy.piece.shape[outer:])  # elements that lie together in the whole tensor
+    run = prod(copy.piece.shape[outer:])  # elements that are contiguous in the full tensor
     done, count = 0, len(data) // width
     while done < count:
         number, inside = divmod(first + done, run)
@@ -287,7 +287,7 @@ def _write(copy: Copy, data: memoryview, at: int, outs: Sequence[int]) -> None:
 
 
 def _outer(copy: Copy) -> int:
-    """How many of a piece's dimensions lie outside of a run of elements that lie together in the whole tensor."""
+    """Return how many of the piece's leading dimensions are outside a run that is contiguous in the full tensor."""
     dim = len(copy.shape)
     while dim and copy.piece.shape[dim - 1] == copy.shape[dim - 1]:
         dim -= 1
@@ -295,7 +295,7 @@ def _outer(copy: Copy) -> int:
 
 
 def _begin_of_run(copy: Copy, number: int, *, outer: int) -> int:
-    """Where a run of a piece begins in the whole tensor, in elements."""
+    """Return where a run of the piece begins in the full tensor, in elements."""
     at = list(copy.piece.start)
     for dim in reversed(range(outer)):
         number, index = divmod(number, copy.piece.shape[dim])

@@ -1,4 +1,4 @@
-"""Chooses the stored tensors that belong to the model, by comparing them with what its config.json describes."""
+"""Selects the stored tensors that belong to the model by comparing them with its config.json."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ ADAPTERS = (".lora_A.", ".lora_B.", ".lora_embedding_A.", ".lora_embedding_B.", 
 
 
 def select(stored: Stored, folder: Path) -> tuple[list[str], list[str]]:
-    """The names of the tensors, and notes on what was left out and what could not be checked. ``folder`` has the model's config.json."""
+    """Return the tensor names, and notes on what was left out or could not be checked. ``folder`` contains the model's config.json."""
     if adapter := next((name for name in stored.tensors if any(part in name for part in ADAPTERS)), None):
         raise StoredError(
             f"{stored.origin} holds an adapter ({adapter}), not only a model; merge the adapter into its model first, with peft's "
             "merge_and_unload"
         )
     try:
-        fields = read_model_config(folder / "config.json")  # transformers builds any number of layers, one by one
+        fields = read_model_config(folder / "config.json")  # transformers would build any number of layers
     except ModelFilesError as error:
         raise StoredError(str(error)) from None
     outline = known_outline(fields) or outline_of(folder)

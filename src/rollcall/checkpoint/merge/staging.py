@@ -1,7 +1,7 @@
-"""The folder in which a merge is made, next to its target: it survives an interruption, and becomes the target in one rename.
+"""The working folder of a merge, next to its target: it survives an interruption and becomes the target in one rename.
 
-``.merging-NAME/`` holds the written files in ``model/``, the plan's fingerprint, one line for each unit that is on the disk, and a
-lock. The same command finds it and continues; a merge of other files, or to other files, begins again.
+``.merging-NAME/`` contains the output files in ``model/``, the plan's fingerprint, one line for each unit on disk, and a
+lock. The same command finds it and continues. A merge with different inputs or outputs starts again.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ PLAN, PROGRESS = "plan.json", "done.jsonl"
 
 
 class Staging:
-    """Made by ``begin``, which holds the lock. ``done`` are the names of the units that are written."""
+    """Created by ``begin``, which holds the lock. ``done`` contains the names of finished units."""
 
     def __init__(self, folder: Path, plan: MergePlan) -> None:
         self.model = folder / "model"
@@ -34,7 +34,7 @@ class Staging:
         self.done: set[str] = set()
 
     def prepare(self) -> None:
-        """Continue with the files of an earlier start if they are of the same plan; otherwise begin."""
+        """Continue with the files of an earlier try if they belong to the same plan; otherwise start again."""
         kept = self._folder / PLAN
         try:
             same = json.loads(kept.read_bytes()) == {"fingerprint": self._plan.fingerprint}
@@ -51,7 +51,7 @@ class Staging:
                 path.unlink(missing_ok=True)
             shutil.rmtree(self.model, ignore_errors=True)
         written = sum(path.stat().st_blocks * 512 for path in sizes if path.is_file())
-        needed = sum(sizes.values()) - written + (64 << 20)  # for tokenizer, configs and the file system itself
+        needed = sum(sizes.values()) - written + (64 << 20)  # for tokenizer, configs and file system overhead
         free = free_bytes(self._folder)
         if free is not None and free < needed:
             raise OSError(
@@ -65,7 +65,7 @@ class Staging:
                     file.truncate(out.size)
             fsync_tree(self.model)
             self._progress.touch()
-            # From here on the files are known to be of this plan.
+            # From here on, the files are known to belong to this plan.
             write_atomic(kept, json.dumps({"fingerprint": self._plan.fingerprint}))
 
     @contextmanager
@@ -80,7 +80,7 @@ class Staging:
                 os.close(fd)
 
     def note(self, units: Sequence[Unit], outs: Sequence[int]) -> None:
-        """Bring what is written to the disk, and note that these units are there."""
+        """Flush the written data to disk and record that these units are done."""
         for fd in outs:
             os.fdatasync(fd)
         with self._progress.open("a") as file:
@@ -95,8 +95,8 @@ class Staging:
 
 @contextmanager
 def begin(out: Path, plan: MergePlan) -> Iterator[Staging]:
-    """The staging folder of a target, held by this process. It stays for the next start if the block is interrupted, and is removed if
-    the stored files are refused."""
+    """Lock the staging folder for a target. If the block is interrupted, the folder is kept for the next try. If the stored files
+    are refused, it is removed."""
     folder = out.with_name(f".merging-{out.name}")
     with locked(folder, out):
         try:
@@ -110,14 +110,14 @@ def begin(out: Path, plan: MergePlan) -> Iterator[Staging]:
 
 @contextmanager
 def locked(folder: Path, out: Path) -> Iterator[None]:
-    """Make a folder in which only this process works."""
+    """Create a folder that only this process uses."""
     while True:
         folder.mkdir(parents=True, exist_ok=True)
         try:
             lock = take_lock(folder / "lock")
             break
         except FileNotFoundError:
-            continue  # another merge has just ended, and removed the folder
+            continue  # another merge has just finished and removed the folder
     if lock is None:
         raise StoredError(f"another merge writes {out} at this moment ({folder / 'lock'} is held); wait for it")
     with lock:

@@ -1,11 +1,11 @@
-# Triton is absent on most machines, and its decorator hides from the checker that a kernel is launched by subscription.
+# Triton is not installed on most machines, and its decorator hides the kernel launch by subscript from the type checker.
 # pyright: reportMissingImports=false, reportIndexIssue=false, reportArgumentType=false, reportCallIssue=false
 # pyright: reportOperatorIssue=false
 """Attention of one query per sequence over its keys and values in the paged cache.
 
 The cache is [blocks, block_size, K, D]; sequence b's token p lies in block ``block_tables[b, p // block_size]``. A row of
-length 0 is padding: it reads no cache. Use block_size 64: with heads of 64 in bf16 a tile is then one whole block (8 KB of
-keys and 8 KB of values for one look-up in the table), and a sequence leaves 32 slots of its last block unused on average,
+length 0 is padding and does not read the cache. Use block_size 64: with head size 64 in bf16 a tile is then one full block
+(8 KB of keys and 8 KB of values per table lookup), and a sequence leaves 32 slots of its last block unused on average,
 half as many as with 128.
 
 Axes: B rows, H query heads, K key/value heads, D head size (a multiple of 16).
@@ -21,13 +21,13 @@ from rollcall.model.kernels import checks
 from rollcall.model.kernels.early import launch, wait_for_inputs
 
 LOG2_E = 1.4426950408889634
-# Enough programs to keep every multiprocessor of a large card busy with a few each (132 on an H200).
+# Enough programs to give every multiprocessor of a large GPU a few each (an H200 has 132).
 PROGRAMS_WANTED = 512
 MAX_SPLITS = 32
 
 
 class AttentionTiles(NamedTuple):
-    """How paged_attention is compiled; the result does not depend on it beyond rounding."""
+    """How paged_attention is compiled. This changes the result only by rounding."""
 
     tile: int  # keys per loop step; divides the block size, at least 16
     num_warps: int
@@ -90,7 +90,7 @@ def _attention_kernel(
     best = tl.full([GROUP_ROWS], float("-inf"), tl.float32)
     total = tl.zeros([GROUP_ROWS], tl.float32)
     mixed = tl.zeros([GROUP_ROWS, DIMS], tl.float32)
-    # The next tile's block is looked up a step early: a look-up in the same step would be one more link in the chain of
+    # The next tile's block is looked up one step early. A lookup in the same step would lengthen the chain of dependent
     # loads, and the compiler would spend pipeline stages on it instead of on keys and values.
     block = tl.load(table + begin // TILES_PER_BLOCK, mask=begin < end, other=0)
     for tile in range(begin, end):
@@ -99,13 +99,13 @@ def _attention_kernel(
         is_live = tokens < length
         if WINDOW > 0:
             is_live = is_live & (tokens >= lowest)
-        # Dead slots may hold anything, NaN too, and 0 * NaN would reach the sum: they are never read.
+        # Dead slots may contain anything, even NaN, and 0 * NaN would spoil the sum, so they are never read.
         inside = is_live[:, None] & in_head[None, :]
         k = tl.load(k_cache_ptr + base + tile_offsets, mask=inside, other=0.0)
         v = tl.load(v_cache_ptr + base + tile_offsets, mask=inside, other=0.0)
         scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale_log2
         scores = tl.where(is_live[None, :], scores, float("-inf"))
-        # Every tile holds at least one live key, so this maximum is finite.
+        # Every tile contains at least one live key, so this maximum is finite.
         new_best = tl.maximum(best, tl.max(scores, axis=1))
         shrink = tl.exp2(best - new_best)
         weights = tl.exp2(scores - new_best[:, None])
@@ -138,7 +138,7 @@ def _combine_kernel(
     DIMS: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """One program: one head of one row. Splits with lse -inf were empty and their partial was never written."""
+    """One program: one head of one row. Splits with lse -inf were empty, and their partial result was never written."""
     wait_for_inputs(EARLY)
     head = tl.program_id(0).to(tl.int64)
     splits = tl.arange(0, SPLITS)
@@ -165,10 +165,10 @@ def paged_attention(
     window: int = 0,
     num_splits: int = 1,
 ) -> torch.Tensor:
-    """Attention of one query per sequence, ``q`` [B, H, D], over its cached keys. Returns [B, H * D].
+    """Attend with one query per sequence, ``q`` [B, H, D], to its cached keys. Returns [B, H * D].
 
-    ``lengths`` [B] int32 counts the live keys, this token's own among them; 0 gives zeros. ``window`` keeps only this many of
-    the newest keys (0: all). ``num_splits`` programs share one sequence's keys; see ``pick_num_splits``.
+    ``lengths`` [B] int32 counts the live keys, including this token's own; a length of 0 returns zeros. ``window`` keeps only
+    this many of the newest keys (0: all). ``num_splits`` programs share one sequence's keys; see ``pick_num_splits``.
     """
     num_rows, num_heads, head_dim = q.shape
     _, block_size, num_kv_heads, cache_dim = k_cache.shape
@@ -229,15 +229,15 @@ def paged_attention(
 
 
 def pick_num_splits(num_rows: int, *, num_kv_heads: int, max_blocks: int) -> int:
-    """Splits that give the card enough programs, known before any length is: 1 for large batches. Rounded down: putting two halves
-    together takes longer than a few more programs save."""
+    """Return how many splits give the GPU enough programs, without knowing the lengths: 1 for large batches. Rounded down, because
+    combining two halves takes longer than a few more programs save."""
     wanted = PROGRAMS_WANTED // (num_rows * num_kv_heads)
     return max(1, min(wanted, max_blocks, MAX_SPLITS))
 
 
 def pick_tiles(k_cache: torch.Tensor) -> AttentionTiles:
-    """The fastest on an H200 with 256 rows of 384 keys. In float32, which only tests run, tiles of at most 8 KB: several stages of several
-    programs fit one multiprocessor's shared memory."""
+    """Return the fastest tiles on an H200 with 256 rows of 384 keys. In float32, which only tests use, tiles are at most 8 KB, so
+    that several stages of several programs fit in one multiprocessor's shared memory."""
     _, block_size, _, head_dim = k_cache.shape
     if k_cache.element_size() == 2:
         return AttentionTiles(min(block_size, 64), 4, 2) if head_dim > 64 else AttentionTiles(min(block_size, 32), 2, 3)

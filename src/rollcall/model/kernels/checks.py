@@ -1,4 +1,4 @@
-"""Assertions about what the kernels are given. They look at shapes and dtypes only, so they cost no device time."""
+"""Assertions about kernel arguments. They check only shapes, strides and dtypes, so they cost no device time."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ def same_dtype(*tensors: torch.Tensor | None) -> None:
 
 
 def rows(matrix: torch.Tensor) -> tuple[int, int]:
-    """Both sizes of a matrix whose rows the kernels can read: neighbouring columns lie next to each other."""
+    """Return the shape of a matrix, and check that its rows are contiguous."""
     assert matrix.ndim == 2 and matrix.stride(1) == 1
     return matrix.shape[0], matrix.shape[1]
 
 
 def cache(k_cache: torch.Tensor, v_cache: torch.Tensor) -> None:
-    """The keys and values of a paged cache, [blocks, block_size, K, D] each."""
+    """Check the keys and values of a paged cache, [blocks, block_size, K, D] each."""
     assert (k_cache.shape, k_cache.dtype, k_cache.stride()) == (v_cache.shape, v_cache.dtype, v_cache.stride())
     assert k_cache.stride(3) == 1 and k_cache.shape[3] % 16 == 0

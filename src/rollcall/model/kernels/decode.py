@@ -1,11 +1,11 @@
-# Triton is absent on most machines, and its decorator hides from the checker that a kernel is launched by subscription.
+# Triton is not installed on most machines, and its decorator hides the kernel launch by subscript from the type checker.
 # pyright: reportMissingImports=false, reportIndexIssue=false, reportArgumentType=false, reportCallIssue=false
 # pyright: reportOperatorIssue=false
-"""The parts of a decode step between its matrix products, apart from attention (``attention.py``): norm, rotary embedding into
-the paged cache, gated activation. One token per sequence.
+"""The parts of a decode step between its matrix products, except attention (``attention.py``): norm, rotary embedding into
+the paged cache, and gated activation. One token per sequence.
 
-Roundings follow transformers op by op (the model's dtype between ops, float32 inside them), so that the engine's
-log-probs stay close to the learner's. A row with a negative position is padding: it reads and writes no cache.
+Rounding follows transformers op by op (the model's dtype between ops, float32 inside them), so that the engine's
+log-probs stay close to the learner's. A row with a negative position is padding and does not touch the cache.
 
 Axes: B rows, C hidden size, H query heads, K key/value heads, D head size (a multiple of 16), I inner size.
 """
@@ -58,9 +58,9 @@ def rms_norm(
     *,
     residual: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """``h = residual + x`` in x's dtype, then ``weight * norm(h)``. Returns (normed, h), both [B, C].
+    """Compute ``h = residual + x`` in x's dtype, then ``weight * norm(h)``. Returns (normed, h), both [B, C].
 
-    Without a residual h is x itself.
+    Without a residual, h is x itself.
     """
     num_rows, num_columns = checks.rows(x)
     checks.same_dtype(x, weight, residual)
@@ -184,10 +184,10 @@ def rope_cache(
     k_norm: torch.Tensor | None = None,
     eps: float = 1e-6,
 ) -> torch.Tensor:
-    """Rotates queries and keys of ``qkv`` [B, (H + 2K) * D], caches keys and values. Returns q [B, H, D].
+    """Rotate the queries and keys in ``qkv`` [B, (H + 2K) * D] and cache keys and values. Returns q [B, H, D].
 
-    ``cos_sin`` [max positions, D] is float32, cosines in the first half of the columns. ``q_norm`` and ``k_norm`` [D]
-    are the RMS norms that Qwen3 puts before the rotation. A row whose position is negative does not touch the cache.
+    ``cos_sin`` [max positions, D] is float32, with cosines in the first half of the columns. ``q_norm`` and ``k_norm`` [D]
+    are the RMS norms that Qwen3 applies before the rotation. A row with a negative position does not touch the cache.
     """
     num_rows, width = checks.rows(qkv)
     _, block_size, num_kv_heads, head_dim = k_cache.shape
@@ -242,7 +242,7 @@ def _silu_mul_kernel(gate_up_ptr, out_ptr, row_stride, inner, BLOCK: tl.constexp
 
 
 def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
-    """``silu(gate) * up`` for rows that hold the gate in their first half: [B, 2I] to [B, I]."""
+    """Compute ``silu(gate) * up`` for rows whose first half is the gate: [B, 2I] to [B, I]."""
     num_rows, width = checks.rows(gate_up)
     assert width % 2 == 0
     inner = width // 2

@@ -1,9 +1,9 @@
-# Triton is absent on most machines.
+# Triton is not installed on most machines.
 # pyright: reportMissingImports=false
-"""Early launch: on Hopper and later a kernel may start while the one before it ends, and waits there for its results.
+"""Early launch: on Hopper and later, a kernel may start while the previous one finishes, and then wait for its results.
 
-A decode step is some two hundred short kernels, and a tenth of its time is the way from one to the next. A kernel takes
-``EARLY`` as a constant and calls ``wait_for_inputs`` before it reads or writes anything; its launch gets ``**launch(tensor)``.
+A decode step runs about two hundred short kernels and spends a tenth of its time between them. A kernel takes ``EARLY`` as
+a constant and calls ``wait_for_inputs`` before it reads or writes anything. It is launched with ``**launch(tensor)``.
 """
 
 import os
@@ -18,14 +18,14 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 @triton.jit
 def wait_for_inputs(EARLY: tl.constexpr):
-    """All that was launched before has ended. The next kernel may start, up to its own wait."""
+    """Wait until all earlier kernels have finished, then allow the next one to start and run up to its own wait."""
     if EARLY:
         gdc_wait()
         gdc_launch_dependents()
 
 
 def launch(tensor: torch.Tensor) -> dict[str, Any]:
-    """The arguments of a launch on the tensor's device."""
+    """Return the extra launch arguments for the tensor's device."""
     return {"EARLY": True, "launch_pdl": True} if _can(tensor.device) else {"EARLY": False}
 
 

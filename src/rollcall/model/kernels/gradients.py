@@ -1,13 +1,13 @@
-# Triton is absent on most machines, and its decorator hides from the checker that a kernel is launched by subscription.
+# Triton is not installed on most machines, and its decorator hides the kernel launch by subscript from the type checker.
 # pyright: reportMissingImports=false, reportIndexIssue=false, reportArgumentType=false, reportCallIssue=false
 # pyright: reportOperatorIssue=false
-"""Gradients of the learner where torch's own kernels move more bytes, or add in any order.
+"""Learner gradients for which torch's own kernels move more bytes or add in an arbitrary order.
 
-- ``add``: half-precision gradients added to float32 sums. torch's kernel for two dtypes moves two thirds of the bytes per second.
-- ``SiluMul``: the derivative of ``silu(gate) * up`` for rows that hold both halves, in one pass. A compiler writes it as two halves that
-  are put together, and reads its inputs once for each: nearly twice the memory traffic.
-- ``Shared``: keys and values of tokens that several segments read are copied to each of them, and their gradients added up. torch adds
-  such gradients by atomic operations, in bfloat16 and in any order. Here each token adds its own, in float32 and always in one order.
+- ``add``: adds half-precision gradients to float32 sums. torch's mixed-dtype kernel reaches only two thirds of the bandwidth.
+- ``SiluMul``: the derivative of ``silu(gate) * up`` for rows that contain both halves, in one pass. A compiler computes the halves
+  separately and concatenates them, reading the inputs once for each: nearly twice the memory traffic.
+- ``Shared``: copies the keys and values of shared tokens to each segment that reads them, and sums their gradients. torch sums
+  such gradients with atomics, in bfloat16 and in arbitrary order. Here each token sums its own in float32, in a fixed order.
 """
 
 from dataclasses import dataclass
@@ -33,7 +33,7 @@ def _add_kernel(total_ptr, part_ptr, count, BLOCK: tl.constexpr):
 
 
 def add(total: Tensor, part: Tensor) -> None:
-    """``total += part``, in place."""
+    """Add ``part`` to ``total`` in place."""
     if part.dtype == torch.float32 or not (total.is_contiguous() and part.is_contiguous()):
         total += part
     else:
@@ -57,7 +57,7 @@ def _silu_mul_backward_kernel(grad_ptr, gate_up_ptr, out_ptr, inner, BLOCK: tl.c
 
 @triton_op("rollcall::silu_mul_backward", mutates_args={})
 def silu_mul_backward(grad: Tensor, gate_up: Tensor) -> Tensor:
-    """The gradient of [N, 2I] from that of [N, I]."""
+    """Compute the gradient [N, 2I] of the input from the gradient [N, I] of the output."""
     grad, gate_up = grad.contiguous(), gate_up.contiguous()
     out = torch.empty_like(gate_up)
     num_rows, inner = grad.shape
@@ -94,7 +94,7 @@ def _sum_uses_kernel(grad_ptr, starts_ptr, uses_ptr, out_ptr, width, BLOCK: tl.c
 
 
 def sum_uses(grad: Tensor, starts: Tensor, uses: Tensor) -> Tensor:
-    """[uses, ...] to [tokens, ...]: the gradient of ``index_select``. The uses of token n are ``uses[starts[n]:starts[n + 1]]``."""
+    """Compute the gradient of ``index_select``, from [uses, ...] to [tokens, ...]. Token n has ``uses[starts[n]:starts[n + 1]]``."""
     grad = grad.contiguous()
     out = grad.new_empty(len(starts) - 1, *grad.shape[1:])
     width = grad[0].numel()
@@ -115,7 +115,7 @@ class _Take(torch.autograd.Function):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shared:
-    """Which token is read at each place."""
+    """Which token is read at each position."""
 
     index: Tensor  # [places]
     starts: Tensor  # [tokens + 1]
@@ -128,5 +128,5 @@ class Shared:
         return cls(index=index, starts=starts, uses=uses)
 
     def take(self, tokens: Tensor) -> Tensor:
-        """[tokens, ...] to [places, ...]."""
+        """Select from [tokens, ...] to [places, ...]."""
         return _Take.apply(tokens, self.index, self.starts, self.uses)  # type: ignore[return-value]

@@ -1,9 +1,9 @@
-# Triton is absent on most machines, and its decorator hides from the checker that a kernel is launched by subscription.
+# Triton is not installed on most machines, and its decorator hides the kernel launch by subscript from the type checker.
 # pyright: reportMissingImports=false, reportIndexIssue=false, reportArgumentType=false, reportCallIssue=false
-"""The learner's log-probs over a large vocabulary, each chunk of logits read once.
+"""The learner's log-probs over a large vocabulary, reading each chunk of logits only once per pass.
 
-``row_stats`` reads a chunk of logits; ``grad_logits`` reads it again and writes its gradient, in the dtype that the products
-behind it want. All quantities are those of the scaled logits z = scale * logits, with scale = 1 / temperature.
+``row_stats`` reads a chunk of logits. ``grad_logits`` reads it again and writes its gradient in the dtype that the following
+products need. All quantities refer to the scaled logits z = scale * logits, with scale = 1 / temperature.
 
 Axes: M rows (loss tokens), V vocabulary.
 """
@@ -23,7 +23,7 @@ GRAD_WARPS = 8
 
 
 class RowStats(NamedTuple):
-    """Per row, float32 [M]."""
+    """Statistics per row, each float32 [M]."""
 
     target_logprob: torch.Tensor
     logsumexp: torch.Tensor
@@ -46,8 +46,8 @@ def _row_stats_kernel(
 ):
     """One program: one row. Only the maximum is reduced in the loop; the sums stay per lane until the end.
 
-    ``tilt`` sums e * (z - best) rather than e * z: entropy = log(sum e) - tilt / sum e then loses nothing to
-    cancellation when the logits are large and the distribution is peaked.
+    ``tilt`` sums e * (z - best) rather than e * z, so that entropy = log(sum e) - tilt / sum e loses no precision
+    to cancellation when the logits are large and the distribution is peaked.
     """
     row = tl.program_id(0).to(tl.int64)
     base = logits_ptr + row * row_stride
@@ -64,7 +64,7 @@ def _row_stats_kernel(
         shift = tl.where(best == float("-inf"), 0.0, best - pivot)
         shrink = tl.exp(shift)
         weights = tl.exp(logits - pivot)
-        # Where the weight is 0 the product would be 0 * -inf.
+        # If the weight is 0, the product would be 0 * -inf.
         tilted = tl.where(weights > 0.0, weights * (logits - pivot), 0.0)
         tilt = (tilt + shift * mass) * shrink + tilted
         mass = mass * shrink + weights
@@ -83,7 +83,7 @@ def _row_stats_kernel(
 
 
 def row_stats(logits: torch.Tensor, targets: torch.Tensor, *, scale: float = 1.0) -> RowStats:
-    """One pass over ``logits`` [M, V] for ``targets`` [M]. A target outside the vocabulary has a NaN log-prob."""
+    """Compute the statistics of ``logits`` [M, V] in one pass. A target in ``targets`` [M] outside the vocabulary gets NaN."""
     num_rows, vocab = _check(logits, targets)
     stats = RowStats(*(logits.new_empty(num_rows, dtype=torch.float32) for _ in range(4)))
     if num_rows > 0:
@@ -146,10 +146,10 @@ def grad_logits(
     entropy: torch.Tensor | None = None,
     scale: float = 1.0,
 ) -> torch.Tensor:
-    """The gradient [M, V] of sum(grad_logprob * logprob + grad_entropy * entropy), rounded to ``dtype``.
+    """Compute the gradient [M, V] of sum(grad_logprob * logprob + grad_entropy * entropy), rounded to ``dtype``.
 
-    ``lse`` and ``entropy`` are what ``row_stats`` gave for the same logits, targets and scale. With p = softmax(z),
-    d logprob / dz = onehot(target) - p and d entropy / dz = -p * (log p + entropy); scale carries both to the logits.
+    ``lse`` and ``entropy`` come from ``row_stats`` for the same logits, targets and scale. With p = softmax(z),
+    d logprob / dz = onehot(target) - p and d entropy / dz = -p * (log p + entropy); both are multiplied by scale.
     """
     num_rows, vocab = _check(logits, targets)
     assert grad_entropy is None or entropy is not None
@@ -160,7 +160,7 @@ def grad_logits(
             out,
             targets,
             lse,
-            grad_logprob.contiguous(),  # autograd hands out expanded scalars
+            grad_logprob.contiguous(),  # autograd may pass expanded scalars
             None if grad_entropy is None else grad_entropy.contiguous(),
             entropy,
             logits.stride(0),

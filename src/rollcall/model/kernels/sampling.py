@@ -1,12 +1,12 @@
-# Triton is absent on most machines, and its decorator hides from the checker that a kernel is launched by subscription.
+# Triton is not installed on most machines, and its decorator hides the kernel launch by subscript from the type checker.
 # pyright: reportMissingImports=false, reportIndexIssue=false, reportArgumentType=false, reportCallIssue=false
-"""Draws one token per row by inverting the cumulative distribution at one uniform number.
+"""Samples one token per row by inverting the cumulative distribution at one uniform number.
 
-Two kernels, so that a large vocabulary is read by many programs: the first leaves each vocabulary block's maximum and
-sum of exponentials, the second finds the block and then the token inside it. A row's result depends only on that row,
-never on the batch around it. The caller applies top-k and top-p: it sets the logits that are left out to -inf.
+There are two kernels, so that many programs read a large vocabulary. The first stores each vocabulary block's maximum and
+sum of exponentials. The second finds the block, then the token inside it. A row's result depends only on that row,
+never on the rest of the batch. The caller applies top-k and top-p by setting excluded logits to -inf.
 
-Axes: B rows, V vocabulary, N vocabulary blocks of a row.
+Axes: B rows, V vocabulary, N vocabulary blocks per row.
 """
 
 import torch
@@ -16,28 +16,28 @@ import triton.language as tl
 from rollcall.model.kernels import checks
 from rollcall.model.kernels.early import launch, wait_for_inputs
 
-# The result does not depend on these beyond rounding.
+# These change the result only by rounding.
 SAMPLE_BLOCK = 4096  # vocabulary entries per program; a power of two
 SAMPLE_WARPS = 8
 
 
 @triton.jit
 def _scale_of(temperature):
-    """Greedy rows report log-probs under temperature 1."""
+    """Return 1 / temperature. Greedy rows report log-probs at temperature 1."""
     return tl.where(temperature > 0.0, 1.0 / tl.where(temperature > 0.0, temperature, 1.0), 1.0)
 
 
 @triton.jit
 def _first_past(masses, target, places, COUNT: tl.constexpr):
-    """The first place with mass at which the sum so far exceeds the target. If there is none it is the last place with mass:
-    float32 prefix sums of a parallel scan may fall, and may end below the total."""
+    """Return the first place with mass where the running sum exceeds the target, or else the last place with mass.
+    The float32 prefix sums of a parallel scan may decrease, and may end below the total."""
     found = tl.min(tl.where((tl.cumsum(masses, axis=0) > target) & (masses > 0.0), places, COUNT), axis=0)
     return tl.where(found == COUNT, tl.max(tl.where(masses > 0.0, places, 0), axis=0), found)
 
 
 @triton.jit
 def _first_equal(values, wanted, places, COUNT: tl.constexpr):
-    """The first place that holds the wanted value; 0 if none does."""
+    """Return the first place with the wanted value, or 0 if there is none."""
     found = tl.min(tl.where(values == wanted, places, COUNT), axis=0)
     return tl.where(found == COUNT, 0, found)
 
@@ -114,11 +114,11 @@ def _pick_kernel(
 def sample(
     logits: torch.Tensor, uniforms: torch.Tensor, temperatures: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """One token per row of ``logits`` [B, V], and its log-prob under the row's temperature.
+    """Sample one token per row of ``logits`` [B, V], and compute its log-prob at the row's temperature.
 
-    ``uniforms`` [B] float32 in [0, 1); ``temperatures`` [B], 0 for the likeliest token (the lowest id of equals) and
-    its log-prob under temperature 1. Returns tokens [B] int64 and log-probs [B] float32. A logit of -inf is never
-    drawn. A row with a NaN gets a valid id and a NaN log-prob.
+    ``uniforms`` [B] are float32 in [0, 1). A temperature of 0 in ``temperatures`` [B] picks the most likely token (the lowest
+    id on ties) and its log-prob at temperature 1. Returns tokens [B] int64 and log-probs [B] float32. A token with logit -inf
+    is never drawn. A row that contains NaN gets a valid id and a NaN log-prob.
     """
     num_rows, vocab = checks.rows(logits)
     assert uniforms.shape == temperatures.shape == (num_rows,)
@@ -177,9 +177,9 @@ def _uniforms_kernel(seeds_ptr, positions_ptr, out_ptr, num_rows, BLOCK: tl.cons
 
 
 def uniforms(seeds: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-    """The numbers of ``rollcall.engine.native.sampler.uniforms``, bit for bit, in one launch instead of some twenty.
+    """Compute ``rollcall.engine.native.sampler.uniforms`` bit for bit, in one launch instead of about twenty.
 
-    ``seeds`` and ``positions`` are [B] int64, contiguous.
+    ``seeds`` and ``positions`` are contiguous int64 [B].
     """
     (num_rows,) = seeds.shape
     assert positions.shape == seeds.shape and seeds.dtype == positions.dtype == torch.int64

@@ -1,5 +1,5 @@
-"""Where the tensors of a model are stored, whatever wrote them: as blocks of bytes in files.
+"""Describes how a model's tensors are stored, whatever program wrote them: as blocks of bytes in files.
 
-A merge is then a plan of copies, and a resume reads only what a rank needs. ``open_stored`` (``open.py``) recognises what a
-path holds; one module reads each kind.
+So a merge is just a list of copies, and a resume reads only what a rank needs. ``open_stored`` (``open.py``) recognises the
+format at a path; each format has its own module.
 """

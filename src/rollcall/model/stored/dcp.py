@@ -1,7 +1,7 @@
-"""PyTorch distributed checkpoints (DCP): ``.metadata`` says which block of which tensor is where in the ``.distcp`` files.
+"""PyTorch distributed checkpoints (DCP): ``.metadata`` says where each block of each tensor is in the ``.distcp`` files.
 
-Each block is a file of ``torch.save`` inside the larger file. The metadata is a pickle and is read like every other
-(``torch_file.py``). A checkpoint often holds more than the model: the tensors under ``model`` (or ``state_dict``) are the model.
+Each block is a ``torch.save`` file inside the larger file. The metadata is a pickle and is read like any other
+(``torch_file.py``). A checkpoint often contains more than the model; only the tensors under ``model`` (or ``state_dict``) count.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def open_dcp(folder: Path) -> Stored:
 
 
 def _model_names(described: Mapping[str, Stub], paths: Mapping[str, Any], *, path: Path) -> dict[str, str]:
-    """The keys of the model's tensors, with their names in the model."""
+    """Map the checkpoint keys of the model's tensors to their names in the model."""
     tensors = [key for key, about in described.items() if is_named(about, "TensorStorageMetadata")]
     routes = {key: tuple(paths.get(key) or (key,)) for key in tensors}
     if not all(isinstance(step, str | int) for route in routes.values() for step in route):

@@ -1,5 +1,5 @@
-"""The types of stored numbers, under torch's names. No torch here: to copy numbers from file to file needs none, and its import
-takes seconds."""
+"""The dtypes of stored tensors, under torch's names. Does not import torch, which takes seconds and is not needed to copy
+tensors between files."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 class DType:
     name: str  # torch's, such as bfloat16
     itemsize: int
-    in_safetensors: str | None = None  # its name there, if the format has it
+    in_safetensors: str | None = None  # its name in safetensors, if the format supports it
 
     @property
     def is_floating_point(self) -> bool:

@@ -1,4 +1,4 @@
-"""Facts of a stored file before it is read. No torch here: `rollcall plan` looks for models too."""
+"""What is known about a stored file before it is read. Does not import torch, because `rollcall plan` uses it too."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class StoredError(ValueError):
 
 @contextmanager
 def plain_damage(sentence: str, *, advice: str = "restore the file") -> Iterator[None]:
-    """Turns whatever a damaged or hostile file makes the block raise into one sentence."""
+    """Turn any error that a damaged or malicious file causes in the block into a one-sentence StoredError."""
     try:
         yield
     except StoredError:
@@ -27,14 +27,14 @@ def plain_damage(sentence: str, *, advice: str = "restore the file") -> Iterator
 
 
 def refuse_pipe(path: Path) -> None:
-    """Refuse a pipe or a device: opening it could wait for ever."""
+    """Refuse a pipe or a device, because opening it could block forever."""
     if path.exists() and not path.is_file():
         raise StoredError(f"{path} is not a regular file; put the file itself there")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckedRange:
-    """A range of a file that has its own CRC-32, as in a zip archive."""
+    """A byte range in a file with its own CRC-32, as in a zip archive."""
 
     offset: int
     size: int
@@ -43,12 +43,12 @@ class CheckedRange:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredFile:
-    """A stored file, and what its writer noted of it."""
+    """A stored file and what its writer recorded about it."""
 
     path: Path
     size: int
-    blake2b: str | None = None  # of the whole file, 16 bytes in hex, if its writer noted it
-    node: str | None = None  # where it was written, if its writer noted it
+    blake2b: str | None = None  # of the whole file, 16 bytes in hex, if recorded
+    node: str | None = None  # where it was written, if recorded
     host: str | None = None  # that node's name
     records: tuple[CheckedRange, ...] = ()
 
@@ -58,7 +58,7 @@ class StoredFile:
 
 
 def new_checksum() -> Any:
-    """Of a file in a checkpoint, as its manifest has it; it takes the bytes in order."""
+    """Create the hash that manifests use for a checkpoint file. Feed it the bytes in order."""
     return hashlib.blake2b(digest_size=16)
 
 

@@ -1,4 +1,4 @@
-"""Finds the weights and the config of a path by the names of files."""
+"""Finds the weights and the config at a path by file names."""
 
 from __future__ import annotations
 
@@ -7,18 +7,18 @@ from pathlib import Path
 from rollcall.config.yaml import read_small
 from rollcall.model.stored.manifest import checkpoints_of, is_checkpoint, newest_checkpoint
 
-LATEST = "latest_checkpointed_iteration.txt"  # of verl
+LATEST = "latest_checkpointed_iteration.txt"  # written by verl
 SHARDS = ("part-*-of-*.safetensors", "model_world_size_*_rank_*.pt", ".metadata")
-PROBE = "probe.json"  # in a model directory of ours: what the trained model computed (``checkpoint/probe.py``)
-ADAPTER_CONFIG = "adapter_config.json"  # of PEFT: its folder has the weights of an adapter, not of a model
+PROBE = "probe.json"  # in our model directories: what the trained model computed (``checkpoint/probe.py``)
+ADAPTER_CONFIG = "adapter_config.json"  # PEFT's; its folder contains adapter weights, not a model
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
-METADATA = ".metadata"  # of PyTorch's distributed checkpoints
+METADATA = ".metadata"  # in PyTorch's distributed checkpoints
 
 
 def verl_folder(path: Path) -> Path | None:
-    """The folder with the shards that ``path`` is or leads to; None if there are none.
+    """Return the folder with verl's shards, or None if there are none.
 
-    Leads to: verl's folder of checkpoints, or one checkpoint, whose ``actor/`` is the policy.
+    ``path`` may be that folder, one verl checkpoint (whose ``actor/`` is the policy), or verl's checkpoints folder.
     """
     candidates = [path, path / "actor"]
     if (path / LATEST).is_file():
@@ -28,13 +28,13 @@ def verl_folder(path: Path) -> Path | None:
 
 
 def is_model_dir(path: Path) -> bool:
-    """A directory that transformers opens by itself; shards of any kind are not one, even with a config."""
+    """Whether transformers can open this directory by itself. A directory with shards is not a model dir, even with a config."""
     sharded = any(any(path.glob(name)) for name in SHARDS)
     return (path / "config.json").is_file() and not sharded
 
 
 def checkpoint_of(path: Path) -> Path | None:
-    """The checkpoint of ours that ``path`` is or leads to: of a run the newest, of the folder ``model/`` in one its own."""
+    """Return the Rollcall checkpoint for ``path``: the path itself, the newest of a run, or the parent of a ``model/`` folder."""
     for folder in (path, path.parent):
         if is_checkpoint(folder) and (folder == path or path.name == "model"):
             return folder
@@ -45,7 +45,7 @@ def checkpoint_of(path: Path) -> Path | None:
 
 
 def adapter_folder(path: Path) -> Path | None:
-    """The folder with the adapter that ``path`` is, or that the checkpoint it leads to holds; None if there is none."""
+    """Return the adapter folder: ``path`` itself or the one inside its checkpoint; None if there is none."""
     candidates = [path]
     if not is_model_dir(path) and (checkpoint := checkpoint_of(path)) is not None:
         candidates.append(checkpoint / "model")
@@ -53,7 +53,7 @@ def adapter_folder(path: Path) -> Path | None:
 
 
 def config_folder(path: Path) -> Path | None:
-    """The folder with config.json and tokenizer of the model at ``path``; None if there is none."""
+    """Return the folder with config.json and tokenizer for the model at ``path``, or None if there is none."""
     if is_model_dir(path):
         return path
     if (checkpoint := checkpoint_of(path)) is not None:

@@ -1,7 +1,7 @@
-"""Our own checkpoints: the manifest of one, and which of a run's is the newest.
+"""Our own checkpoints: reads their manifests and finds the newest one of a run.
 
-A manifest is written last and names every file of its checkpoint with size and checksum. A sharded checkpoint's files may lie
-on other nodes: the manifest says on which (``node``) and where there (``place``).
+A manifest is written last and lists every file in its checkpoint with size and checksum. A sharded checkpoint's files may be
+on other nodes: the manifest records the node (``node``) and the path there (``place``).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _PART, _WHOLE = re.compile(r"model/part-\d+-of-\d+\.safetensors"), re.compile(r"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Manifest:
-    """``fields`` is all of it; ``files`` are the files by their names in the checkpoint."""
+    """A parsed manifest. ``fields`` is the full JSON; ``files`` maps names in the checkpoint to files."""
 
     path: Path  # the checkpoint
     fields: dict[str, Any]
@@ -33,7 +33,7 @@ class Manifest:
 
     @property
     def facts(self) -> dict[str, Any]:
-        """Facts of the run: step, score, ..."""
+        """Facts about the run: step, score, ..."""
         return {key: value for key, value in self.fields.items() if key != "files"}
 
     @property
@@ -48,7 +48,7 @@ class Manifest:
 
     @property
     def here(self) -> list[StoredFile]:
-        """The files that must be on this node: those in the checkpoint, and those that this node wrote elsewhere."""
+        """The files that must be on this node: files in the checkpoint folder, and files that this node wrote elsewhere."""
         own = socket.gethostname()
         return [
             file
@@ -62,7 +62,7 @@ def is_checkpoint(folder: Path) -> bool:
 
 
 def read_manifest(checkpoint: Path) -> Manifest:
-    """Reads the manifest; ``missing_file`` tells whether its files are there."""
+    """Read the manifest. Use ``missing_file`` to check that its files exist."""
     path = checkpoint / MANIFEST
     if not path.exists():
         raise StoredError(f"{path} does not exist, so {checkpoint} is not a whole checkpoint; use another")
@@ -74,7 +74,7 @@ def read_manifest(checkpoint: Path) -> Manifest:
                 raise ValueError(f"it names the file {name}, which is not in the checkpoint")
             inside, place, node, host = checkpoint / name, facts.get("place"), facts.get("node"), facts.get("host")
             files[name] = StoredFile(
-                # A file that was gathered lies in the checkpoint; otherwise it is where its node wrote it.
+                # A gathered file is in the checkpoint folder; otherwise it is where its node wrote it.
                 path=Path(place) if place is not None and not inside.exists() else inside,
                 size=int(facts["size"]),
                 blake2b=str(facts["blake2b"]),
@@ -86,7 +86,7 @@ def read_manifest(checkpoint: Path) -> Manifest:
 
 
 def missing_file(files: Iterable[StoredFile]) -> str:
-    """Which of the files is not here, or not of its size; empty if none. The code that reads the bytes compares checksums."""
+    """Describe the first file that is missing or has the wrong size; empty if none. Checksums are compared when files are read."""
     for file in files:
         if not file.path.is_file():
             return f"{file} does not exist here"
@@ -96,15 +96,15 @@ def missing_file(files: Iterable[StoredFile]) -> str:
 
 
 def checkpoints_of(folder: Path) -> list[Path]:
-    """The checkpoints in a ``checkpoints/`` folder, newest first, by their names."""
+    """Return the checkpoints in a ``checkpoints/`` folder, newest first by name."""
     steps = {path: match for path in folder.glob("step-*") if (match := STEP_NAME.fullmatch(path.name))}
     return sorted(steps, key=lambda path: int(steps[path].group(1)), reverse=True)
 
 
 def newest_checkpoint(folder: Path) -> Path | None:
-    """The newest checkpoint of a ``checkpoints/`` folder that is whole by its files' sizes; torn ones are named and skipped.
+    """Return the newest complete checkpoint in a ``checkpoints/`` folder, judging by file sizes. Warns about torn ones it skips.
 
-    Files on other nodes are not asked for: ``open_checkpoint`` says which must be copied.
+    Files on other nodes are not checked: ``open_checkpoint`` reports which of them must be copied.
     """
     for path in checkpoints_of(folder):
         try:

@@ -1,4 +1,4 @@
-"""Opens what a path holds, whatever wrote it: a checkpoint of ours, of verl or of PyTorch, or a model directory."""
+"""Opens the weights at a path, whatever program wrote them: a Rollcall, verl or PyTorch checkpoint, or a model directory."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ KNOWN = "a checkpoint or run directory of Rollcall, a checkpoint of verl (FSDP) 
 
 
 def open_checkpoint(checkpoint: Path) -> Stored:
-    """The model of one checkpoint, whole or sharded."""
+    """Open the model in one checkpoint, sharded or not."""
     manifest = read_manifest(checkpoint)
     of_model = {name: file for name, file in manifest.files.items() if name.startswith("model/")}
-    if why := missing_file(of_model.values()):  # a tokenizer belongs to it too
+    if why := missing_file(of_model.values()):  # the tokenizer must be there too
         raise StoredError(
             f"{checkpoint} is not complete: {why}; restore the file, or bring it from its node with `rollcall gather`"
         )
@@ -41,7 +41,7 @@ def open_checkpoint(checkpoint: Path) -> Stored:
 
 
 def open_stored(path: Path) -> Stored:
-    """The tensors stored at ``path``. Of a run directory or a ``checkpoints/`` folder: the newest whole checkpoint."""
+    """Open the tensors stored at ``path``. For a run directory or a ``checkpoints/`` folder, use the newest complete checkpoint."""
     if not path.is_dir():
         there = ", ".join(one.name for one in checkpoints_of(path.parent))
         raise StoredError(f"{path} is not a directory; " + (f"its folder has {there}" if there else f"give {KNOWN}"))
@@ -56,6 +56,6 @@ def open_stored(path: Path) -> Stored:
         return open_dcp(path)
     if any(path.glob("*.safetensors")) or any(path.glob("*.safetensors.index.json")):
         return open_model_dir(path)
-    if (path / "model" / "config.json").is_file():  # a run that kept its model and no checkpoint
+    if (path / "model" / "config.json").is_file():  # a run that kept its model but no checkpoint
         return open_model_dir(path / "model")
     raise StoredError(f"{path} holds no weights that can be read; give {KNOWN}")

@@ -1,4 +1,4 @@
-"""The tensors of the model that a config.json describes: names, shapes and which are tied, without any weights."""
+"""The tensors that a model's config.json implies: names, shapes and tied tensors, without any weights."""
 
 from __future__ import annotations
 
@@ -12,24 +12,24 @@ from rollcall.config.yaml import read_small
 from rollcall.model.hub import first_line
 from rollcall.model.stored.files import StoredError
 
-ROTARY = ".rotary_emb.inv_freq"  # a buffer that a model computes, and that some writers store with it
+ROTARY = ".rotary_emb.inv_freq"  # a buffer that a model computes itself but some writers store
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outline:
     shapes: dict[str, tuple[int, ...]]
-    tied: dict[str, str]  # a tensor that is the same as another: name of the other
-    # As a model directory has them: transformers fuses some tensors when it loads them, such as a layer's experts.
+    tied: dict[str, str]  # tied tensor -> the tensor it shares
+    # Shapes as stored in a model directory: transformers fuses some tensors on loading, such as a layer's experts.
     written: dict[str, tuple[int, ...]]
 
     def like(self, names: Iterable[str]) -> Outline:
-        """The same model with the names of a model directory, if the stored ``names`` are those."""
+        """Return the outline with the tensor names of a model directory if the stored ``names`` use them."""
         apart = any(name in self.written and name not in self.shapes for name in names)
         return replace(self, shapes=self.written) if apart else self
 
 
 def outline_of(folder: Path) -> Outline | None:
-    """The outline as transformers has it, or None if it does not know this kind of model. Code that comes with the folder is not run."""
+    """Build the outline with transformers; None if it does not know this kind of model. Code in the folder is not run."""
     import torch
     import transformers
     from transformers.core_model_loading import revert_weight_conversion
@@ -61,7 +61,7 @@ _SIZES = (
 )  # fmt: skip
 
 
-# Of a model_type: its class, and whether q/k/v, the attention's output and the MLP have biases (or the key of config.json that says so).
+# model_type -> its class, and whether q/k/v, the attention output and the MLP have biases (or the config.json key that says so).
 _FAMILIES: dict[Any, tuple[str, bool | str, bool | str, bool | str]] = {
     "llama": ("LlamaForCausalLM", "attention_bias", "attention_bias", "mlp_bias"),
     "mistral": ("MistralForCausalLM", False, False, False),
@@ -71,9 +71,9 @@ _FAMILIES: dict[Any, tuple[str, bool | str, bool | str, bool | str]] = {
 
 
 def known_outline(fields: Mapping[str, Any]) -> Outline | None:
-    """The outline of a Llama, Mistral, Qwen2 or Qwen3 from nothing but its config.json, since transformers takes seconds to import (a test
-    compares the two). None if the config leaves something open: then ask ``outline_of``. ``fields`` are those of a config.json
-    whose sizes are possible (``read_model_config``)."""
+    """Build the outline of a Llama, Mistral, Qwen2 or Qwen3 model from config.json alone, since transformers takes seconds to import
+    (a test compares the two). Returns None if the config leaves something open: use ``outline_of`` then. ``fields`` must come from
+    ``read_model_config``, which checks the sizes."""
     family = str(fields.get("model_type"))
     if (
         family not in _FAMILIES
@@ -84,7 +84,7 @@ def known_outline(fields: Mapping[str, Any]) -> Outline | None:
     architecture, *keys = _FAMILIES[family]
     qkv_bias, output_bias, mlp_bias = (fields.get(key) if isinstance(key, str) else key for key in keys)
     vocab, hidden, inner, layers, heads, kv_heads = (fields[key] for key in _SIZES)
-    # Qwen3 has another default for the size of a head.
+    # Qwen3 has a different default head size.
     head_dim = fields.get("head_dim", None if family == "qwen3" or hidden % heads else hidden // heads)
     flags = (qkv_bias, output_bias, mlp_bias, fields.get("tie_word_embeddings"))
     if (

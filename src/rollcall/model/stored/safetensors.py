@@ -1,7 +1,7 @@
-"""Tensors in safetensors files: a plain model directory, and the parts of a sharded checkpoint.
+"""Tensors in safetensors files: a plain model directory, or the parts of a sharded checkpoint.
 
-A file begins with the length of its header as u64 and the header, JSON padded to 8 bytes; the bytes of the tensors follow. A part holds blocks of tensors. Its metadata has the key ``parts``: for each key of the file the tensor's name, where the block
-begins in it, and the tensor's whole shape.
+A file starts with its header length as u64 and the header, JSON padded to 8 bytes; the tensor data follows. A part contains blocks
+of tensors. The metadata key ``parts`` gives the tensor name, the block's start and the full shape for each key in the file.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ _OF = re.compile(r".*-(\d+)-of-(\d+)\.safetensors")
 class _Entry:
     dtype: DType
     shape: tuple[int, ...]
-    offset: int  # in the file
+    offset: int  # from the start of the file
 
 
 def open_model_dir(folder: Path) -> Stored:
-    """A model directory as transformers writes it: one file, or several with an index."""
+    """Open a model directory as transformers writes it: one file, or several with an index."""
     if (folder / ADAPTER_CONFIG).exists():
         raise StoredError(
             f"{folder} holds an adapter, not the weights of a model; add it to its model with `rollcall merge` and give what that writes"
@@ -52,7 +52,7 @@ def open_model_dir(folder: Path) -> Stored:
 
 
 def check_weights(folder: Path) -> None:
-    """Refuses a model directory, or an adapter's, whose weights are missing or cut off. The bytes themselves are not read."""
+    """Refuse a model or adapter directory whose weights are missing or truncated. The tensor data is not read."""
     if (folder / ADAPTER_CONFIG).is_file():
         read_header(folder / ADAPTER_WEIGHTS)
     else:
@@ -68,8 +68,8 @@ def open_parts(
     facts: Mapping[str, Any] | None = None,
     named: Mapping[str, str] | None = None,
 ) -> Stored:
-    """The tensors whose blocks are in ``files``; a file without the key ``parts`` holds whole tensors. ``named``: the file that each
-    tensor is taken from, if an index says so."""
+    """Open the tensors whose blocks are in ``files``. A file without the ``parts`` key contains full tensors. ``named`` is the index,
+    if there is one: the file to take each tensor from."""
     kinds: dict[str, tuple[DType, tuple[int, ...], StoredFile]] = {}
     pieces: dict[str, list[Piece]] = {}
     for file in files:
@@ -91,7 +91,7 @@ def open_parts(
 
 
 def _blocks(file: StoredFile) -> Iterable[tuple[str, tuple[int, ...], DType, Piece]]:
-    """Each block in a part: the tensor's name, whole shape and type, and where the block is."""
+    """Yield each block in a part: the tensor's name, full shape and dtype, and the block's location."""
     entries, metadata = read_header(file.path)
     with plain_damage(f"{file}: its metadata does not say which blocks it holds"):
         parts = json.loads(metadata["parts"]) if "parts" in metadata else None
@@ -105,14 +105,14 @@ def _blocks(file: StoredFile) -> Iterable[tuple[str, tuple[int, ...], DType, Pie
 
 
 def read_header(path: Path) -> tuple[dict[str, _Entry], dict[str, str]]:
-    """The tensors of a file and its metadata. A file that is not whole is refused."""
+    """Read a file's list of tensors and its metadata. Refuses an incomplete file."""
     entries: dict[str, _Entry] = {}
     refuse_pipe(path)
     with plain_damage(f"{path} is not a whole safetensors file"):
         with path.open("rb") as file:
             offset = 8 + int.from_bytes(file.read(8), "little")
         with safe_open(path, framework="np") as header:
-            for name in header.offset_keys():  # without gaps: the format allows none
+            for name in header.offset_keys():  # the format does not allow gaps
                 about = header.get_slice(name)
                 dtype, shape = OF_SAFETENSORS[about.get_dtype()], tuple(about.get_shape())
                 entries[name] = _Entry(dtype=dtype, shape=shape, offset=offset)
@@ -123,7 +123,7 @@ def read_header(path: Path) -> tuple[dict[str, _Entry], dict[str, str]]:
 def write_header(
     file: BinaryIO, tensors: Iterable[tuple[str, torch.dtype | DType, Sequence[int]]], *, metadata: Mapping[str, str]
 ) -> None:
-    """``tensors``: name, type and shape of each, in the order in which their bytes follow."""
+    """Write a header. ``tensors`` gives each tensor's name, dtype and shape, in the order of the data that follows."""
     header: dict[str, Any] = {"__metadata__": dict(metadata)}
     start = 0
     for name, dtype, shape in tensors:
@@ -139,7 +139,7 @@ def write_header(
 
 
 def weight_files(folder: Path) -> tuple[list[Path], dict[str, str] | None]:
-    """The files, and which of them holds each tensor if an index says so."""
+    """Return the weight files and, if there is an index, the file name for each tensor."""
     if (folder / INDEX).is_file():
         with plain_damage(f"{folder / INDEX} is not an index of weights"):
             named: dict[str, str] = json.loads(read_small(folder / INDEX))["weight_map"]

@@ -1,4 +1,4 @@
-"""A set of stored tensors: which bytes of which files each of them is, and how to read a block of one."""
+"""A set of stored tensors: which bytes in which files make up each tensor, and how to read a block of it."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from rollcall.model.stored.files import StoredError, StoredFile, read_fully
 if TYPE_CHECKING:
     import torch
 
-PIECE_BYTES = 64 << 20  # of a tensor in host memory at once
+PIECE_BYTES = 64 << 20  # how much of a tensor is in host memory at once
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Piece:
-    """One contiguous run of bytes in a file: a block of a tensor, row by row."""
+    """A contiguous byte range in a file: a block of a tensor, in row-major order."""
 
     file: Path
     offset: int  # bytes
-    start: tuple[int, ...]  # where the block begins in the whole tensor
+    start: tuple[int, ...]  # where the block begins in the full tensor
     shape: tuple[int, ...]
 
     @property
@@ -39,7 +39,7 @@ class StoredTensor:
     name: str
     dtype: DType
     shape: tuple[int, ...]
-    pieces: tuple[Piece, ...]  # each element is in exactly one of them
+    pieces: tuple[Piece, ...]  # each element is in exactly one piece
 
     @property
     def num_bytes(self) -> int:
@@ -48,14 +48,14 @@ class StoredTensor:
 
 @dataclass(frozen=True, kw_only=True)
 class Stored:
-    """``files`` holds every file that a piece names, and what else its writer has a checksum of."""
+    """A set of stored tensors. ``files`` contains every file that a piece refers to, and any others with a recorded checksum."""
 
-    origin: str  # what it was opened from, for messages
+    origin: str  # the path it was opened from, for messages
     tensors: Mapping[str, StoredTensor]
     files: Mapping[Path, StoredFile]
-    folder: Path | None  # with config.json and tokenizer, if the weights came with one
-    kind: str = "model directory"  # what it is, for messages
-    facts: Mapping[str, Any] = field(default_factory=dict)  # what its writer noted of the run: step, score, ...
+    folder: Path | None  # contains config.json and tokenizer, if the weights came with them
+    kind: str = "model directory"  # the kind of source, for messages
+    facts: Mapping[str, Any] = field(default_factory=dict)  # what the writer recorded about the run: step, score, ...
 
     @property
     def types(self) -> dict[str, DType]:
@@ -68,7 +68,7 @@ class Stored:
     def read(
         self, name: str, *, start: Sequence[int] | None = None, shape: Sequence[int] | None = None
     ) -> torch.Tensor:
-        """The block of a tensor that begins at ``start`` and has ``shape``; without them, all of it."""
+        """Read the block of a tensor that begins at ``start`` and has ``shape``, by default the full tensor."""
         tensor = self.tensors[name]
         start = (0,) * len(tensor.shape) if start is None else tuple(start)
         shape = tensor.shape if shape is None else tuple(shape)
@@ -84,18 +84,18 @@ class Stored:
     def runs(
         self, name: str, *, start: Sequence[int] | None = None, shape: Sequence[int] | None = None
     ) -> Iterator[tuple[int, torch.Tensor]]:
-        """``read`` in runs of rows, each with the number of its first row in the block."""
+        """Like ``read``, but yield runs of rows, each with the index of its first row in the block."""
         tensor = self.tensors[name]
         first, *columns = [0] * len(tensor.shape) if start is None else start
         rows, *rest = tensor.shape if shape is None else shape
-        # Stored rows are read with all their columns, also where the block has only some.
+        # Stored rows are read with all their columns, even if the block needs only some of them.
         step = max(1, PIECE_BYTES * tensor.shape[0] // max(tensor.num_bytes, 1))
         for begin in range(0, rows, step):
             count = min(step, rows - begin)
             yield begin, self.read(name, start=(first + begin, *columns), shape=(count, *rest))
 
     def are_equal(self, name: str, other: str) -> bool:
-        """Whether two tensors hold the same bytes; NaN is equal to itself then."""
+        """Whether two tensors are equal byte for byte, so that NaN equals itself."""
         import torch
 
         first, second = self.tensors[name], self.tensors[other]
@@ -108,7 +108,7 @@ class Stored:
 
 
 def _read_overlap(piece: Piece, block: torch.Tensor, *, start: tuple[int, ...]) -> None:
-    """Fill the part of ``block`` (at ``start`` of the tensor) that ``piece`` holds."""
+    """Fill the part of ``block`` (at ``start`` in the tensor) that ``piece`` contains."""
     low = [max(a, b) for a, b in zip(piece.start, start, strict=True)]
     high = [min(a + n, b + m) for a, n, b, m in zip(piece.start, piece.shape, start, block.shape, strict=True)]
     if any(a >= b for a, b in zip(low, high, strict=True)):
@@ -123,14 +123,14 @@ def _read_overlap(piece: Piece, block: torch.Tensor, *, start: tuple[int, ...]) 
         return
     import torch
 
-    # Only the rows in question are read, all of their columns: one read instead of one for each row.
+    # Read all columns of the rows in question: one read instead of one per row.
     rows_of_piece = torch.empty((rows, *piece.shape[1:]), dtype=block.dtype)
     read_into(piece.file, rows_of_piece, offset=piece.offset + first * row)
     target.copy_(rows_of_piece[(slice(None), *inner)])
 
 
 def read_into(file: Path, tensor: torch.Tensor, *, offset: int) -> None:
-    """Fill a contiguous tensor with the bytes of a file at ``offset``."""
+    """Fill a contiguous tensor with a file's bytes at ``offset``."""
     import torch
 
     view = tensor.reshape(-1).view(torch.uint8).numpy().data
@@ -169,12 +169,12 @@ def refuse_gaps(tensor: StoredTensor, *, origin: str) -> None:
 
 
 def _overlapping(pieces: Iterable[Piece]) -> tuple[Piece, Piece] | None:
-    """Two pieces with an element in common; None if there are none."""
+    """Return two pieces that share an element, or None if there are none."""
     some = sorted((piece for piece in pieces if piece.num_elements), key=lambda piece: piece.start)
     if len(some) < 2:
         return None
     cut = [dim for dim in range(len(some[0].shape)) if len({(one.start[dim], one.shape[dim]) for one in some}) > 1]
-    # Cut along one dimension only, which is usual, it is enough to look at neighbours.
+    # Usually the tensor is cut along a single dimension; then it is enough to compare neighbours.
     pairs = zip(some, some[1:], strict=False) if len(cut) == 1 else combinations(some, 2)
     for a, b in pairs:
         if all(p < q + m and q < p + n for p, n, q, m in zip(a.start, a.shape, b.start, b.shape, strict=True)):
@@ -183,7 +183,7 @@ def _overlapping(pieces: Iterable[Piece]) -> tuple[Piece, Piece] | None:
 
 
 def other_tensors(*, wanted: Mapping[str, Sequence[int]], found: Mapping[str, Sequence[int]]) -> str:
-    """How the tensors that were found differ from a model's, by names and shapes; empty if they do not.
+    """Describe how the found tensors differ from the model's in names and shapes; empty if they match.
 
     >>> other_tensors(wanted={"norm": (7,), "head": (7,)}, found={"head": (9,)})
     '1 tensor is missing (norm); 1 tensor is of another shape (head is [9], not [7])'
@@ -211,7 +211,7 @@ def first_tensors(names: Collection[str], fault: str) -> str:
 
 
 def refuse_whole_numbers(types: Mapping[str, DType], names: Iterable[str], *, origin: str) -> None:
-    """Weights are floating-point numbers. Others (int8, bool, complex) would be cast, and are quantised, damaged or no weights.
+    """Refuse weights that are not floating-point (int8, bool, complex): they would be cast, but are quantised, damaged or not weights.
 
     >>> from rollcall.model.stored.dtypes import DTYPES
     >>> refuse_whole_numbers({"norm": DTYPES["int8"], "step": DTYPES["int64"]}, ["norm"], origin="model.path=m")
@@ -235,7 +235,7 @@ def stored_of(
     kind: str,
     facts: Mapping[str, Any] | None = None,
 ) -> Stored:
-    """The set; every tensor must be covered exactly. That pieces lie inside their files is for the readers to check."""
+    """Build the set and check that pieces cover every tensor exactly. Readers must check that pieces lie inside their files."""
     by_path = {file.path: file for file in files}
     by_name = {tensor.name: tensor for tensor in tensors}
     if not by_name:

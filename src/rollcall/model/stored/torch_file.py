@@ -1,9 +1,9 @@
-"""Pickles of tensors, and files of ``torch.save``: a zip archive with a pickle and one uncompressed record for each storage.
+"""Reads pickled tensors and ``torch.save`` files: a zip archive with a pickle and one uncompressed record per storage.
 
-So every tensor is a range of the file's bytes. The archive has a CRC-32 for each record, unless its writer left them out (0).
+So every tensor is a byte range in the file. The archive has a CRC-32 for each record, unless its writer omitted it (0).
 
-A pickle may name only the classes and functions in the list below, and none of them is looked up or called: ``Stub``s take their places. So a
-file from any version of torch can be read. ``torch.load(mmap=True, weights_only=True)`` makes every DTensor, which takes ten times as long.
+A pickle may refer only to the classes and functions listed below. None of them is imported or called: ``Stub``s take their place, so
+files from any torch version can be read. ``torch.load(mmap=True, weights_only=True)`` builds every DTensor and takes ten times as long.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ _TYPES = DTYPES | {
     "ShortStorage": DTYPES["int16"], "IntStorage": DTYPES["int32"], "LongStorage": DTYPES["int64"], "BoolStorage": DTYPES["bool"],
 }  # fmt: skip
 _ALLOWED = {
-    "builtins": {"set", "getattr"},  # Python 3.11.0 to 3.11.3 writes a member of an enum as getattr(class, name)
-    "__builtin__": {"set", "getattr"},  # their module in protocol 2, which torch.save takes
+    "builtins": {"set", "getattr"},  # Python 3.11.0 to 3.11.3 pickles an enum member as getattr(class, name)
+    "__builtin__": {"set", "getattr"},  # their module in pickle protocol 2, which torch.save uses
     "pathlib": {"PosixPath"},
     "pathlib._local": {"PosixPath"},
     "torch": {"Size", "device", *_TYPES},
@@ -46,19 +46,19 @@ _ALLOWED = {
         "_rebuild_wrapper_subclass",
     },
 }  # fmt: skip
-# Their modules, all in torch.distributed, differ between versions.
+# The modules of these differ between versions, but all are in torch.distributed.
 _ALLOWED_DISTRIBUTED = {
-    # of DTensor
+    # for DTensor
     "DTensor", "DTensorSpec", "TensorMeta", "DeviceMesh", "Shard", "_StridedShard", "Replicate", "Partial", "_Partial",
     "_MeshLayout", "_FlatLayout", "ShardOrderEntry",
-    # of distributed checkpoints
+    # for distributed checkpoints
     "Metadata", "MetadataIndex", "TensorStorageMetadata", "BytesStorageMetadata", "ChunkStorageMetadata", "TensorProperties",
     "StorageMeta", "_StorageInfo", "_MEM_FORMAT_ENCODING",
 }  # fmt: skip
 
 
 class Stub:
-    """Stands for an object or the result of a call: it keeps the arguments and the state. Its class has the name that the pickle gave."""
+    """Stands in for an object or the result of a call and keeps the arguments and state. Its class has the name from the pickle."""
 
     args: tuple[Any, ...]
     state: Any = None
@@ -82,7 +82,7 @@ def _stub_class(name: str) -> type[Stub]:
 
 
 def attributes(state: Any) -> dict[str, Any]:
-    """The attributes in the state of an object; that of one with ``__slots__`` is two dictionaries."""
+    """Return the attributes in an object's pickled state. With ``__slots__``, the state is two dictionaries."""
     if isinstance(state, dict):
         return state
     parts = state if isinstance(state, tuple) else ()
@@ -90,7 +90,7 @@ def attributes(state: Any) -> dict[str, Any]:
 
 
 def is_named(value: Any, name: str) -> bool:
-    """Whether a value is a class or function of this name, or an instance of it."""
+    """Whether a value is the class or function with this name, or an instance of it."""
     own = value if isinstance(value, type) else type(value)
     return issubclass(own, Stub) and own.__name__ == name
 
@@ -117,27 +117,27 @@ class _Unpickler(pickle.Unpickler):
 
 
 def unpickle(data: bytes, *, what: str) -> Any:
-    """The content of a pickle: dicts, lists, tuples, numbers, texts and ``Stub``s. ``what`` names the file in messages."""
+    """Load a pickle as dicts, lists, tuples, numbers, strings and ``Stub``s. ``what`` names the file in messages."""
     with plain_damage(f"{what} cannot be read"):
         return _Unpickler(data, what=what).load()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TorchTensor:
-    """A tensor whose numbers lie row by row in a file."""
+    """A tensor stored in row-major order in a file."""
 
     dtype: DType
     shape: tuple[int, ...]
     file: Path
     offset: int  # bytes
-    crc32: int | None  # of exactly these bytes, if the file has it
+    crc32: int | None  # of exactly these bytes, if known
 
     def piece(self, *, start: tuple[int, ...]) -> Piece:
-        """``start``: where it begins in the whole tensor."""
+        """Return the tensor as a piece that begins at ``start`` in the full tensor."""
         return Piece(file=self.file, offset=self.offset, start=start, shape=self.shape)
 
     def numbers(self) -> list[int]:
-        """The values of a small tensor of whole numbers."""
+        """Read the values of a small integer tensor."""
         width, signed = self.dtype.itemsize, self.dtype.name.startswith("int")
         data = bytearray(prod(self.shape) * width)
         with self.file.open("rb") as file:
@@ -147,20 +147,20 @@ class TorchTensor:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TorchFile:
-    """``records`` are the storages by their keys."""
+    """An opened ``torch.save`` file. ``records`` maps keys to storages."""
 
     path: Path
     what: str  # for messages
     records: dict[str, CheckedRange]
 
     def tensor(self, value: Any, *, name: str) -> TorchTensor | None:
-        """The tensor that a value of the pickle is, if it is one. A call of torch's functions with wrong arguments raises any error."""
+        """Convert a pickled value to a tensor, or return None if it is something else. Malformed arguments may raise any error."""
         while isinstance(value, Stub) and type(value).__name__.startswith("_rebuild_parameter"):
             value = value.args[0]
         if not isinstance(value, Stub) or not type(value).__name__.startswith("_rebuild_tensor"):
             return None
         (_, storage_type, key, *_), offset, shape, stride, *rest = value.args
-        # The third version of the function gives the type last; before that the storage has it.
+        # The third version of the function passes the dtype last; older versions take it from the storage.
         dtype = next(filter(None, map(dtype_of, [*rest, storage_type])))
         shape, stride = whole_numbers(shape), whole_numbers(stride)
         num_bytes, begin, record = prod(shape) * dtype.itemsize, int(offset) * dtype.itemsize, self.records.get(key)
@@ -180,12 +180,12 @@ def dtype_of(value: Any) -> DType | None:
 
 
 def whole_numbers(value: Any) -> tuple[int, ...]:
-    """A shape or an offset: a tuple, a list, or a call of ``torch.Size`` with one."""
+    """Convert a shape or an offset: a tuple, a list, or a ``torch.Size`` call."""
     return tuple(map(int, value.args[0] if is_named(value, "Size") else value))
 
 
 def open_torch_file(path: Path, *, offset: int = 0, length: int | None = None) -> tuple[TorchFile, Any]:
-    """A file of ``torch.save``, or one that lies in a range of a larger file, and the content of its pickle."""
+    """Open a ``torch.save`` file, possibly inside a larger file, and return it with its unpickled content."""
     what = str(path) if length is None else f"{path} (bytes {offset:,} to {offset + length:,})"
     refuse_pipe(path)
     with (
@@ -198,7 +198,7 @@ def open_torch_file(path: Path, *, offset: int = 0, length: int | None = None) -
         size = os.fstat(file.fileno()).st_size
         if offset < 0 or offset + (length or 0) > size:
             raise StoredError(f"{path} has {size:,} bytes, too few: it was cut off; restore the file")
-        # An archive may have other bytes before it, and ends where the mapping ends.
+        # Other bytes may precede an archive, but it must end where the mapping ends.
         end = size if length is None else offset + length
         with mmap.mmap(file.fileno(), end, access=mmap.ACCESS_READ) as data:
             records = {info.filename: _record(data, info) for info in zipfile.ZipFile(data).infolist()}  # type: ignore[arg-type]
@@ -214,7 +214,7 @@ def open_torch_file(path: Path, *, offset: int = 0, length: int | None = None) -
 
 
 def _record(data: mmap.mmap, info: zipfile.ZipInfo) -> CheckedRange:
-    """Where the bytes of a record are: after its own header, and only that says how long it is."""
+    """Locate a record's data. It follows the record's local header, and only that header gives its own length."""
     if info.compress_type != zipfile.ZIP_STORED or info.file_size != info.compress_size:
         raise ValueError(f"its record {info.filename} is compressed, which torch.save never does")
     signature, name_size, extra_size = struct.unpack_from("<4s22xHH", data, info.header_offset)

@@ -1,9 +1,9 @@
-"""Checkpoints of verl's FSDP trainer: ``model_world_size_W_rank_R.pt`` for each process, config and tokenizer in ``huggingface/``.
+"""Checkpoints from verl's FSDP trainer: ``model_world_size_W_rank_R.pt`` for each process, config and tokenizer in ``huggingface/``.
 
-Each file is a state dict whose tensors are DTensors: the process's block of each, with the mesh. A mesh has one or more dimensions (ddp,
-fsdp, tp); a placement for each says whether the tensor is cut along one of its dimensions there, or the same in all processes. A
-tensor that is not a DTensor is whole in each process: a buffer, or any tensor of a run that shards nothing. Where several processes hold
-the same block, the first is read; the others must have the same checksum.
+Each file is a state dict of DTensors: the process's block of each tensor, and the mesh. A mesh has one or more dimensions (ddp, fsdp,
+tp). For each of them, a placement says whether the tensor is sharded along one of its own dimensions or replicated. A tensor that is
+not a DTensor is complete in each process: a buffer, or any tensor in a run without sharding. If several processes have the same
+block, the first copy is read, and the others must have the same checksum.
 """
 
 from __future__ import annotations
@@ -26,24 +26,24 @@ from rollcall.model.stored.torch_file import (
     whole_numbers,
 )
 
-Mesh = tuple[tuple[int, int], ...]  # of each dimension its size and the place of one process in it
+Mesh = tuple[tuple[int, int], ...]  # for each dimension, its size and one process's index in it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Cut:
-    """How a tensor is cut over a mesh, and which block one process holds."""
+    """How a tensor is sharded over a mesh, as one process sees it."""
 
     mesh: Mesh
-    # For each dimension of the mesh, the tensor's dimension and the split factor (1: none), or None if all have the same.
+    # For each mesh dimension, the tensor dimension and the split factor (1: none), or None if the tensor is replicated.
     cuts: tuple[tuple[int, int] | None, ...]
-    shape: tuple[int, ...]  # of the whole tensor
+    shape: tuple[int, ...]  # of the full tensor
 
     def block(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Where the process's block begins, and its shape.
+        """Return the start and the shape of the process's block.
 
-        A dimension may be cut by several of the mesh's: the outer first, but one with a split factor after those behind it.
-        Six rows over a mesh of 2 x 3, cut by both: process (1, 0) has row 3. With a split factor of 3 at the first (as FSDP
-        puts it over tensor parallel), it has row 1.
+        Several mesh dimensions may cut the same tensor dimension. The outer one cuts first, unless it has a split factor: then it
+        cuts last. Example: both dimensions of a 2 x 3 mesh cut six rows. Process (1, 0) has row 3. If the first has a split factor
+        of 3 (as FSDP uses over tensor parallel), it has row 1.
         """
         start, shape = [0] * len(self.shape), list(self.shape)
         for strided in (False, True):
@@ -51,7 +51,7 @@ class _Cut:
                 if cut is None or (cut[1] > 1) is not strided:
                     continue
                 dim = cut[0]
-                each = -(-shape[dim] // size)  # as torch.chunk cuts: the last may be smaller, or empty
+                each = -(-shape[dim] // size)  # like torch.chunk: the last chunk may be smaller or empty
                 begin = min(at * each, shape[dim])
                 start[dim] += begin
                 shape[dim] = min(each, shape[dim] - begin)
@@ -60,7 +60,7 @@ class _Cut:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Local:
-    """The share of one tensor that one process holds; ``cut`` is None for a plain tensor."""
+    """One process's share of a tensor; ``cut`` is None for a plain tensor."""
 
     rank: int
     tensor: TorchTensor
@@ -68,7 +68,7 @@ class _Local:
 
     @property
     def layout(self) -> Any:
-        """The part that all processes must agree on."""
+        """The properties that all processes must agree on."""
         if self.cut is None:
             return self.tensor.dtype, self.tensor.shape
         return self.tensor.dtype, [size for size, _ in self.cut.mesh], self.cut.cuts, self.cut.shape
@@ -113,7 +113,7 @@ def open_verl(folder: Path) -> Stored:
 
 
 def _rank_files(folder: Path) -> list[Path]:
-    """One file for each process, in the order of their ranks."""
+    """Return one file per process, in rank order."""
     found: dict[int, dict[int, Path]] = {}
     for path in folder.iterdir():
         if match := re.fullmatch(r"model_world_size_(\d+)_rank_(\d+)\.pt", path.name):
@@ -136,12 +136,12 @@ def _rank_files(folder: Path) -> list[Path]:
 def _locals(file: TorchFile, content: Any, *, rank: int) -> Iterable[tuple[str, _Local]]:
     if not isinstance(content, dict):
         raise StoredError(f"{file.path} does not hold a state dict; give the model's shards")
-    meshes: dict[int, Mesh] = {}  # the tensors of a file share its meshes
+    meshes: dict[int, Mesh] = {}  # the tensors in a file share mesh objects
     for name, value in content.items():
         if not isinstance(name, str):
             raise StoredError(f"{file.path}: a tensor has no name but a {type(name).__name__}; give the model's shards")
         if isinstance(value, int | float | str | type(None)):
-            continue  # no tensor, so no weight
+            continue  # not a tensor, so not a weight
         cut = None
         with plain_damage(f"{file.path}: the layout of {name} cannot be read"):
             if is_named(value, "_rebuild_from_type_v2") and is_named(value.args[1], "DTensor"):
@@ -163,7 +163,7 @@ def _locals(file: TorchFile, content: Any, *, rank: int) -> Iterable[tuple[str, 
 
 
 def _joined(name: str, locals_: list[_Local]) -> StoredTensor:
-    """The tensor whose blocks the processes hold."""
+    """Join the processes' blocks into one tensor."""
     first = locals_[0]
     shape = first.tensor.shape if first.cut is None else first.cut.shape
     taken: dict[tuple[int, ...], tuple[_Local, Piece]] = {}
@@ -193,11 +193,11 @@ def _joined(name: str, locals_: list[_Local]) -> StoredTensor:
 
 
 def _mesh_of(mesh: dict[str, Any], *, rank: int, file: TorchFile) -> Mesh:
-    """The mesh with these fields, as ``rank`` sees it. Any error: it cannot be read."""
+    """Build the mesh from these fields, as ``rank`` sees it. Raises any kind of error if the fields cannot be read."""
     ranks: Any = mesh.get("mesh", mesh.get("_rank_map", mesh.get("_flatten_rank_map")))
     if tensor := file.tensor(ranks, name="a mesh"):
         ranks = tensor.numbers()
-    if tensor and "mesh" in mesh:  # torch before 2.10: a tensor of ranks, and no layout
+    if tensor and "mesh" in mesh:  # torch before 2.10: a tensor of ranks and no layout
         axes = [((size, prod(tensor.shape[dim + 1 :])),) for dim, size in enumerate(tensor.shape)]
     else:
         layout = mesh["_layout"].fields
@@ -211,14 +211,14 @@ def _mesh_of(mesh: dict[str, Any], *, rank: int, file: TorchFile) -> Mesh:
     found = []
     for axis in axes:
         at = 0
-        for size, stride in axis:  # several where dimensions were flattened into one
+        for size, stride in axis:  # several if dimensions were flattened into one
             at = at * size + ((index // stride) % size if size > 1 else 0)
         found.append((prod(size for size, _ in axis), at))
     return tuple(found)
 
 
 def _pairs(shape: Any, stride: Any) -> tuple[tuple[int, int], ...]:
-    """Sizes and strides of one dimension of a mesh, which may have been flattened from several."""
+    """Return the sizes and strides of one mesh dimension, which may have been flattened from several."""
     if not isinstance(shape, int):
         return tuple(pair for one in zip(shape, stride, strict=True) for pair in _pairs(*one))
     if shape < 1 or not isinstance(stride, int) or stride < 1:
@@ -227,7 +227,7 @@ def _pairs(shape: Any, stride: Any) -> tuple[tuple[int, int], ...]:
 
 
 def _cut(placements: Any, mesh: Mesh, *, shape: tuple[int, ...]) -> _Cut:
-    """``placements`` as the pickle has them. Any error: they cannot be read."""
+    """Build the cut from pickled ``placements``. Raises any kind of error if they cannot be read."""
     cuts = tuple(_placement(one, num_dims=len(shape)) for one in placements)
     if len(cuts) != len(mesh):
         raise ValueError(f"{len(cuts)} placements for a mesh of {len(mesh)} dimensions")
