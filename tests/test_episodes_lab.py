@@ -33,9 +33,10 @@ NO_GPU = {"CUDA_VISIBLE_DEVICES": "", "RAY_worker_niceness": "0"}
 ON_BOTH = {"actor,rollout": "0", "environment": "all"}
 APART = {"actor,rollout": "0", "environment": "1"}
 SAMPLED_ON_BOTH = {"actor": "0", "rollout": "all", "environment": "all"}
-# Slow enough to be struck in the middle of a turn. It says where it ran.
+# Slow enough to be struck in the middle of a turn, and some slower than others: what has ended while its group is open is
+# written once a second. It says where it ran.
 GAME = """
-import os, time
+import os, random, time
 
 class Game:
     def reset(self, row):
@@ -43,7 +44,7 @@ class Game:
         return None
 
     def step(self, text, token_ids):
-        time.sleep(0.3)
+        time.sleep(random.choice((0.2, 0.8)))
         self.turns += 1
         node = float(os.uname().nodename[-1])
         if self.turns == 3:
@@ -52,9 +53,10 @@ class Game:
 """
 # The same as a program: three questions of the model, from wherever it runs.
 AGENT = """
+import random
 ids = post("/completions", {"prompt": row["prompt"], "return_token_ids": True})[1]["choices"][0]
 for _ in range(2):
-    time.sleep(0.3)
+    time.sleep(random.choice((0.2, 1.2)))
     prompt = ids["prompt_token_ids"] + ids["token_ids"] + [5]
     ids = post("/completions", {"prompt": prompt, "return_token_ids": True})[1]["choices"][0]
 metrics = {"node": float(os.uname().nodename[-1]), "is_local": float(base.hostname.startswith("127."))}
