@@ -46,8 +46,8 @@ format: $(DEV)  ## let ruff format the tree
 slow: $(DEV)  ## the long tests, without `make chaos`, two at a time (an hour on two cores)
 	$(PYTEST) -q -rfEs -m "slow and not vllm" --ignore=tests/chaos --numprocesses 2 --maxschedchunk 1
 
-chaos: $(DEV)  ## every fault on lab hosts, two labs at a time; ends with a table (about an hour on two cores)
-	$(PYTEST) -v -m chaos tests/chaos --numprocesses 2 --maxschedchunk 1
+chaos: $(DEV)  ## every fault on lab hosts, three labs at a time; ends with a table (about an hour on two cores)
+	$(PYTEST) -v -m chaos tests/chaos --numprocesses 3 --maxschedchunk 1
 
 gpu: $(DEV)  ## the tests that need a CUDA device
 	$(PYTEST) -q -m gpu
