@@ -1,4 +1,4 @@
-"""Runs blocking calls in threads while the event loop continues, and coroutines that end together.
+"""Runs blocking calls in threads while the event loop continues. Runs coroutines as a group that ends together.
 
 The threads are daemons, so this process may exit without them: a call may be waiting for another process that is about to be killed. Such
 a call raises once that process is gone, when nobody waits for it any more.

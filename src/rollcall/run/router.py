@@ -123,7 +123,7 @@ class Router:
         self._batches[request.id] = batch
 
     def _next_pool(self, among: Sequence[int] = ()) -> int:
-        """Choose one of these pools, otherwise a pool with workers if there is one."""
+        """Choose one of these pools; if none of them fits, any pool with workers."""
         able = among or [rank for rank in self._weights if self._pools[rank].seats] or list(self._weights)
         rank = min(able, key=lambda rank: ((self._num_given.get(rank, 0) + 1) / self._weights[rank], rank))
         self._num_given[rank] = self._num_given.get(rank, 0) + 1

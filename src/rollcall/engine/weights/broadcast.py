@@ -189,7 +189,7 @@ class BroadcastInlet(Inlet):
 
 @contextmanager
 def _naming(lines: Mapping[str, Line], deadline: Wait) -> Iterator[None]:
-    """Name the peer that is gone: a collective's error does not say, but the lines do."""
+    """Name the peer that is gone: the collective's error does not, but the log lines do."""
     try:
         yield
     except MissingPeerError:

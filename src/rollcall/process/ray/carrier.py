@@ -33,7 +33,7 @@ class OnRay(Carrier):
     peer_s = SILENT_S + 2
 
     def __init__(self, recipe: Recipe, *, group: PlacementGroup, may_fork: bool) -> None:
-        """``may_fork``: `rollcall node` started the nodes, so the Python of their Ray has Rollcall."""
+        """``may_fork``: `rollcall node` started the nodes, so Rollcall is installed in their Ray's Python."""
         self._target = recipe.target
         self._may_fork = may_fork and isinstance(recipe.target, str) and recipe.target.startswith("rollcall.")
         self._group = group
