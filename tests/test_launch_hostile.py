@@ -277,7 +277,8 @@ def test_a_host_that_ignores_the_end_of_its_stdin_is_not_waited_for(monkeypatch:
     monkeypatch.setattr("rollcall.launch.ssh.shell.LET_GO_S", 0.3)
     scripts = {"a": "exit 3\n", "b": "sleep 600\n"}
     failed, other = run_on_all(LocalShell(), scripts, together=True)
-    assert (failed.status, other.status) == (3, None) and other.was_let_go and not failed.was_let_go
+    # Where the first fails at once, the other may end before it has read its script.
+    assert failed.status == 3 and other.status in (None, 0) and other.was_let_go and not failed.was_let_go
 
 
 GOOD_HERE = {"version": "1", "host": "a", "address": "10.0.0.1:7000", "is_alone": False, "rank": None}

@@ -198,10 +198,10 @@ def open_torch_file(path: Path, *, offset: int = 0, length: int | None = None) -
         size = os.fstat(file.fileno()).st_size
         if offset < 0 or offset + (length or 0) > size:
             raise StoredError(f"{path} has {size:,} bytes, too few: it was cut off; restore the file")
-        # Other bytes may precede an archive, but it must end where the mapping ends.
         end = size if length is None else offset + length
         with mmap.mmap(file.fileno(), end, access=mmap.ACCESS_READ) as data:
-            records = {info.filename: _record(data, info) for info in zipfile.ZipFile(data).infolist()}  # type: ignore[arg-type]
+            infos = zipfile.ZipFile(_Rest(data, offset)).infolist()  # type: ignore[arg-type]
+            records = {info.filename: _record(data, info, offset=offset) for info in infos}
             root = next((name.removesuffix("data.pkl") for name in records if name.endswith("/data.pkl")), None)
             if root is None:
                 raise StoredError(f"{what} is not a file of torch.save: it has no data.pkl; restore the file")
@@ -213,12 +213,36 @@ def open_torch_file(path: Path, *, offset: int = 0, length: int | None = None) -
     return TorchFile(path=path, what=what, records=own), unpickle(content, what=what)
 
 
-def _record(data: mmap.mmap, info: zipfile.ZipInfo) -> CheckedRange:
+class _Rest:
+    """What follows the offset, as a file: newer versions of zipfile refuse an archive with other bytes before it."""
+
+    def __init__(self, data: mmap.mmap, offset: int) -> None:
+        self._data, self._offset, self._at = data, offset, 0
+
+    def seek(self, to: int, whence: int = os.SEEK_SET) -> int:
+        at = to + (0, self._at, len(self._data) - self._offset)[whence]
+        if at < 0:
+            raise OSError("before the beginning")
+        self._at = at
+        return at
+
+    def tell(self) -> int:
+        return self._at
+
+    def read(self, size: int = -1) -> bytes:
+        begin = self._offset + self._at
+        found = self._data[begin : begin + size if size >= 0 else None]
+        self._at += len(found)
+        return found
+
+
+def _record(data: mmap.mmap, info: zipfile.ZipInfo, *, offset: int) -> CheckedRange:
     """Locate a record's data. It follows the record's local header, and only that header gives its own length."""
     if info.compress_type != zipfile.ZIP_STORED or info.file_size != info.compress_size:
         raise ValueError(f"its record {info.filename} is compressed, which torch.save never does")
-    signature, name_size, extra_size = struct.unpack_from("<4s22xHH", data, info.header_offset)
-    begin = info.header_offset + 30 + name_size + extra_size
+    header = offset + info.header_offset
+    signature, name_size, extra_size = struct.unpack_from("<4s22xHH", data, header)
+    begin = header + 30 + name_size + extra_size
     if signature != b"PK\x03\x04" or begin + info.file_size > len(data):
         raise ValueError(f"its record {info.filename} extends past the end of the file")
     return CheckedRange(offset=begin, size=info.file_size, crc32=info.CRC)
