@@ -86,7 +86,7 @@ class PartWriter:
         def work() -> None:
             try:
                 done.set_result(self._write(folder, place))
-            except BaseException as error:  # noqa: BLE001 - raised to whoever asks for the result
+            except BaseException as error:  # noqa: BLE001 - raised when the result is asked for
                 done.set_exception(error)
 
         threading.Thread(target=work, name="write the checkpoint", daemon=True).start()

@@ -22,6 +22,7 @@ import socket
 import sys
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from typing import Any
@@ -143,11 +144,11 @@ class ProcessEnvironments:
         return None
 
 
-class CalledEnvironment:
+class CalledEnvironment(ABC):
     """Implements ``protocol.Environment`` by calling the process that plays it, or its host."""
 
-    async def call(self, method: str, *args: Any) -> Any:
-        raise NotImplementedError
+    @abstractmethod
+    async def call(self, method: str, *args: Any) -> Any: ...
 
     async def reset(self, row: Mapping[str, Any]) -> str | None:
         return await self.call("reset", dict(row))

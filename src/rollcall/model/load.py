@@ -369,7 +369,7 @@ def _refuse_huge_ids(file: Path) -> None:
         ids = list(vocabulary.values()) if isinstance(vocabulary, dict) else []
         largest = max([*ids, *(token["id"] for token in contents["added_tokens"])], default=0)
     if largest >= 100_000_000:
-        raise ModelError(f"{file} has the token id {largest:.3g}, and no model has so many tokens; restore the file")
+        raise ModelError(f"{file} has the token id {largest:.3g}, but no model has so many tokens; restore the file")
 
 
 def check_model_path(path: str) -> None:

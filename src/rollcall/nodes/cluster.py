@@ -233,7 +233,7 @@ class PlainRay:
         return {MODE: "disabled" if answer.is_open else _mode()}
 
     def note_driver(self) -> None:
-        """Do nothing: whoever started this Ray cluster does not look for drivers."""
+        """Do nothing: a Ray cluster that someone else started does not look for drivers."""
 
     def join_command(self, rank: int | str) -> str:
         return f"ray start --address={self.head_address}"

@@ -94,7 +94,7 @@ def read_token(cluster: str) -> str:
 
 
 def check_token(token: str) -> None:
-    """Refuse a weak token: whoever has the token can run code on every node, and anyone who reaches a port can guess."""
+    """Refuse a weak token: with the token, anyone who reaches a port can run code on every node."""
     if len(token) < TOKEN_LENGTH or len(set(token)) < TOKEN_LETTERS:
         raise ClusterError(
             f"{TOKEN} has {len(token)} characters, {len(set(token))} of them different; it needs at least {TOKEN_LENGTH}, "

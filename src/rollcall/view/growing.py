@@ -6,6 +6,7 @@ import math
 import os
 import threading
 import time
+from abc import ABC, abstractmethod
 from array import array
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,7 +24,7 @@ PIECE = 16 << 20  # bytes in memory at once
 HEAD = 256  # bytes; a new file may reuse a removed file's inode, but does not begin like it
 
 
-class GrowingFile:
+class GrowingFile(ABC):
     """A file to which lines are added. A different file with the same name, or one that got shorter, is read from the start.
     ``read_s`` bounds one ``refresh``; the rest of a long file comes with the next."""
 
@@ -35,13 +36,13 @@ class GrowingFile:
         self._read = 0  # bytes read so far
         self._forget()
 
+    @abstractmethod
     def _forget(self) -> None:
         """Forget all lines so far, because the file is read from the start."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _take(self, lines: list[bytes]) -> None:
         """Process complete lines in order."""
-        raise NotImplementedError
 
     def refresh(self) -> None:
         until = time.monotonic() + self._read_s

@@ -72,7 +72,7 @@ def _free_config_files(data: bytes) -> bytes:
     try:
         return json.dumps({**json.loads(data), "beside": {}}, indent=1).encode()
     except (ValueError, TypeError, RecursionError):
-        return data  # whoever reads it reports the error
+        return data  # the merge, which reads it next, reports the error
 
 
 def _config(data: bytes, path: Path, *, dtype: DType | None) -> bytes:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import threading
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -149,7 +150,7 @@ class Overseer(Protocol):
         ...
 
 
-class Carrier:
+class Carrier(ABC):
     """Starts a gang's processes and delivers calls to them. A call names a method of ``host.Host``."""
 
     peer_s = 0.0  # after a worker complains about a peer, the peer's death is known within this; 0: no peers
@@ -159,11 +160,11 @@ class Carrier:
     def open(self, gang: Overseer) -> None:
         self.gang = gang
 
+    @abstractmethod
     def launch(self, spec: WorkerSpec, *, lost: Member | None, wait: Wait) -> Member:
         """Start a process in this seat, in place of the lost member. It may still be starting on return."""
-        raise NotImplementedError
 
-    def watch(self, member: Member) -> None:
+    def watch(self, member: Member) -> None:  # noqa: B027 - only Ray tells by itself
         """Tell the gang from now on when the member is lost. Corrects its spec if it runs on a different node than before."""
 
     def start_env(self, spec: WorkerSpec) -> Mapping[str, str]:
@@ -174,8 +175,8 @@ class Carrier:
         """Return the value in a form that is cheap to send to several workers."""
         return value
 
-    def send(self, call: Call, method: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        raise NotImplementedError
+    @abstractmethod
+    def send(self, call: Call, method: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None: ...
 
     def settle(self, calls: Sequence[Call], *, timeout_s: float, through_failures: bool = False) -> None:
         """Collect answers; return when all have arrived, when one of them is a failure, or on timeout."""
@@ -193,17 +194,17 @@ class Carrier:
             self.changed.wait_for(lambda: any(call.is_done for call in calls), timeout=timeout_s)
             return [call for call in calls if call.is_done]
 
-    def is_alive(self, member: Member) -> bool:
-        raise NotImplementedError
+    @abstractmethod
+    def is_alive(self, member: Member) -> bool: ...
 
     def look(self, members: Sequence[Member], *, last: bool) -> Collection[int]:
         """Tell the lookout what the members are doing; return the ranks on nodes that do not answer. It asks nobody, unless this is
         the ``last`` time: then it waits a moment for what they did until now."""
         return ()
 
+    @abstractmethod
     def stop(self, members: Sequence[Member], *, timeout_s: float) -> None:
         """Stop every process of the gang, and every process that they started."""
-        raise NotImplementedError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

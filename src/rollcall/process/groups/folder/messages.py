@@ -12,7 +12,7 @@ in order, and waits for a number that the folder does not list yet. A message wi
 conversation and is never answered.
 
 A process shows that it is alive by a file with an incarnation, which is new for every process, and a counter that it advances
-(``base/heartbeat.py``). The counter of a dead process stands still.
+(``base/heartbeat.py``). The counter of a dead process no longer changes.
 
 NFS may show a new file late to a process that asks for its name, but at once to one that opens the folder, so every check
 lists the folder first. A reader gets ENOENT or ESTALE when a file is replaced during the read; it then tries again.
@@ -46,7 +46,7 @@ from rollcall.base.version import __version__
 from rollcall.base.wait import warn
 
 BEAT_S = 1.0  # between two increments of the counter
-SILENT_S = 20.0  # a process whose counter stands still this long is gone
+SILENT_S = 20.0  # a process whose counter has not changed for this long is gone
 PRESENCE = "presence.json"
 
 
@@ -253,7 +253,7 @@ class Presence:
             except (
                 OSError,
                 DiskError,
-            ) as error:  # others see that the counter stands still, and wait until the folder is back
+            ) as error:  # others see that the counter does not change, and wait until the folder is back
                 warn(f"{self._path} cannot be written: {error}")
 
 

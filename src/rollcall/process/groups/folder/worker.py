@@ -1,6 +1,6 @@
 """The worker of one node when nodes share only a folder: it takes calls from its inbox and answers them one at a time.
 
-It serves a master whose counter advances; the counter of an earlier run's master stands still. A new epoch of the master, or a new
+It serves a master whose counter advances; the counter of an earlier run's master no longer changes. A new epoch of the master, or a new
 master, ends the current work, and the worker is created again at the next start. If the master's counter stops, the
 worker waits for it, or for a new master, up to a deadline.
 
