@@ -16,6 +16,7 @@ import pytest
 from runs import IN_JOURNAL, IN_UPDATE, Kill, column, finish, groups, make_run, run_and_be_killed, write_rows
 from scripted import (
     SAMPLING,
+    One,
     Scripted,
     a_model,
     a_prompt,
@@ -42,7 +43,7 @@ from rollcall.engine.protocol import Request
 from rollcall.environments.conversation import Conversations
 from rollcall.environments.episode import Player, TooLong, turn_seed, within
 from rollcall.environments.processes import kind_of
-from rollcall.environments.protocol import EnvironmentFailed, Message
+from rollcall.environments.protocol import EnvironmentFailed, EnvironmentLost, Message
 from rollcall.loop.attempts import RunError
 from rollcall.loop.data.load import DataError, PromptSet
 from rollcall.observe.transcript import transcript
@@ -410,6 +411,38 @@ def test_a_row_of_an_unknown_class_is_refused_before_the_run_begins() -> None:
         with pytest.raises(ConfigError, match=refused):
             build_environments(ClassEnvironment(path={"shop": "x:X"}), None, given, make=lambda _, named=named: named)
         assert named.is_closed
+
+
+def test_an_episode_that_is_cancelled_is_not_played_again_when_its_environment_is_lost_meanwhile() -> None:
+    class Lost(One):
+        async def close(self, *, broken: bool) -> None:
+            raise EnvironmentLost("its host does not answer")
+
+    class Hosts(Scripted):
+        async def start(self, kind: str) -> One:
+            await super().start(kind)
+            assert self.num_started == 1, "it is played again"
+            return Lost(self)
+
+    def never(row: Any, texts: list[str]) -> Any:
+        asyncio.get_running_loop().call_soon(playing.cancel)
+        return asyncio.sleep(60)
+
+    async def cancelled() -> None:
+        nonlocal playing
+        player = Player(
+            section=ClassEnvironment(path="x:X"),
+            environments=hosts,
+            conversations=Conversations(make_tokenizer()),
+            max_prompt_tokens=64,
+        )
+        core = NativeEngine(a_model(), make_tokenizer(), max_running=8, kv_tokens=None)
+        playing = asyncio.ensure_future(episode_of(core, player, a_prompt(), seed=1))
+        with pytest.raises(asyncio.CancelledError):
+            await playing
+
+    hosts, playing = Hosts(never), asyncio.Future[Any](loop=asyncio.new_event_loop())
+    asyncio.run(cancelled())
 
 
 @pytest.mark.parametrize("failing", ["run.training.refuse_changed_base", "engine.ticker.Ticker.serve"])

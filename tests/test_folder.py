@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -280,6 +281,28 @@ def test_a_worker_that_is_killed_fails_its_calls_and_its_next_incarnation_takes_
         assert not group.workers[1].is_alive() and group.workers[0].is_alive()
         group.replace(1, timeout_s=WAIT_S)
         assert group.get_all_worker_results(group.run_all_workers_single_data("prepare_for_training")) == [100, 101]
+
+
+@pytest.mark.slow
+def test_worker_0_is_started_again_when_it_is_lost_while_the_others_are_waited_for(share: Path) -> None:
+    late: list[Node] = []
+    with FolderBackend(share, num_nodes=2, run="echo") as master:
+        (first,) = master.await_workers([0], timeout_s=WAIT_S)
+
+        def lose_it_and_start_the_other() -> None:
+            os.kill(master.facts_of(first)["pid"], signal.SIGKILL)
+            until(lambda: first.death, what="its loss to be noticed")
+            late.append(Node(share, 1, num_nodes=2))
+
+        losing = threading.Timer(0.5, lose_it_and_start_the_other)
+        losing.start()
+        try:
+            again, _ = master.await_workers([0, 1], timeout_s=WAIT_S)
+            assert again.incarnation != first.incarnation and not again.death
+        finally:
+            losing.join()
+            for node in late:
+                node.kill()
 
 
 @pytest.mark.slow

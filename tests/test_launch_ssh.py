@@ -16,6 +16,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import yaml
 from fake_ssh import make_hosts
@@ -426,6 +427,15 @@ def test_a_command_runs_on_all_hosts_or_one(hosts: Path, tmp_path: Path, capsys:
         time.sleep(0.05)  # what a command leaves behind goes on
     with pytest.raises(LaunchError, match="'c' is not a host of launch 'one'; use all, or one of a, b"):
         run_there(record, where="c", command=["true"])
+
+
+def test_a_helper_of_ssh_that_outlives_it_is_not_waited_for(hosts: Path, tmp_path: Path) -> None:
+    """Such as a ProxyCommand that became a daemon: it holds ssh's output open."""
+    script = "setsid sleep 60 & echo $! > ~/helper; sleep 60\n"
+    (outcome,) = remote_shell.run_on_all(remote_shell.Login(), {"a": script}, timeout_s=2.0)
+    helper = psutil.Process(int((hosts / "a/helper").read_text()))
+    assert outcome.status is None and helper.status() == psutil.STATUS_SLEEPING
+    helper.kill()
 
 
 def test_ctrl_c_ends_a_command_on_the_hosts(hosts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

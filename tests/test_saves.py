@@ -69,6 +69,22 @@ def test_a_failure_is_told_to_all_who_ask_for_one_of_them_may_have_left() -> Non
             ask()
 
 
+def test_after_a_failure_was_told_the_last_save_of_a_stopped_run_may_begin() -> None:
+    told: list[tuple[int, Path]] = []
+    saves, broken, whole = Saves(lambda *saved: told.append(saved)), Disk(), Disk()
+    broken.error = OSError("No space left on device")
+    saves.begin(4, broken.save)
+    saves.forget_failed()  # it is still being written
+    broken.go.set()
+    with pytest.raises(OSError, match="No space left"):
+        saves.settle()
+    saves.forget_failed()
+    saves.begin(5, whole.save)
+    whole.go.set()
+    saves.settle()
+    assert [step for step, _ in told] == [5]
+
+
 def test_a_save_that_never_ends_is_not_waited_for_without_an_end(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("rollcall.loop.record.LONGEST_S", 0.0)
     saves, disk = Saves(nobody), Disk()

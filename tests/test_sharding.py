@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from typing import Any
 
 import numpy as np
 import pytest
@@ -164,3 +165,16 @@ def test_large_arguments_are_told_from_small_ones():
         assert is_large(value), type(value)
     for value in (None, 3, "x", [1, 2], np.zeros(8), {"a": make_sample(1)}, lambda data: data, open):
         assert not is_large(value), value
+
+
+class Counted:
+    num_pickled = 0
+
+    def __reduce__(self) -> Any:
+        Counted.num_pickled += 1
+        return Counted, (), {"text": f"{Counted.num_pickled:1000}"}
+
+
+def test_a_large_argument_is_not_pickled_to_its_end_to_be_told():
+    assert is_large([Counted() for _ in range(10_000)])
+    assert Counted.num_pickled < 500

@@ -20,7 +20,7 @@ from urllib.parse import urlsplit
 from rollcall.base.limits import allow_files
 from rollcall.base.process_table import Process, environment_of, living, session_of
 from rollcall.environments.protocol import Ended, EnvironmentFailed, Programs
-from rollcall.process.ending import how_it_ended
+from rollcall.process.ending import exited, how_it_ended
 from rollcall.reward.confine import environment, make_folder, remove_folder, sweep_folders
 
 MAX_TAIL_BYTES = 1 << 16
@@ -121,13 +121,7 @@ class Program:
         return cls(process, mark=(KEY, variables[KEY]))
 
     async def wait(self) -> None:
-        """Wait until it exits. asyncio's own wait (3.11) lasts until its output is closed, but leftover processes may keep it open."""
-        ending = asyncio.ensure_future(self._process.wait())
-        try:
-            while self._process.returncode is None:
-                await asyncio.wait({ending}, timeout=0.5)
-        finally:
-            ending.cancel()
+        await exited(self._process)
 
     async def end(self) -> Ended:
         """Kill what is left of the program and collect what it printed."""

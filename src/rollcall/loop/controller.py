@@ -201,6 +201,7 @@ class Controller:
     def save_unsaved(self) -> None:
         """Save the newest step after ``run`` was stopped, unless it is already saved."""
         if (batch := self.record.unsaved) is not None:
+            self.record.saves.forget_failed()  # the disk may be fine again
             self.record.log_step()
             with self.events.phase(StepPhase.CHECKPOINT, batch.step):
                 self.record.save(batch)

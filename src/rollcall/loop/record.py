@@ -76,6 +76,12 @@ class Saves:
             self._under_way = None
             self._tell(step, path)
 
+    def forget_failed(self) -> None:
+        """Let a new save begin, although the last one failed."""
+        with self._lock:
+            if self._under_way is not None and self._under_way[1].done() and self._under_way[1].exception() is not None:
+                self._under_way = None
+
     def settle(self) -> None:
         """Wait for the checkpoint. Raises CheckpointError if it takes unreasonably long."""
         with self._lock:

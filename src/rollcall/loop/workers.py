@@ -66,9 +66,11 @@ class Workers:
         """Close what runs in an event loop: engine and environments. A second call does nothing."""
         if not self.is_closed:
             self.is_closed = True
-            await self.engine.close()
-            if self.environments is not None:
-                await self.environments.aclose()
+            try:
+                await self.engine.close()
+            finally:
+                if self.environments is not None:
+                    await self.environments.aclose()
 
     def close(self) -> None:
         with self.owned:

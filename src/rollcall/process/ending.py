@@ -1,7 +1,8 @@
-"""Describes how a process ended: its exit status, and the stack that it dumped."""
+"""Waits for a process and describes how it ended: its exit status, and the stack that it dumped."""
 
 from __future__ import annotations
 
+import asyncio
 import re
 import signal
 
@@ -16,6 +17,16 @@ _OWN_FRAMES = (
     "runpy",
     "/asyncio/",
 )
+
+
+async def exited(process: asyncio.subprocess.Process) -> None:
+    """Wait until it exits. asyncio's own wait (3.11) lasts until its output is closed, but leftover processes may keep it open."""
+    ending = asyncio.ensure_future(process.wait())
+    try:
+        while process.returncode is None:
+            await asyncio.wait({ending}, timeout=0.5)
+    finally:
+        ending.cancel()
 
 
 def plain_stack(dump: str) -> str:

@@ -25,6 +25,7 @@ from rollcall.base.redact import redact
 from rollcall.base.wait import say
 from rollcall.base.words import visible
 from rollcall.launch.record import LaunchError
+from rollcall.process.ending import exited
 
 CONNECT_S = 20  # for a connection, including its jump hosts
 NO_FORWARDS = ("-o", "ClearAllForwardings=yes")  # the forwards in the user's configuration are for other sessions
@@ -161,7 +162,7 @@ async def _connect(
                             lines.append(line)
                             if tell is not None:
                                 tell(host, line)
-                    await process.wait()
+                    await exited(process)
                 break
             except asyncio.CancelledError:
                 was_let_go = True
@@ -173,10 +174,10 @@ async def _connect(
         if is_late:
             with suppress(ProcessLookupError):  # it has just exited
                 os.killpg(process.pid, signal.SIGKILL)
-        status = await process.wait()
+        await exited(process)
     return Outcome(
         host=host,
-        status=None if is_late else status,
+        status=None if is_late else process.returncode,
         lines=tuple(lines),
         was_reached=was_reached,
         was_let_go=was_let_go,

@@ -195,9 +195,26 @@ def is_large(value: Any) -> bool:
     parts = value.values() if isinstance(value, Mapping) else (value,)
     if sum(part.nbytes for part in parts if isinstance(getattr(part, "nbytes", None), int)) > INLINE_BYTES:
         return True
-    buffers: list[pickle.PickleBuffer] = []
+    scale = _Scale()
     try:
-        pickled = cloudpickle.dumps(value, protocol=5, buffer_callback=buffers.append)
+        cloudpickle.Pickler(scale, protocol=5, buffer_callback=scale.write).dump(value)
+    except _IsLarge:
+        return True
     except (pickle.PicklingError, TypeError):
         return False  # the call itself says best what cannot be sent
-    return len(pickled) + sum(buffer.raw().nbytes for buffer in buffers) > INLINE_BYTES
+    return False
+
+
+class _IsLarge(Exception):  # noqa: N818 - an outcome
+    pass
+
+
+class _Scale:
+    """Weighs a pickle without keeping it, and stops once it is large: a step's samples take a second to pickle."""
+
+    num_bytes = 0
+
+    def write(self, part: Any) -> None:
+        self.num_bytes += memoryview(part).nbytes
+        if self.num_bytes > INLINE_BYTES:
+            raise _IsLarge

@@ -136,14 +136,15 @@ class FolderBackend:
 
     def await_workers(self, ranks: Sequence[int], *, timeout_s: float) -> list[NodeWorker]:
         """Wait until each rank has a living worker."""
-        if 0 in ranks and (self._child is None or self._child.poll() is not None):
-            # It exits when its standard input closes, and so with this process.
-            module = "rollcall.process.groups.folder.worker"
-            command = [sys.executable, "-m", module, str(self.folder), "0", str(self.num_nodes)]
-            self._child = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)  # Ctrl-C is for us
+        with self.changed:
+            if self._child is not None and (status := self._child.poll()) is not None:
+                self._bury(0, f"its process ended with status {status}")
+                self._child = None
         wait = Wait(timeout_s, every_s=5)
         while missing := [rank for rank in ranks if not self._welcome(rank)]:
             self.check()
+            if 0 in missing:
+                self._start_child()
             listed = ", ".join(map(str, missing))
             what = f"waiting for worker {listed} of {self.num_nodes} nodes to appear in {self.folder}"
             if not wait.again(what, after_s=0.1):
@@ -152,6 +153,17 @@ class FolderBackend:
                     f"RUN.yaml --worker R --num-nodes {self.num_nodes} --log-path {self.folder}`, then this command again"
                 )
         return [self._workers[rank] for rank in ranks]
+
+    def _start_child(self) -> None:
+        """Start worker 0, unless it was already started and not buried since."""
+        with self.changed:
+            if self._child is None:
+                # It exits when its standard input closes, and so with this process.
+                module = "rollcall.process.groups.folder.worker"
+                command = [sys.executable, "-m", module, str(self.folder), "0", str(self.num_nodes)]
+                self._child = subprocess.Popen(
+                    command, stdin=subprocess.PIPE, start_new_session=True
+                )  # Ctrl-C is for us
 
     def _welcome(self, rank: int) -> bool:
         """Whether this rank has a living worker; a new worker takes the place of a dead one."""
@@ -280,6 +292,8 @@ class FolderBackend:
         worker.death = why
         if rank == 0 and self._child is not None:
             self._child.kill()  # a process that hangs would be in the way of the next
+            self._child.wait(timeout=30)
+            self._child = None  # so the next wait for worker 0, or the current one, starts another
         worker.on_death(why)
         self._fail_calls(worker, why)
         # If it is alive after all, because it was only suspended for a while, it must come back as a new worker.
