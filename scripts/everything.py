@@ -37,7 +37,7 @@ SUITES = [
     Suite(name="gpu", programs={}),
     Suite(name="launchers", programs=LAB, peers=("skypilot", "dstack")),
     Suite(name="vllm", programs={"g++": "g++"}, peers=("vllm",)),
-    Suite(name="slow", programs=LAB | CONTAINERS | {"g++": "g++"}, peers=("textarena", "gymnasium", "openenv", "verifiers")),
+    Suite(name="slow", programs=LAB | CONTAINERS | {"g++": "g++"}, peers=("trl", "textarena", "gymnasium", "openenv", "verifiers")),
     Suite(name="chaos", programs=LAB),
 ]  # fmt: skip
 
