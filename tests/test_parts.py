@@ -24,7 +24,7 @@ from saved import commit, write_parts
 
 from rollcall.base.errors import CheckpointError, ConfigError, WorkerError
 from rollcall.checkpoint import local
-from rollcall.checkpoint.parts import File, PartTensor, PartWriter, write_image
+from rollcall.checkpoint.parts import File, HostMemory, PartTensor, PartWriter, write_image
 from rollcall.checkpoint.saving import Saving, saving_of
 from rollcall.checkpoint.store import CheckpointStore, Written
 from rollcall.checkpoint.training import read_critic, read_learner
@@ -125,6 +125,29 @@ def saved_parts(folder: Path) -> Path:
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return saved_parts(tmp_path_factory.mktemp("saved"))
+
+
+def test_host_memory_that_goes_away_is_no_longer_pinned(monkeypatch: pytest.MonkeyPatch) -> None:
+    pinned = set[int]()
+
+    class Runtime:
+        def cudaHostRegister(self, address: int, num_bytes: int, flags: int) -> int:
+            pinned.add(address)
+            return 0
+
+        def cudaHostUnregister(self, address: int) -> int:
+            pinned.remove(address)
+            return 0
+
+    monkeypatch.setattr(torch.cuda, "cudart", Runtime)
+    monkeypatch.setattr(torch.cuda, "check_error", lambda status: None)
+    memory = HostMemory()
+    small = memory.take(1 << 20, pinned=True)
+    assert pinned == {small.data_ptr()}
+    large = memory.take(1 << 21, pinned=True)
+    assert pinned == {large.data_ptr()}, "memory that grows is another block"
+    del memory
+    assert not pinned
 
 
 def test_what_parts_hold_comes_back(saved: Path) -> None:

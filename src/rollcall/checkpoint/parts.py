@@ -13,6 +13,7 @@ import json
 import os
 import socket
 import threading
+import weakref
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -131,30 +132,34 @@ class HostMemory:
 
     def __init__(self) -> None:
         self._all = _nothing()
-        self._is_pinned = False
+        self._unpin: weakref.finalize[..., HostMemory] | None = None
 
     def take(self, num_bytes: int, *, pinned: bool) -> Tensor:
         if num_bytes > len(self._all):
             self.free()
             self._all = torch.empty(num_bytes, dtype=torch.uint8)
-            self._is_pinned = pinned and self._pin()
+            if pinned:
+                self._pin()
         return self._all[:num_bytes]
 
-    def _pin(self) -> bool:
+    def _pin(self) -> None:
         """Register the memory as pinned. torch's own allocator would round its size up to a power of two."""
+        address = self._all.data_ptr()
         runtime: Any = torch.cuda.cudart()
-        if status := int(runtime.cudaHostRegister(self._all.data_ptr(), len(self._all), 0)):
+        if status := int(runtime.cudaHostRegister(address, len(self._all), 0)):
             warn(
                 f"{len(self._all):,} bytes of host memory for the copy of a checkpoint cannot be pinned (CUDA error {status}), so "
                 "the run waits longer at every save"
             )
-        return status == 0
+            return
+        # Also when nobody calls free: CUDA would take later tensors at this address for pinned ones, and refuse to copy them.
+        self._unpin = weakref.finalize(self, lambda: torch.cuda.check_error(int(runtime.cudaHostUnregister(address))))
+        self._unpin.atexit = False
 
     def free(self) -> None:
-        if self._is_pinned:
-            runtime: Any = torch.cuda.cudart()
-            torch.cuda.check_error(int(runtime.cudaHostUnregister(self._all.data_ptr())))
-        self._all, self._is_pinned = _nothing(), False
+        if self._unpin is not None:
+            self._unpin()
+        self._all, self._unpin = _nothing(), None
 
 
 def _nothing() -> Tensor:
