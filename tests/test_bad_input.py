@@ -32,7 +32,15 @@ from runs import (
 from safetensors.numpy import load_file
 from tiny import make_model, make_tokenizer, save_model
 
-from rollcall.base.errors import CheckpointError, ClusterError, ConfigError, JournalError, NonFiniteError, WorkerError
+from rollcall.base.errors import (
+    CheckpointError,
+    ClusterError,
+    ConfigError,
+    JournalError,
+    ModelFilesError,
+    NonFiniteError,
+    WorkerError,
+)
 from rollcall.base.journal import Journal
 from rollcall.base.types import Completion
 from rollcall.checkpoint.store import CheckpointStore
@@ -101,6 +109,43 @@ def test_a_row_without_the_answer_that_a_reward_takes_is_refused_before_the_mode
     )
     with pytest.raises(DataError, match=wanted):
         finish(config)
+
+
+def test_an_environment_that_cannot_be_imported_is_refused_before_the_model_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("rollcall.run.local.load_causal_lm", lambda *_, **__: pytest.fail("the model was read"))
+    config = make_run(
+        tmp_path, "environment.type=step", "environment.path=no_such_game:Game", "reward=[{type: environment}]"
+    )
+    for check in (finish, lambda config: try_run(config, num_rows=1)):
+        with pytest.raises(
+            ConfigError, match=r"environment\.path='no_such_game:Game': there is no module 'no_such_game'"
+        ):
+            check(config)
+
+
+def test_an_environment_ends_when_the_model_cannot_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ended: list[bool] = []
+
+    class Environments:
+        async def aclose(self) -> None:
+            ended.append(True)
+
+    def cannot_be_read(*_: object, **__: object) -> None:
+        raise ModelFilesError("damaged")
+
+    monkeypatch.setattr("rollcall.run.local.build_environments", lambda *_: Environments())
+    monkeypatch.setattr("rollcall.run.local.load_causal_lm", cannot_be_read)
+    with pytest.raises(ModelFilesError, match="damaged"):
+        finish(make_run(tmp_path))
+    assert ended == [True]
+
+
+def test_prompts_that_become_the_same_tokens_are_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    rows = [{"prompt": f"1+{letter}=", "answer": "1"} for letter in ("1", "a", "b", "c")]
+    load_inputs(make_run(tmp_path, "model.path=builtin:arithmetic", rows=rows))
+    assert "2 prompts are the same to the model as another one, whose text differs" in caplog.text
 
 
 def test_prompts_that_the_tokenizer_cannot_write_are_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

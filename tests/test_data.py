@@ -316,11 +316,24 @@ def test_a_chat_template_that_drops_the_prompt_is_refused_with_two_rows(tmp_path
 def test_rows_that_differ_in_spaces_or_in_what_the_model_said_may_render_alike(tmp_path: Path) -> None:
     trims = "{% for m in messages %}{% if m.role == 'user' %}{{ m.content | trim }}{% endif %}{% endfor %}"
     assert len(load(a_file(tmp_path, {"prompt": "a"}, {"prompt": " a\n"}), chat_template=trims).prompts) == 2
-    rows = [
-        {"prompt": [{"role": "user", "content": "a"}, {"role": "assistant", "content": f"<think>{n}</think>"}]}
-        for n in range(2)
-    ]
+    asked, more = {"role": "user", "content": "a"}, {"role": "user", "content": "b"}
+    rows = [{"prompt": [asked, {"role": "assistant", "content": f"<think>{n}</think>"}, more]} for n in range(2)]
     assert len(load(a_file(tmp_path, *rows), chat_template=trims).prompts) == 2
+
+
+def test_a_chat_template_that_drops_data_system_is_refused(tmp_path: Path) -> None:
+    source = a_file(tmp_path, {"prompt": "a"})
+    drops = "{% for m in messages %}{% if m.role != 'system' %}{{ m.content }}{% endif %}{% endfor %}"
+    with pytest.raises(DataError, match=r"the chat template drops data\.system"):
+        load(source, chat_template=drops, system="be brief")
+    (prompt,) = load(source, chat_template=CHAT_TEMPLATE, system="be brief").prompts
+    assert "[system]be brief[user]a" in prompt.text
+
+
+def test_a_chat_that_ends_with_the_models_answer_is_refused(tmp_path: Path) -> None:
+    asked, answer = {"role": "user", "content": "1+1="}, {"role": "assistant", "content": "2"}
+    with pytest.raises(DataError, match="row 2: the last message is the model's own .* would contain an answer"):
+        load(a_file(tmp_path, {"prompt": [asked]}, {"prompt": [asked, answer]}), chat_template=CHAT_TEMPLATE)
 
 
 def test_a_prompt_that_its_chat_template_makes_too_long_is_refused_with_these_words(tmp_path: Path) -> None:
@@ -410,6 +423,17 @@ def test_a_text_that_many_parquet_rows_share_is_unpacked_for_a_few_of_them(tmp_p
     rows = READERS[".parquet"](tmp_path / "rows.parquet")
     _, row = next(rows)
     assert len(row["note"]) == 500_000 and pyarrow.total_allocated_bytes() - before < texts.nbytes / 2
+
+
+def test_a_small_parquet_file_that_unpacks_to_more_than_memory_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    table = pyarrow.table({"prompt": [str(n) for n in range(99)], "note": pyarrow.repeat("a" * 50_000, 99)})
+    pyarrow.parquet.write_table(table, tmp_path / "rows.parquet")
+    assert len(load(str(tmp_path / "rows.parquet")).prompts) == 99
+    monkeypatch.setattr("rollcall.loop.data.rows._UNPACKED_BYTES", 1 << 20)
+    with pytest.raises(DataError, match=r"rows\.parquet unpacks to more than .* by row 33: it repeats a long text"):
+        load(str(tmp_path / "rows.parquet"))
 
 
 def test_parquet_maps_structs_and_lists_come_as_they_are(tmp_path: Path) -> None:

@@ -378,6 +378,10 @@ def test_a_machine_without_a_cluster_is_examined_with_the_parts_of_the_run_file(
     reward = 'reward=[{type: function, path: "no_such_module:f"}]'
     (wrong_reward,) = examine_machine(load_config(None, [f"run.dir={tmp_path / 'run'}", reward])).findings
     assert "there is no module 'no_such_module'" in wrong_reward.what and wrong_reward.severity == "breaks"
+    environment = "environment={type: step, path: 'no_such_game:Game'}"
+    game = [f"run.dir={tmp_path / 'run'}", environment, "reward=[{type: environment}]"]
+    (wrong_game,) = examine_machine(load_config(None, game)).findings
+    assert "there is no module 'no_such_game'" in wrong_game.what
     wrong_model = examine_machine(load_config(None, [f"model.path={tmp_path / 'model'}"])).findings[0]
     assert "cannot run architecture 'gpt2'" in wrong_model.what
     none = [f"model.path={tmp_path / 'none'}", f"data.train={tmp_path / 'none.jsonl'}"]

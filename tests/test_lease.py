@@ -258,6 +258,22 @@ def test_a_full_disk_does_not_stop_the_counter(tmp_path: Path, monkeypatch: pyte
         unmount(disk)
 
 
+def test_a_lease_that_cannot_be_renewed_is_told_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    with hold(tmp_path / "run") as lease:
+        for count in (1, 2):
+            with monkeypatch.context() as patched:
+                patched.setattr(module.os, "pwrite", refuse)
+                lease._beat()
+                lease._beat()
+            assert caplog.text.count("cannot be renewed: Read-only file system; trying again every") == count
+            lease._beat()
+
+
 def test_a_folder_that_takes_no_lease_is_named_with_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(path: Path, data: bytes) -> bool:
         raise PermissionError(errno.EACCES, "Permission denied", str(path))

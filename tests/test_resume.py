@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from runs import (
     IN_EVALUATION,
     IN_EXPORT,
@@ -47,7 +48,7 @@ from rollcall.config import Config, load_config
 from rollcall.engine.native.engine import NativeEngine
 from rollcall.engine.protocol import Request
 from rollcall.observe.sinks import read_rows
-from rollcall.run.origin import code_of
+from rollcall.run.origin import code_of, refuse_changed_base, sampled_weights
 
 STEPS, PROMPTS = 6, 8
 # Two updates a step, so that one can be killed between them; an evaluation every other step; save_every is 2.
@@ -349,6 +350,28 @@ def test_a_run_goes_on_only_with_the_model_that_it_began_with(tmp_path: Path, ov
     (config.run.dir / "base.json").write_text(noted)
     finish(config)
     assert list(json.loads(noted)["base"]) == ["float32", "bfloat16", "float16"], "it may go on in another precision"
+
+
+def test_a_run_goes_on_only_with_the_reward_model_and_the_adapter_that_it_began_with(tmp_path: Path) -> None:
+    judge, adapter = tmp_path / "judge", tmp_path / "adapter"
+    for folder in (judge, adapter):
+        folder.mkdir()
+        save_file({"w": torch.arange(9.0)}, folder / "model.safetensors")
+    base = {"base_model_name_or_path": str(tmp_path)}
+    (adapter / "adapter_config.json").write_text(json.dumps(base))
+    config = make_run(tmp_path, reward=[{"type": "model", "path": str(judge)}, {"type": "exact"}])
+    config = config.model_copy(update={"model": config.model.model_copy(update={"path": str(adapter)})})
+    before = sampled_weights(config)
+    assert set(before) == {str(judge), str(adapter)} and sampled_weights(config) == before
+    (config.run.dir / "checkpoints" / "step-1").mkdir(parents=True)
+    facts = {"base": {}, "config": {}, "tokenizer": "", "chat template": ""}
+    (config.run.dir / "base.json").write_text(json.dumps({"format": 2, **facts, "samples": before}))
+    refuse_changed_base(config.run.dir, {**facts, "samples": before}, path="m")
+    for folder in (judge, adapter):
+        save_file({"w": torch.arange(9.0).flip(0)}, folder / "model.safetensors")
+        with pytest.raises(ModelFilesError, match=rf"began with \(other weights in {folder}\): put it back"):
+            refuse_changed_base(config.run.dir, {**facts, "samples": sampled_weights(config)}, path="m")
+        save_file({"w": torch.arange(9.0)}, folder / "model.safetensors")
 
 
 def test_changed_code_of_a_reward_is_told_once_and_the_run_goes_on(

@@ -266,6 +266,8 @@ def test_math_still_reads_products(answer: str, same: tuple[str, ...], different
         (r"\frac{1}{2} kg", ("0.5 kg", "x = 1/2 kg"), ("0.5 g",)),
         ("3:30 pm", ("3:30 PM",), ("3:30 am",)),
         ("72 apples", ("72", "72 apples in all", r"72\text{ apples}"), ("71 apples",)),
+        ("5 million", (r"5\text{ million}", "5,000,000", "5 million people"), ("5", "5 billion")),
+        ("60", ("5 dozen", "60 eggs"), ("5", "6 dozen")),
         ("€5", ("5 euros", "5"), ("£5",)),
         ("5", ("£5",), ()),
         ("20 °C", (r"20^\circ C", r"20^{\circ}\text{C}", "20 degrees Celsius"), ("20 °F",)),

@@ -69,9 +69,13 @@ def test_a_path_with_the_ending_of_a_file_is_told_apart() -> None:
         load_named("my_rewards.py:right", key="path", what="function", example="m:f")
 
 
-def test_what_an_environment_gives_is_not_tried_and_not_called_broken(tmp_path: Path) -> None:
+def test_what_an_environment_gives_is_not_tried_and_not_called_broken(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     reward = [{"type": "environment"}, {"type": "exact"}]
-    changes = ("environment.type=step", "environment.path=x:X")
+    (tmp_path / "my_steps.py").write_text("class Steps:\n    def reset(self): ...\n    def step(self, text): ...\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    changes = ("environment.type=step", "environment.path=my_steps:Steps")
     trial = try_run(make_run(tmp_path, *changes, rows=letter_rows(1), reward=reward), num_rows=1)
     assert trial.left_out == ["environment"] and not trial.broken and not trial.failures
 

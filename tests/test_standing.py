@@ -112,7 +112,14 @@ def test_a_run_on_another_host_is_shown_with_what_it_did_last(
     with hold(run_dir) as lease:
         lease.me = replace(lease.me, host="elsewhere")
         shown = told_status(run_dir, lease, capsys)
-    assert "update of step 21; held by process" in shown and "checking whether it is alive" in shown
+        assert "update of step 21; held by process" in shown and "checking whether it is alive" in shown
+        wait = Wait(first_s=0)
+        wait.tell("waiting for node 2 (10.0.0.3): run `rollcall node` there")
+        shown = told_status(run_dir, lease, capsys)
+        assert "now      waiting for node 2 (10.0.0.3): run `rollcall node` there; held by process" in shown
+        wait.tell("x" * 999)
+        assert ("x" * 497 + "...; held by process") in told_status(run_dir, lease, capsys)
+        del wait
 
 
 def told_status(run_dir: Path, lease: Lease, capsys: pytest.CaptureFixture[str]) -> str:

@@ -662,6 +662,21 @@ def test_a_run_serves_its_page_while_it_trains(tmp_path: Path) -> None:
         socket.create_connection(("127.0.0.1", record.port), timeout=5)
 
 
+def test_the_process_of_the_page_has_no_secrets_in_its_environment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    page, said = tmp_path / "page.sh", []
+    page.write_text("#!/bin/sh\nenv\nread line\n")
+    page.chmod(0o755)
+    monkeypatch.setattr("rollcall.view.page_process.sys.executable", str(page))
+    monkeypatch.setenv("HF_TOKEN", "hf_secret123")
+    monkeypatch.setenv("COLOUR", "blue")
+    with serving_page(tmp_path, tell=said.append):
+        while "COLOUR=blue" not in said:
+            time.sleep(0.02)
+    assert not any("hf_secret123" in line for line in said)
+
+
 def test_a_page_that_ends_before_its_run_is_not_named_any_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run_dir = write_run(tmp_path, steps=1, groups=1)
     page = tmp_path / "page"

@@ -40,7 +40,7 @@ BEAT_S = 2.0
 WATCH_S = 20.0
 LOOK_S = 0.5  # between two looks at another controller's counter
 SURE_S = WATCH_S / 2  # no other controller can have taken over this soon after a beat
-_LENGTH, _LONGEST_WAIT = 4096, 250  # bytes in a lease file; characters in it for what the holder waits for
+_LENGTH, _LONGEST_WAIT = 4096, 500  # bytes in a lease file; characters in it for what the holder waits for
 _KINDS = {"owner": str, "host": str, "pid": int, "place": str, "process_start": int, "since": str, "released": bool,
           "waits": str, "waits_since": int}  # fmt: skip
 
@@ -93,6 +93,7 @@ class Lease:
         self._counter = 0
         self._beaten = _now()
         self._lost: str | None = None
+        self._has_failed = False  # the last beat could not be written
         self._done = threading.Event()
         self._thread = threading.Thread(target=self._keep, name="lease", daemon=True)
         self._thread.start()
@@ -122,12 +123,17 @@ class Lease:
     def _beat(self) -> None:
         self._counter += 1
         what, since = waiting() or ("", 0)
-        self.me = replace(self.me, waits=redact(what)[:_LONGEST_WAIT], waits_since=int(since))
+        what = redact(what)
+        what = what if len(what) <= _LONGEST_WAIT else what[: _LONGEST_WAIT - 3] + "..."
+        self.me = replace(self.me, waits=what, waits_since=int(since))
         try:
             self._write(released=False)
         except OSError as error:
-            warn(f"{self._path}: the lease cannot be renewed: {error.strerror}; trying again")
+            if not self._has_failed:
+                warn(f"{self._path}: the lease cannot be renewed: {error.strerror}; trying again every {BEAT_S:g} s")
+            self._has_failed = True
             return
+        self._has_failed = False
         now = _now()
         self._look()
         if self._lost is None:

@@ -52,6 +52,17 @@ _LISTED = re.compile(r",(?!\d{3}\b)|;|\b(?:and|or)\b")
 _NAMED = re.compile(r"\b[A-Za-z]\s*=")
 _MIXED = re.compile(r"(?<![\d./])(\d+)\s+(\d+/\d+)(?![\d./])")  # 1 1/2
 _UNKNOWNS = re.compile(r"[w-z]{2,3}")
+_NUMERALS = {
+    "dozen": "12",
+    "hundred": "100",
+    "thousand": "10^3",
+    "million": "10^6",
+    "billion": "10^9",
+    "trillion": "10^{12}",
+}
+_NUMERAL = re.compile(
+    r"(?<=\d)\s*(?:\\text\s*\{\s*(%s)\s*\}|(%s)\b)" % (("|".join(_NUMERALS),) * 2), re.IGNORECASE
+)  # 5 million
 
 
 def math_equal(prompt: str, completion: str, answer: str, metadata: dict[str, Any]) -> float:
@@ -120,7 +131,7 @@ def final_answer(text: str) -> str | None:
     >>> [final_answer(text) for text in (r"so \boxed{2\sqrt{3}} cm", "#### 72 apples", "it is\nx^2+1.", "<answer>5</answer>")]
     ['2\\sqrt{3}', '72 apples', 'x^2+1', '5']
     """
-    found = _bare(_final(text))
+    found = _NUMERAL.sub(lambda match: f"*{_NUMERALS[(match[1] or match[2]).casefold()]}", _bare(_final(text)))
     return found if found and len(found) <= _MAX_ANSWER_CHARS else None
 
 

@@ -259,8 +259,9 @@ def why_unscored(groups: Sequence[Group], *, reward: str, scorer: Scorer) -> str
     lines = first.strip().splitlines()
     shown = lines if len(lines) <= 25 else ["...", *lines[-25:]]
     what = "environment" if reward == ENVIRONMENT else f"reward {reward}"
-    whole = "\n".join(f"  {line}" for line in shown)
-    return f"the {what} failed on {all_of(len(scores), 'completion')} ({how}). The first failure:\n{whole}"
+    # The cause is in the first line, which is all that a list of runs shows.
+    whole = "".join(f"\n  {line}" for line in shown) if len(lines) > 1 else ""
+    return f"the {what} failed on {all_of(len(scores), 'completion')} ({how}). The first failure: {lines[-1].strip()}{whole}"
 
 
 def columns_needed(rewards: Sequence[Any]) -> dict[str, str]:

@@ -101,16 +101,21 @@ def load_inputs(config: Config) -> Inputs:
 
 
 def _warn_of_rows(train: PromptSet, val: PromptSet | None, tokenizer: Any, *, may_repeat: bool) -> None:
-    """Warn if the tokenizer lacks tokens for much of the first prompt, because the model then sees another text, and if rows repeat."""
+    """Warn if the tokenizer lacks tokens for much of the first prompt or for what tells two prompts apart, and if rows repeat."""
     first = train.prompts[0]
     if lost := unknown_characters(first.text, first.token_ids, tokenizer):
         warn(
             f"{first.id}: the tokenizer has no tokens for {', '.join(map(repr, lost[:8]))} of the prompt {first.text[:40]!r}, so the model "
             "does not see them; use another model, or prompts that its tokenizer can write"
         )
+    texts = {prompt.text for prompt in train.prompts}
+    if num_alike := len(texts) - len({prompt.token_ids.tobytes() for prompt in train.prompts}):
+        warn(
+            f"data.train={train.source}: {counted(num_alike, 'prompt')} {are(num_alike)} the same to the model as another one, whose text "
+            "differs: the tokenizer has no tokens for the difference; use another model, or prompts that its tokenizer can write"
+        )
     if may_repeat:
         return
-    texts = {prompt.text for prompt in train.prompts}
     if num_repeats := len(train.prompts) - len(texts):
         warn(
             f"data.train={train.source}: {num_repeats:,} of its {counted(len(train.prompts), 'prompt')} {are(num_repeats)} the same as an "

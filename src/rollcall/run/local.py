@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 from contextlib import ExitStack
 from functools import partial
 from typing import Any
+
+import torch
 
 from rollcall.base.wait import say
 from rollcall.checkpoint.saving import saving_of
 from rollcall.config import Config, Ppo
 from rollcall.engine.native.engine import NativeEngine
 from rollcall.engine.ticker import Ticker
+from rollcall.environments.protocol import Environments
 from rollcall.learner.gang import Gang
 from rollcall.loop.workers import Workers
 from rollcall.model.load import load_causal_lm, resolve_device, resolve_dtype
@@ -19,6 +23,7 @@ from rollcall.model.stop_tokens import stop_token_ids
 from rollcall.reward.model import load_reward_models
 from rollcall.run.build import (
     NUM_REWARD_WORKERS,
+    Inputs,
     build_adapter,
     build_critic,
     build_engine,
@@ -42,6 +47,25 @@ def build_workers(config: Config, *, is_bare: bool = False) -> Workers:
     device = resolve_device(config.model.device)
     dtype = resolve_dtype(config.model.dtype, device)
     inputs = load_inputs(config)
+    # Before any weights are read: its code may be wrong.
+    environments = build_environments(config.environment, inputs.tokenizer, inputs.train, inputs.val)
+    try:
+        return _load(config, inputs, environments, device=device, dtype=dtype, is_bare=is_bare)
+    except BaseException:
+        if environments is not None:
+            asyncio.run(environments.aclose())
+        raise
+
+
+def _load(
+    config: Config,
+    inputs: Inputs,
+    environments: Environments | None,
+    *,
+    device: torch.device,
+    dtype: torch.dtype,
+    is_bare: bool,
+) -> Workers:
     tokenizer, trust = inputs.tokenizer, config.model.trust_remote_code
     say(f"loading the model {config.model.path}")
     load = partial(load_causal_lm, inputs.model_path, device=device, dtype=dtype, trust_remote_code=trust)
@@ -79,7 +103,7 @@ def build_workers(config: Config, *, is_bare: bool = False) -> Workers:
             reference=reference,
             scorer=scorer,
             eval_scorer=eval_scorer,
-            environments=build_environments(config.environment, tokenizer, inputs.train, inputs.val),
+            environments=environments,
             train=inputs.train,
             val=inputs.val,
             stop_token_ids=stops,

@@ -23,13 +23,16 @@ from rollcall.base.words import ANOTHER_RUN, are, counted
 from rollcall.checkpoint.run_dir import has_begun
 from rollcall.config import Config
 from rollcall.config.environments import AgentEnvironment, named_code
+from rollcall.config.rewards import ModelReward
 from rollcall.config.yaml import read_small
 from rollcall.engine.tokenizers import tokenizer_mark
 from rollcall.learner.learner import Learner
 from rollcall.loop.data.columns import DataError
 from rollcall.loop.data.load import PromptSet
 from rollcall.model.base import base_identities, is_adapter, used_of
+from rollcall.model.load import bases_of
 from rollcall.model.stop_tokens import stop_token_ids
+from rollcall.model.stored.find import adapter_folder
 
 ROWS, BASE, CODE = "data.json", "base.json", "code.json"
 FORMAT = 2  # of a run directory; earlier formats are refused
@@ -98,7 +101,30 @@ def _read_rows(found: Any, split: str) -> tuple[np.ndarray, int | None]:
     return np.frombuffer(bytes.fromhex(found[split]["rows"]), dtype="<u8"), found[split]["limit"]
 
 
-# The model
+# The models
+
+
+def sampled_weights(config: Config) -> dict[str, str]:
+    """Identify the weights in local folders that ``base_of`` does not cover: reward models, and adapters that the run starts from. Only
+    samples of each file are read, which is enough to notice other training."""
+    folders = [Path(reward.path).expanduser() for reward in config.reward if isinstance(reward, ModelReward)]
+    path = Path(config.model.path).expanduser()
+    if path.is_dir() and (adapter := adapter_folder(path)) is not None:
+        below = [Path(base).expanduser() for base in bases_of(adapter, where=f"model.path={path}")]
+        folders += [adapter, *filter(None, (adapter_folder(base) for base in below if base.is_dir()))]
+    return {str(folder): _sampled(folder) for folder in folders if folder.is_dir()}
+
+
+def _sampled(folder: Path) -> str:
+    digest = blake2b(digest_size=8)
+    for path in sorted((*folder.glob("*.safetensors"), *folder.glob("*.bin"))):
+        size = path.stat().st_size
+        digest.update(f"{path.name} {size} ".encode())
+        with path.open("rb") as file:
+            for place in range(0, size, max(1 << 16, size >> 6)):
+                file.seek(place)
+                digest.update(file.read(1 << 16))
+    return digest.hexdigest()
 
 
 def base_of(learner: Learner, tokenizer: Any) -> dict[str, Any]:
@@ -117,12 +143,20 @@ def base_of(learner: Learner, tokenizer: Any) -> dict[str, Any]:
 
 
 def refuse_changed_base(run_dir: Path, now: Mapping[str, Any], *, path: str) -> None:
-    """Refuse a resume if the base model has changed. ``now`` is what ``base_of`` returns for the model at ``path``."""
-    before = _noted(run_dir, BASE, lambda found: {part: found[part] for part in now})
+    """Refuse a resume if the base model has changed, or other weights that the run uses. ``now`` is what ``base_of`` returns for the
+    model at ``path``, with ``sampled_weights`` as "samples"."""
+    before = _noted(
+        run_dir,
+        BASE,
+        lambda found: {"samples": {}, **found, **{part: found[part] for part in now if part != "samples"}},
+    )
     if before is None:
         return
     weights = {} if is_adapter(path) else before["base"]
     changes = ["other weights"] if any(now["base"].get(kind, one) != one for kind, one in weights.items()) else []
+    changes += [
+        f"other weights in {each}" for each, one in before["samples"].items() if now["samples"].get(each, one) != one
+    ]
     changes += [f"another {part}" for part in ("tokenizer", "chat template") if before[part] != now[part]]
     config = now["config"]
     changes += [f"{key}: {one} -> {config.get(key)}" for key, one in before["config"].items() if config.get(key) != one]

@@ -84,8 +84,14 @@ def try_run(config: Config, *, num_rows: int) -> Trial:
     path = resolve_model(model.path)
     tokenizer = load_tokenizer(path, chat_template=model.chat_template, trust_remote_code=model.trust_remote_code)
     needs = columns_needed(config.reward)
-    prompts = load_prompts(data.train, data=data, tokenizer=tokenizer, limit=num_rows, needs=needs).prompts
-    return try_rewards(config, prompts)
+    found = load_prompts(data.train, data=data, tokenizer=tokenizer, limit=num_rows, needs=needs)
+    if config.cluster is None and config.environment is not None:  # on a cluster, it may only exist on the nodes
+        from rollcall.run.build import build_environments
+
+        environments = build_environments(config.environment, tokenizer, found)
+        assert environments is not None
+        asyncio.run(environments.aclose())
+    return try_rewards(config, found.prompts)
 
 
 def try_rewards(config: Config, prompts: list[Prompt]) -> Trial:

@@ -51,7 +51,15 @@ from rollcall.process.debug.here import post_mortem, serve
 from rollcall.process.groups.backend import Backend
 from rollcall.process.groups.reachable import About, reachable
 from rollcall.run.local import build_workers
-from rollcall.run.origin import changed_code, code_of, note_base, note_code, note_rows, refuse_changed_base
+from rollcall.run.origin import (
+    changed_code,
+    code_of,
+    note_base,
+    note_code,
+    note_rows,
+    refuse_changed_base,
+    sampled_weights,
+)
 from rollcall.view.growing import MetricsTable
 from rollcall.view.plot import learning_curve
 from rollcall.view.summary import build_summary, finished, say_result, trained, write_summary
@@ -234,7 +242,7 @@ class _Run:
             _say_size(config)
             changes = changes_on_resume(config, run_dir) if has_begun(run_dir) else []
             console.phase("reading the identity of the model")
-            base = workers.saving.base()
+            base = {**workers.saving.base(), "samples": sampled_weights(config)}
             refuse_changed_base(run_dir, base, path=config.model.path)
             if resume:
                 console.phase(f"reading the checkpoint of step {start_step}")

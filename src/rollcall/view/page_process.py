@@ -6,6 +6,7 @@ while the controller lives, so it exits when the controller dies. If the child f
 
 from __future__ import annotations
 
+import os
 import socket
 import subprocess
 import sys
@@ -16,6 +17,7 @@ from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 
+from rollcall.base.redact import is_secret
 from rollcall.base.wait import warn
 from rollcall.base.words import are
 from rollcall.view.address import PAGE_FILE, PageRecord
@@ -35,10 +37,11 @@ def serving_page(run_dir: Path, *, tell: Callable[[str], None]) -> Iterator[None
     """Serve the page of this run directory while the block runs."""
     refuse_without_packages()
     record, is_over = run_dir / PAGE_FILE, threading.Event()
-    # Use a separate session: Ctrl-C in the terminal is for the controller.
+    # It needs no secret, and its environment can be read in /proc. Ctrl-C in the terminal is for the controller: a separate session.
+    env = {name: value for name, value in os.environ.items() if not is_secret(name)}
     child = subprocess.Popen(
         [sys.executable, "-m", "rollcall.view.page_process", str(run_dir)],
-        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True,
+        env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True,
     )  # fmt: skip
     assert child.stdin is not None and child.stdout is not None
     lines = child.stdout

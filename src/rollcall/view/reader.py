@@ -131,8 +131,9 @@ class RunReader:
         holder, phase = self.holder(), self.events.last_phase()
         alive = self._is_alive(holder)
         mark = next(reversed(self.events.marks()), None)
-        if alive and holder is not None and holder.waits:
-            return RunState(word="waiting", text=holder.waits, since_s=holder.waits_since)
+        if alive is not False and holder is not None and holder.waits:
+            unsure = "" if alive else f"; held by {holder}, checking whether it is alive"
+            return RunState(word="waiting", text=holder.waits + unsure, since_s=holder.waits_since)
         if alive and mark is not None and mark.name == ATTEMPT_LOST:
             return RunState(word="waiting", text=f"for the next attempt: {mark.note}", since_s=mark.at_s)
         if alive or (alive is None and phase is not None and time.time() - (self.moved_s() or 0) < WATCH_S):

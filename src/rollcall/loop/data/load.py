@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
@@ -129,6 +130,15 @@ def _check_section(data: DataSection, tokenizer: Any) -> None:
         raise DataError(
             "data.chat=true needs a chat template and the tokenizer has none; set model.chat_template, or data.chat=false"
         )
+    if data.system is not None and tokenizer.chat_template:
+        asked = [{"role": "user", "content": "a"}]
+        with suppress(TemplateError):  # a template that refuses a system message says so for a row
+            with_it, without = render_chats(tokenizer, [[{"role": "system", "content": data.system}, *asked], asked])
+            if with_it == without:
+                raise DataError(
+                    "the chat template drops data.system: it writes the same text with and without it. Put that text in data.template, or set "
+                    "model.chat_template to one that writes system messages"
+                )
 
 
 # Rendering
@@ -197,6 +207,11 @@ def _checked_messages(value: Any, row: Row) -> list[dict[str, Any]]:
         )
         if not valid:
             raise DataError(f"{row.where}: message {place} is {str(message)[:80]}; the prompt must be {wanted}")
+    if value[-1]["role"] == "assistant":
+        raise DataError(
+            f"{row.where}: the last message is the model's own (role 'assistant'), so the prompt would contain an answer and the model would "
+            "learn to repeat it; end each prompt with what the user asks"
+        )
     # Parquet adds every key that any message has to all messages, as null.
     return [{key: item for key, item in message.items() if item is not None} for message in value]
 

@@ -26,6 +26,10 @@ from rollcall.loop.data.columns import ColumnError, DataError, check_texts, list
 NO_DATA = "builtin:environment"  # the environment owns the task
 MAX_ROW_BYTES = 1 << 26  # ten times the size of a prompt with a million tokens
 _ROWS_PER_READ = 16  # for Parquet: a 1 kB file can contain a string of megabytes that Arrow copies for every row
+_UNPACKED_BYTES, _UNPACKED_TIMES = (
+    1 << 31,
+    64,
+)  # the most that a Parquet file unpacks to: this, or this many times its size
 Split = Literal["train", "val"]
 
 
@@ -186,13 +190,21 @@ def _read_parquet(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
     import pyarrow
     import pyarrow.parquet
 
-    number = 0
+    number, unpacked = 0, 0
+    most = max(_UNPACKED_BYTES, _UNPACKED_TIMES * path.stat().st_size)
     try:
         with pyarrow.parquet.ParquetFile(path) as file:
             if twice := sorted(name for name, count in Counter(file.schema_arrow.names).items() if count > 1):
                 raise DataError(f"{path} has the column {twice[0]!r} twice; leave one of them out")
             for batch in file.iter_batches(batch_size=_ROWS_PER_READ):
-                step = _ROWS_PER_READ if _unpacked_bytes(batch.to_struct_array()) <= MAX_ROW_BYTES else 1
+                size = _unpacked_bytes(batch.to_struct_array())
+                unpacked += size
+                if unpacked > most:
+                    raise DataError(
+                        f"{path} unpacks to more than {most >> 30} GiB by row {number + 1}: it repeats a long text in many rows, each of "
+                        "which would hold a copy; leave that column out, or put a text that all prompts share in data.system"
+                    )
+                step = _ROWS_PER_READ if size <= MAX_ROW_BYTES else 1
                 for rows in (batch.slice(first, step) for first in range(0, batch.num_rows, step)):
                     if step == 1 and _unpacked_bytes(rows.to_struct_array()) > MAX_ROW_BYTES:
                         raise DataError(
