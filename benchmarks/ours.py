@@ -97,7 +97,7 @@ def make_workers(config: Config) -> Any:
     else:
         from rollcall.run.on_cluster import build_workers_on_cluster
 
-        workers = build_workers_on_cluster(config)
+        workers = build_workers_on_cluster(config, backend=None)
     workers.stop_token_ids = ()  # both sides sample exactly the workload's tokens
     return workers
 

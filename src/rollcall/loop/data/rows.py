@@ -26,10 +26,7 @@ from rollcall.loop.data.columns import ColumnError, DataError, check_texts, list
 NO_DATA = "builtin:environment"  # the environment owns the task
 MAX_ROW_BYTES = 1 << 26  # ten times the size of a prompt with a million tokens
 _ROWS_PER_READ = 16  # for Parquet: a 1 kB file can contain a string of megabytes that Arrow copies for every row
-_UNPACKED_BYTES, _UNPACKED_TIMES = (
-    1 << 31,
-    64,
-)  # the most that a Parquet file unpacks to: this, or this many times its size
+_UNPACKED_BYTES, _UNPACKED_TIMES = 1 << 31, 64  # a Parquet file unpacks to at most this, or this many times its size
 Split = Literal["train", "val"]
 
 
@@ -201,7 +198,7 @@ def _read_parquet(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
                 unpacked += size
                 if unpacked > most:
                     raise DataError(
-                        f"{path} unpacks to more than {most >> 30} GiB by row {number + 1}: it repeats a long text in many rows, each of "
+                        f"{path} unpacks to more than {most >> 20:,} MiB by row {number + 1}: it repeats a long text in many rows, each of "
                         "which would hold a copy; leave that column out, or put a text that all prompts share in data.system"
                     )
                 step = _ROWS_PER_READ if size <= MAX_ROW_BYTES else 1
