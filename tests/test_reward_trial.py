@@ -73,7 +73,9 @@ def test_what_an_environment_gives_is_not_tried_and_not_called_broken(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     reward = [{"type": "environment"}, {"type": "exact"}]
-    (tmp_path / "my_steps.py").write_text("class Steps:\n    def reset(self, row): ...\n    def step(self, text, token_ids): ...\n")
+    (tmp_path / "my_steps.py").write_text(
+        "class Steps:\n    def reset(self, row): ...\n    def step(self, text, token_ids): ...\n"
+    )
     monkeypatch.syspath_prepend(tmp_path)
     changes = ("environment.type=step", "environment.path=my_steps:Steps")
     trial = try_run(make_run(tmp_path, *changes, rows=letter_rows(1), reward=reward), num_rows=1)
