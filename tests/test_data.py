@@ -211,6 +211,7 @@ def test_a_value_that_would_fail_later_is_refused_by_row_and_column(tmp_path: Pa
         ({"x": "1"}, {"answer": "exact"}, "it has prompt, x; name the right one in data.answer_key"),
         ({"answer": None}, {"answer": "math"}, "row 1: answer is empty, and the reward math needs it"),
         ({"answer": " "}, {"answer": "math"}, "row 1: answer is empty, and the reward math needs it"),
+        ({"answer": "\u200b"}, {"answer": "math"}, "row 1: answer is empty, and the reward math needs it"),
         ({"number": [1]}, {"numbers": "countdown"}, "row 1 has no column 'numbers', which the reward countdown needs; it has prompt, number; "
          "rename one of them to it, such as data.columns: {number: numbers}"),
     ],

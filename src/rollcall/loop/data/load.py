@@ -267,7 +267,8 @@ def _check_needs(row: Row, data: DataSection, needs: Mapping[str, str]) -> None:
             hint = nearest(key, row.columns, "answer_key" if column == "answer" else "columns")
             raise DataError(f"{row.where} has no column {key!r}, which the reward {reward} needs; {hint}")
         value = row.columns[key]
-        if value is None or (isinstance(value, str) and not value.strip()):
+        shown = isinstance(value, str) and any(char.isprintable() and not char.isspace() for char in value)
+        if value is None or (isinstance(value, str) and not shown):
             raise DataError(
                 f"{row.where}: {key} is empty, and the reward {reward} needs it; fill it in, or leave such rows out. A function that "
                 "can do without it gives it a default"
