@@ -80,7 +80,7 @@ def test_each_contract_names_what_breaks_it_and_a_new_room_must_be_given_its_pla
 def rooms_on_the_page() -> dict[str, str]:
     """Room or file to the cell with its files, in the order of the table in docs/architecture.md."""
     page = (ROOT / "docs/architecture.md").read_text()
-    section = page.partition("\n## Rooms\n")[2].partition("\n## ")[0]
+    section = page.partition("\n## Packages\n")[2].partition("\n## ")[0]
     rows = re.findall(r"^\| (`.+?) \| .+? \|(.*?)\|$", section, re.MULTILINE)
     return {name: files for names, files in rows for name in re.findall(r"`([\w./]+)`", names)}
 
