@@ -586,7 +586,7 @@ def test_of_two_heads_that_publish_at_one_moment_the_second_to_write_stays(
     request = NodeRequest(cluster="default", rank=0, num_nodes=1, rendezvous=tmp_path)
     start = replace(SOME_START, token="mine")
     other = Head(
-        cluster="default", cluster_id="other", address="10.0.0.9:1", host="node9", dashboard=None, ports={}, num_nodes=1,
+        cluster="default", cluster_id="other", address="10.0.0.9:1", host="node9", dashboard=None,
         started_at="",
     )  # fmt: skip
     record = replace(make_record(), ports={"dashboard": 1})

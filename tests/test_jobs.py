@@ -88,7 +88,7 @@ def record(**fields: Any) -> NodeRecord:
 
 def publish(folder: Path, *, dashboard: str) -> None:
     head = Head(
-        cluster="default", cluster_id="id", address="10.0.0.1:6379", host="node0", dashboard=dashboard, ports={}, num_nodes=1,
+        cluster="default", cluster_id="id", address="10.0.0.1:6379", host="node0", dashboard=dashboard,
         started_at="now",
     )  # fmt: skip
     Rendezvous(folder, "default").publish(head, token="the-published-token")

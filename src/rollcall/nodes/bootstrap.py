@@ -255,8 +255,6 @@ def _publish(request: NodeRequest, start: Start, record: NodeRecord, *, deadline
         address=record.head_address,
         host=socket.gethostname(),
         dashboard=join_address(request.dashboard_host, record.ports["dashboard"]),
-        ports=record.ports,
-        num_nodes=record.num_nodes,
         started_at=datetime.now(UTC).isoformat(timespec="seconds"),
         tls=start.tls,
     )

@@ -31,8 +31,6 @@ class Head:
     address: str  # HOST:PORT of Ray's GCS
     host: str
     dashboard: str | None  # HOST:PORT, as the head binds it
-    ports: dict[str, int]
-    num_nodes: int
     started_at: str  # ISO 8601
     tls: bool = False  # whether Ray there accepts only TLS
 
