@@ -142,7 +142,7 @@ class Porter:
                 listener = listen_at(self._host)
             except OSError as error:
                 warn(
-                    f"no terminal can come to what has stopped in process {os.getpid()}: cannot listen at {self._host} ({error})"
+                    f"no terminal can reach what has stopped in process {os.getpid()}: it cannot listen at {self._host} ({error})"
                 )
                 raise
             secret = new_secret()
@@ -156,7 +156,7 @@ class Porter:
         global _has_given_up
         if not _has_given_up:
             warn(
-                f"nobody has come to the debugger for {UNATTENDED_S:g} s; from now on nothing waits in process {os.getpid()}"
+                f"nobody has attached to the debugger for {UNATTENDED_S:g} s; from now on, process {os.getpid()} does not wait in it"
             )
         _has_given_up = True
         self._goes()

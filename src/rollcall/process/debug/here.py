@@ -215,4 +215,4 @@ class DebugLine:
 def warn_passed_over(role: str) -> None:
     """Warn once, since hundreds of processes may reach the same line."""
     article = "an" if role[0] in "aeiou" else "a"
-    warn(f"a breakpoint() in {article} {role} is passed over: this command has neither a terminal nor a run directory")
+    warn(f"a breakpoint() in {article} {role} is ignored: this command has neither a terminal nor a run directory")

@@ -313,7 +313,7 @@ class WorkerGroup:
     @property
     def _running(self) -> Gang:
         if self._gang is None:
-            raise ClusterError(f"{self.name_prefix} has been shut down; make a new group")
+            raise ClusterError(f"{self.name_prefix} has been shut down; create a new group")
         return self._gang
 
     def _data_axis(self) -> str | None:

@@ -177,11 +177,11 @@ class FolderWorker:
             what = f"the master on {facts['host']} stopped ({facts['why']}); waiting for it to be started again with the same command"
         elif self._master.silent_s < SILENT_S:
             what = (
-                f"the master on {facts['host']} (process {facts['pid']}) has appeared; waiting to see its counter move"
+                f"the master on {facts['host']} (process {facts['pid']}) has appeared; waiting to see that it is alive"
             )
         else:
             what = (
-                f"the master on {facts['host']} (process {facts['pid']}) has not moved for {self._master.silent_s:.0f} s; "
+                f"the master on {facts['host']} (process {facts['pid']}) has been silent for {self._master.silent_s:.0f} s; "
                 "waiting for it, or for the same command to be run there again"
             )
         if waiting.is_over:
@@ -216,7 +216,7 @@ class FolderWorker:
         """Join the master's current group; calls from other groups are dropped and never answered."""
         if self._presence.incarnation in self._master.facts["dismissed"]:
             self._say(
-                f"the master gave up worker {self.rank}, which did not move for a while; it comes back as a new worker"
+                f"the master gave up on worker {self.rank}, which was silent for a while; it rejoins as a new worker"
             )
             self._drop()
             self._presence.say(incarnation=new_id())  # as a new process would
