@@ -37,11 +37,17 @@ def new_secret() -> str:
     return secrets.token_hex(32)
 
 
+def answer(challenge: bytes, *, secret: str) -> tuple[bytes, bytes]:
+    """Return a caller's reply to a challenge, and the proof that the caller must receive in return."""
+    both = challenge + secrets.token_bytes(CHALLENGE)
+    return both[CHALLENGE:] + _proof(secret, b"caller", both), _proof(secret, b"listener", both)
+
+
 def prove(read: Callable[[int], bytes], write: Callable[[bytes], object], *, secret: str) -> bool:
     """Do the caller's part of the exchange. Returns whether the listener knows the secret too."""
-    both = read(CHALLENGE) + secrets.token_bytes(CHALLENGE)
-    write(both[CHALLENGE:] + _proof(secret, b"caller", both))
-    return hmac.compare_digest(read(CHALLENGE), _proof(secret, b"listener", both))
+    reply, proof = answer(read(CHALLENGE), secret=secret)
+    write(reply)
+    return hmac.compare_digest(read(CHALLENGE), proof)
 
 
 class StrangerError(ConnectionError):
