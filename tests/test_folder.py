@@ -198,7 +198,7 @@ def test_a_second_master_and_a_second_worker_of_a_rank_are_refused_while_the_fir
     second = FolderBackend(share, num_nodes=2, run="two")
     with (
         FolderBackend(share, num_nodes=2, run="one"),
-        pytest.raises(ClusterError, match="a master runs already"),
+        pytest.raises(ClusterError, match="a master is already running"),
         second,
     ):
         pass
