@@ -586,7 +586,7 @@ def test_of_two_heads_that_publish_at_one_moment_the_second_to_write_stays(
     request = NodeRequest(cluster="default", rank=0, num_nodes=1, rendezvous=tmp_path)
     start = replace(SOME_START, token="mine")
     other = Head(
-        cluster="default", cluster_id="other", address="10.0.0.9:1", host="node9", dashboard=None, ports={}, num_nodes=1,
+        cluster="default", cluster_id="other", address="10.0.0.9:1", host="node9", dashboard=None,
         started_at="",
     )  # fmt: skip
     record = replace(make_record(), ports={"dashboard": 1})
@@ -629,7 +629,7 @@ def test_a_node_in_the_foreground_ends_with_an_error_when_its_ray_dies(
     monkeypatch.setattr(foreground, "LOOK_EVERY_S", 0.01)
     write_record(make_record())
     (tmp_path / "default/start.log").touch()
-    with pytest.raises(ClusterError, match="rank 0 of cluster 'default'.* has ended by itself; its logs are in"):
+    with pytest.raises(ClusterError, match="rank 0 of cluster 'default'.* has exited by itself; its logs are in"):
         foreground.hold(make_record())
     assert read_record("default") is None and (tmp_path / "default/start.log").exists()
     foreground.hold(make_record())  # taken down by another command, which is no error
@@ -782,4 +782,4 @@ def test_a_node_counts_as_running_while_its_head_lists_it_as_alive(
     request = NodeRequest(cluster="default", rank=1, num_nodes=2, rendezvous=tmp_path)
     with speaking(said.append):
         assert bootstrap._running(request) == (record if alive else None)
-    assert ("takes it for dead" in "".join(said)) == (not alive)
+    assert ("considers it dead" in "".join(said)) == (not alive)

@@ -216,7 +216,7 @@ def test_nobody_joins_without_the_token(lab_cluster: LabCluster) -> None:
 
 
 def test_the_dashboard_is_on_loopback_and_wants_the_token_there_too(lab_cluster: LabCluster) -> None:
-    port = published(lab_cluster)["ports"]["dashboard"]
+    port = int(published(lab_cluster)["dashboard"].rpartition(":")[2])
     outside, inside = f"http://{lab_cluster.head.ip}:{port}", f"http://127.0.0.1:{port}"
     for host in (lab_cluster.outsider, lab_cluster.hosts[1], lab_cluster.head):
         assert "Connection refused" in fetch(host, f"{outside}/api/version")

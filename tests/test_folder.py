@@ -146,10 +146,10 @@ def test_a_master_that_has_just_appeared_is_not_said_to_stand_still(tmp_path: Pa
     worker._label = "m-w-1"
     worker._master.facts = {"host": "one", "pid": 7, "state": State.HERE}
     worker._wait_for_master(SimpleNamespace(tell=told.append, is_over=False))  # type: ignore[arg-type]
-    assert told == ["the master on one (process 7) has appeared; waiting to see its counter move"]
+    assert told == ["the master on one (process 7) has appeared; waiting to see that it is alive"]
     worker._master._beat._since -= 30
     worker._wait_for_master(SimpleNamespace(tell=told.append, is_over=False))  # type: ignore[arg-type]
-    assert told[1].startswith("the master on one (process 7) has not moved for 30 s; waiting for it")
+    assert told[1].startswith("the master on one (process 7) has been silent for 30 s; waiting for it")
 
 
 @pytest.mark.parametrize(
@@ -198,14 +198,14 @@ def test_a_second_master_and_a_second_worker_of_a_rank_are_refused_while_the_fir
     second = FolderBackend(share, num_nodes=2, run="two")
     with (
         FolderBackend(share, num_nodes=2, run="one"),
-        pytest.raises(ClusterError, match="a master runs already"),
+        pytest.raises(ClusterError, match="a master is already running"),
         second,
     ):
         pass
     own = Messages(share).node(1)
     presence = Presence(own, {"state": State.HERE, "host": "elsewhere", "pid": 1})
     presence.begin()
-    with pytest.raises(ClusterError, match="worker 1 runs already, as process 1 on elsewhere"):
+    with pytest.raises(ClusterError, match="worker 1 is already running, as process 1 on elsewhere"):
         FolderWorker(share, rank=1, num_nodes=2).run()
     presence.end()
 

@@ -88,7 +88,7 @@ def record(**fields: Any) -> NodeRecord:
 
 def publish(folder: Path, *, dashboard: str) -> None:
     head = Head(
-        cluster="default", cluster_id="id", address="10.0.0.1:6379", host="node0", dashboard=dashboard, ports={}, num_nodes=1,
+        cluster="default", cluster_id="id", address="10.0.0.1:6379", host="node0", dashboard=dashboard,
         started_at="now",
     )  # fmt: skip
     Rendezvous(folder, "default").publish(head, token="the-published-token")
@@ -369,7 +369,7 @@ def test_what_is_no_dashboard_is_named_whatever_it_answers(text: str) -> None:
     url, _ = answering(f"HTTP/1.1 200 OK\r\nContent-Length: {len(text)}\r\n\r\n{text}".encode())
     jobs = Jobs(HttpClient(url, token=None, token_source=""), token=None)
     for ask in (jobs.jobs, lambda: jobs.job("a"), lambda: jobs.logs("a")):
-        with pytest.raises(ClusterError, match="does not answer as a cluster's dashboard does"):
+        with pytest.raises(ClusterError, match="does not answer like a cluster's dashboard"):
             ask()
 
 

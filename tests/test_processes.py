@@ -177,7 +177,7 @@ def test_hostile_environments_fail_their_own_episode_alone(
         "eat": r"(?s)MemoryError.*memory_mb=300",
         "die": "its process died .SIGKILL",
         "exit": "SystemExit: 3",
-        "write": "its process sent something that no such process sends",
+        "write": "its process sent an invalid message",
     }
 
     async def play() -> None:
@@ -204,7 +204,7 @@ def test_hostile_environments_fail_their_own_episode_alone(
         await environments.aclose()
 
     run(play())
-    assert "x" * 10_000 in capfd.readouterr().err and "breakpoint() in an environment is passed over" in caplog.text
+    assert "x" * 10_000 in capfd.readouterr().err and "breakpoint() in an environment is ignored" in caplog.text
 
 
 def test_a_call_that_is_given_up_is_killed_with_all_that_its_episode_started() -> None:

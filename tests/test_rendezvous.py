@@ -26,8 +26,6 @@ def make_head(cluster_id: str = "id-1", *, address: str = "10.0.0.1:6379") -> He
         address=address,
         host="node0",
         dashboard="127.0.0.1:8265",
-        ports={"gcs": 6379},
-        num_nodes=4,
         started_at="2026-01-01T00:00:00+00:00",
     )
 

@@ -29,7 +29,7 @@ from rollcall.config import (
     RegexReward,
     SelfCertaintyReward,
 )
-from rollcall.process.ending import plain_stack
+from rollcall.process.here import plain_stack
 from rollcall.reward.functions import build_function, encode_entry, extract_expression, last_number
 from rollcall.reward.math_answer import last_boxed
 from rollcall.reward.pool import RewardPool

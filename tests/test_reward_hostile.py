@@ -30,7 +30,7 @@ from rollcall.config import (
     ReasoningGymReward,
     RegexReward,
 )
-from rollcall.process.ending import how_it_ended
+from rollcall.process.here import how_it_ended
 from rollcall.reward import landlock, seccomp
 from rollcall.reward.confine import BUILT_IN, available, confine, confinement_of
 from rollcall.reward.eval_guard import guarded, is_plain

@@ -12,8 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from learners import make_sample
 
-from rollcall.process.groups.dispatch import leaders, routes, split_arguments, split_rows
-from rollcall.process.groups.sharding import NamedSharding
+from rollcall.process.groups.dispatch import NamedSharding, leaders, routes, split_arguments, split_rows
 from rollcall.process.ray.carrier import INLINE_BYTES, is_large
 
 

@@ -27,7 +27,7 @@ from rollcall.observe.timeline import (
     idle_shares,
     read_timeline,
 )
-from rollcall.process.groups.pulse import NUM_CALLS, DoneCall, LogTail, Pulse, Reader, Seen
+from rollcall.process.groups.pulse import NUM_CALLS, LogTail, Pulse, Reader, Seen
 from rollcall.process.groups.sightings import HostClock, Lookout
 
 ACTOR, ROLLOUT = "actor 0 @ node 0", "rollout 0 @ node 1"
@@ -80,12 +80,12 @@ def test_a_pulse_tells_each_call_once_and_short_ones_of_a_method_as_one() -> Non
     with pulse.doing("update"):
         seen = reader.look()
         assert seen.doing == "update" and seen.since_s is not None
-        assert [(call.method, call.count) for call in seen.calls] == [("exchange", 5)]
+        assert [(call.name, call.count) for call in seen.calls] == [("exchange", 5)]
     with pulse.doing("score"):
-        assert [call.method for call in reader.look().calls] == ["update"]
+        assert [call.name for call in reader.look().calls] == ["update"]
     assert seen.memory_bytes > 0
     with pulse.doing("other"):
-        assert [call.method for call in reader.look().calls] == ["score"]
+        assert [call.name for call in reader.look().calls] == ["score"]
 
 
 def test_a_call_that_may_still_grow_is_told_later_and_counts_from_its_first_start() -> None:
@@ -105,7 +105,7 @@ def test_a_ring_that_was_not_read_in_time_keeps_the_newest_calls() -> None:
             pass
     with pulse.doing("now"):
         calls = reader.look().calls
-    assert [call.method for call in calls] == [f"m{number}" for number in range(50, NUM_CALLS + 50)]
+    assert [call.name for call in calls] == [f"m{number}" for number in range(50, NUM_CALLS + 50)]
 
 
 def test_what_a_killed_worker_did_is_read_after_its_death() -> None:
@@ -134,7 +134,7 @@ def test_what_a_killed_worker_did_is_read_after_its_death() -> None:
         for end in (*ready, *told):
             os.close(end)
     seen = reader.look()
-    assert not seen.is_alive and "update" in [call.method for call in seen.calls]
+    assert not seen.is_alive and "update" in [call.name for call in seen.calls]
 
 
 def test_a_clock_of_another_host_is_read_by_the_shortest_round_trip() -> None:
@@ -154,14 +154,14 @@ def test_without_a_round_trip_the_youngest_answer_counts() -> None:
 
 def test_a_lost_worker_ends_the_call_it_was_in_and_is_told_once() -> None:
     lookout = Lookout()
-    seen = Seen(is_alive=True, doing="exchange", since_s=5.0, calls=(DoneCall("use_weights", 3.0, 4.0),))
+    seen = Seen(is_alive=True, doing="exchange", since_s=5.0, calls=(RecordedCall("use_weights", 3.0, 4.0),))
     now = time.time()
     lookout.note("a", {1: seen}, there_s=6.0, asked_s=now, answered_s=now)
     lookout.lose(1, "its process is gone")
     lookout.lose(1, "its process is gone")
     found = lookout.take([10, 11])
     assert [(turn.rank, turn.is_lost) for turn in found.turns] == [(1, True)]
-    assert [call.method for call in found.calls[1]] == ["use_weights", "exchange"]
+    assert [call.name for call in found.calls[1]] == ["use_weights", "exchange"]
     assert [one.lost for one in found.workers] == ["", "its process is gone"]
     lookout.regain(1, "process 12 on node 0")
     again = lookout.take([10, 12])

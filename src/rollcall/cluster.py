@@ -3,6 +3,7 @@
 from rollcall.base.errors import ClusterError, WorkerDiedError, WorkerError, WorkerTimeoutError
 from rollcall.process.groups.backend import Seat
 from rollcall.process.groups.cluster import RayVirtualCluster, VirtualCluster
+from rollcall.process.groups.dispatch import NamedSharding
 from rollcall.process.groups.group import (
     MultiWorkerFuture,
     RayWorkerBuilder,
@@ -11,5 +12,4 @@ from rollcall.process.groups.group import (
     WorkerBuilder,
     WorkerGroup,
 )
-from rollcall.process.groups.sharding import NamedSharding
 from rollcall.process.ray.connect import init_ray

@@ -82,8 +82,8 @@ def bring_up(
 def publish_stale(rendezvous: Path, *, address: str, token: str, cluster: str = "default") -> None:
     """What a cluster that lost its power leaves in the shared folder: a head that is no more, at that address."""
     head = Head(
-        cluster=cluster, cluster_id="0123456789abcdef", address=address, host="node0", dashboard=None, ports={},
-        num_nodes=4, started_at="2026-01-01T00:00:00+00:00",
+        cluster=cluster, cluster_id="0123456789abcdef", address=address, host="node0", dashboard=None,
+        started_at="2026-01-01T00:00:00+00:00",
     )  # fmt: skip
     Rendezvous(rendezvous, cluster).publish(head, token=token)
 

@@ -39,8 +39,7 @@ from rollcall.nodes.framing import JSON
 from rollcall.nodes.processes import signal_processes
 from rollcall.observe.prints import ChildPrints
 from rollcall.process.debug.here import POST_MORTEM, DebugLine
-from rollcall.process.ending import how_it_ended
-from rollcall.process.here import LinkHere, SocketLink
+from rollcall.process.here import LinkHere, SocketLink, how_it_ended
 from rollcall.process.worker import Ending, Lost, Raised, Worker, reader
 from rollcall.reward.confine import ROOT
 

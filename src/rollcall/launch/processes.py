@@ -140,8 +140,7 @@ def find_waiting(text: str | None) -> list[Waiting]:
     if (run_dir := run_dir_of(text)) is not None:
         found = read_board(run_dir)
     else:
-        from rollcall.process.ray.connect import connect, disconnect
-        from rollcall.process.ray.waiting import read_waiting
+        from rollcall.process.ray.connect import connect, disconnect, read_waiting
 
         cluster = wished_cluster(text)
         if cluster is None:

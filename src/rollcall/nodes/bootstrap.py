@@ -140,7 +140,7 @@ def _find(request: NodeRequest, *, token: str | None) -> Found:
     assert head is not None
     if head.cluster != request.cluster:
         raise ClusterError(
-            f"the head at {found.address} is of cluster {head.cluster!r}, not {request.cluster!r}; give --cluster {head.cluster}"
+            f"the head at {found.address} belongs to cluster {head.cluster!r}, not {request.cluster!r}; give --cluster {head.cluster}"
         )
     if request.tls and not found.tls:
         raise ClusterError(
@@ -194,7 +194,7 @@ def _running(request: NodeRequest) -> NodeRecord | None:
             if answer.cluster_id == record.cluster_id:
                 return record
         # This happens after a network cut, for example: Ray on this node exits as soon as it notices.
-        why = f"the head at {record.head_address} takes it for dead, or is another one now"
+        why = f"the head at {record.head_address} considers it dead, or is a different head now"
     except (HeadUnreachable, HeadRefuses) as error:
         why = str(error)
     say(f"this node runs Ray, but {why}; it will be started again")
@@ -255,8 +255,6 @@ def _publish(request: NodeRequest, start: Start, record: NodeRecord, *, deadline
         address=record.head_address,
         host=socket.gethostname(),
         dashboard=join_address(request.dashboard_host, record.ports["dashboard"]),
-        ports=record.ports,
-        num_nodes=record.num_nodes,
         started_at=datetime.now(UTC).isoformat(timespec="seconds"),
         tls=start.tls,
     )

@@ -120,7 +120,7 @@ class OurCluster:
             if (node.rank, node.address) == (record.rank, record.node_ip):
                 return node
         raise ClusterError(
-            f"the head of {self.title} at {record.head_address} takes this node ({record.node_ip}, rank {record.rank}) for dead; "
+            f"the head of {self.title} at {record.head_address} considers this node ({record.node_ip}, rank {record.rank}) dead; "
             "run `rollcall node` here again"
         )
 

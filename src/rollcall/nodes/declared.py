@@ -128,7 +128,11 @@ def job_env(
 ) -> dict[str, str]:
     """Return a job's variables in a form that Ray may show: those declared for every node, and those that rewards and the
     environment get by name from the job's driver (``named``, by run file key)."""
-    asked = _asked_by_name(named or {}, section, environ=environ)
+    asked: dict[str, str] = {}
+    for where, name in ((where, name) for where, names in (named or {}).items() for name in names):
+        if section is None or name not in section.env:  # else the run file contains its value
+            _check_name(name, where)
+            asked[name] = _value(name, environ, where=where)
     if section is None:
         return for_ray(asked, token=token)
     check_environment(section)
@@ -139,18 +143,6 @@ def job_env(
     names = [name for name, value in values.items() if name in submitted or hides(name, value)]
     # Set even when empty: the head's own variables are not the submitter's.
     return {**for_ray({**asked, **values}, token=token), SUBMITTED: ",".join(names)}
-
-
-def _asked_by_name(
-    named: Mapping[str, Sequence[str]], section: ClusterSection | None, *, environ: Mapping[str, str]
-) -> dict[str, str]:
-    found: dict[str, str] = {}
-    for where, name in ((where, name) for where, names in named.items() for name in names):
-        if section is not None and name in section.env:
-            continue  # the run file contains its value
-        _check_name(name, where)
-        found[name] = _value(name, environ, where=where)
-    return found
 
 
 def _value(name: str, environ: Mapping[str, str], *, where: str) -> str:

@@ -87,7 +87,7 @@ def hold(
                 return None
             stop_node(record.cluster, keep_logs=True)
             raise ClusterError(
-                f"Ray on this node ({record.node_ip}, rank {record.rank} of cluster {record.cluster!r}) has ended by itself; "
+                f"Ray on this node ({record.node_ip}, rank {record.rank} of cluster {record.cluster!r}) has exited by itself; "
                 f"its logs are in {record.temp_dir}/session_latest/logs; start it again with `rollcall node`"
             )
         status = _let_save(record, signals, save_s=save_s, until=until)

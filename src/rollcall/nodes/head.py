@@ -143,7 +143,7 @@ def ask_head(
     if done.returncode:
         last = visible(redact_end(done.stderr.strip(), LAST_CHARACTERS) or "no message").splitlines()[-1]
         raise HeadUnreachable(
-            f"what listens at {address} does not answer as a Ray head does ({last}); is this the address that `ray start --head` or "
+            f"what listens at {address} does not answer like a Ray head ({last}); is this the address that `ray start --head` or "
             "`rollcall node` printed as that of the head?"
         )
     found = json.loads(done.stdout)

@@ -79,7 +79,9 @@ def tied_to_stdin() -> Iterator[None]:
     try:
         os.fstat(0)
     except OSError:  # a different file could get descriptor 0
-        raise ClusterError("--tied ends the command with its stdin, and stdin is closed; give it one") from None
+        raise ClusterError(
+            "--tied ends the command when its stdin closes, and stdin is closed already; keep it open"
+        ) from None
     done = threading.Event()
 
     def watch() -> None:

@@ -57,7 +57,7 @@ def stop_processes(folder: Path, *, recorded: Iterable[Process] = ()) -> int:
         _wait(remaining, seconds=1.0)
         if time.monotonic() > deadline:
             named = ", ".join(f"{process.pid} ({command_of(process.pid)[:80] or 'gone'})" for process in left)
-            raise ClusterError(f"these processes do not end, even when killed: {named}")
+            raise ClusterError(f"these processes are still there after SIGKILL: {named}")
     return len(known)
 
 

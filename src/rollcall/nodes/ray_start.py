@@ -126,7 +126,7 @@ def choose_temp_dir(request: NodeRequest) -> Path:
     folder = (request.temp_dir or own_temp_dir(request.cluster)).absolute()
     if len(os.fsencode(folder)) > SOCKET_ROOM:
         raise ClusterError(
-            f"{folder} has {len(os.fsencode(folder))} characters, and with Ray's sockets in it at most {SOCKET_ROOM} are possible; "
+            f"{folder} has {len(os.fsencode(folder))} characters, but Ray puts sockets in it, which leaves room for {SOCKET_ROOM}; "
             "give a shorter --temp-dir"
         )
     there = next(parent for parent in (folder, *folder.parents) if parent.exists())
@@ -237,7 +237,7 @@ def ray_start(request: NodeRequest, start: Start, *, log: Path, deadline: float)
         if had_raylet and not has_raylet and child.poll() is None:
             raise ClusterError(f"Ray's raylet on {record.node_ip} ended while Ray was starting; {_logs(record, log)}")
         if not wait.again(f"starting Ray on {record.node_ip}", after_s=0.3):
-            raise ClusterError(f"`ray start` is not done after {wait.waited_s:.0f} s; {_logs(record, log)}")
+            raise ClusterError(f"`ray start` has not finished after {wait.waited_s:.0f} s; {_logs(record, log)}")
     if child.returncode:
         raise ClusterError(f"Ray did not start on {record.node_ip}; {_logs(record, log)}")
 
@@ -273,11 +273,11 @@ def _count_gpus() -> int:
         )
     except subprocess.TimeoutExpired:
         raise ClusterError(
-            f"the GPUs of this node are not counted after {COUNT_S:g} s; see whether `nvidia-smi` answers here"
+            f"counting the GPUs of this node took longer than {COUNT_S:g} s; check whether `nvidia-smi` responds here"
         ) from None
     except subprocess.CalledProcessError as error:
         raise ClusterError(
-            f"the GPUs of this node cannot be counted: {error.stderr.strip()}\ninstall Ray here again"
+            f"the GPUs of this node cannot be counted: {error.stderr.strip()}\nreinstall Ray here"
         ) from None
     return int(found.stdout.split()[-1])
 

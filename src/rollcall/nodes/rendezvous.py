@@ -31,8 +31,6 @@ class Head:
     address: str  # HOST:PORT of Ray's GCS
     host: str
     dashboard: str | None  # HOST:PORT, as the head binds it
-    ports: dict[str, int]
-    num_nodes: int
     started_at: str  # ISO 8601
     tls: bool = False  # whether Ray there accepts only TLS
 
@@ -82,7 +80,7 @@ class Rendezvous:
             if stat.S_IMODE(self.token_file.stat().st_mode) & 0o077:
                 self.token_file.unlink()
                 raise ClusterError(
-                    f"{self.folder} keeps no file permissions, so others could read the token; "
+                    f"the file system of {self.folder} has no file permissions, so others could read the token; "
                     f"set {TOKEN} on every node instead"
                 )
         write_atomic(self.head_file, json.dumps(asdict(head), indent=1), private=True)
@@ -130,7 +128,7 @@ class Rendezvous:
                 )
             self.folder.chmod(0o700)
         except PermissionError as error:
-            raise ClusterError(f"cannot make {self.folder} for the rendezvous: {error.strerror}") from None
+            raise ClusterError(f"cannot create {self.folder} for the rendezvous: {error.strerror}") from None
 
 
 def look(rendezvous: Rendezvous, *, token: str | None) -> Found | str:

@@ -148,10 +148,7 @@ def require_record(cluster: str) -> NodeRecord:
 
 
 def not_here(cluster: str) -> str:
-    try:
-        found = sorted(path.parent.name for path in state_dir(cluster).parent.glob("*/node.json"))
-    except PermissionError:
-        found = []
+    found = sorted(path.parent.name for path in state_dir(cluster).parent.glob("*/node.json"))
     others = f"; it is part of {', '.join(found)} (--cluster NAME)" if found else ""
     return (
         f"this node is not part of a cluster {cluster!r}{others}; start it with `rollcall node`. A run on one machine needs none: "

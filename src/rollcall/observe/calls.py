@@ -1,8 +1,9 @@
 """The calls that each worker handled: ``run_dir/calls.jsonl``.
 
 Every few seconds the controller appends a line: a time, and for each lane the calls that have ended since the previous line. A
-lane is a worker's name in the timeline. Consecutive short calls of the same method become one entry with a count. Lines are
-sorted by time, so a reader that needs only some steps finds the first line by binary search and skips the rest.
+lane is a worker's name in the timeline. Consecutive short calls of the same method become one entry with a count. Times are unix
+times on the controller host's clock. Lines are sorted by time, so a reader that needs only some steps finds the first line by
+binary search and skips the rest.
 """
 
 from __future__ import annotations
@@ -12,25 +13,17 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import BinaryIO, NamedTuple
+from typing import BinaryIO
 
 from pydantic import BaseModel, ValidationError
 
 from rollcall.base.append_file import parse_row
 from rollcall.observe.events import LineFile
+from rollcall.process.groups.pulse import RecordedCall
 
 CALLS = "calls.jsonl"
 JOIN_S = 0.02  # calls of the same method with a shorter pause between them are merged
 MOST_AFTER = 8 << 20  # bytes to read past the end of a window to find calls that began in it
-
-
-class RecordedCall(NamedTuple):
-    """One call, or several short calls of the same method. Times are unix times on the controller host's clock."""
-
-    name: str
-    start_s: float
-    end_s: float
-    count: int = 1
 
 
 class _Line(BaseModel):

@@ -1,4 +1,4 @@
-"""Starts processes as children of this one.
+"""Starts processes as children of this one, and says how they ended.
 
 After its command, each child gets a socket, a lifeline whose other end only this process has, a file for stack dumps, and the other
 descriptors passed to it. Each leads its own process group: Ctrl-C reaches only this process, and a child's own children are killed with it.
@@ -6,7 +6,9 @@ descriptors passed to it. Each leads its own process group: Ctrl-C reaches only 
 
 from __future__ import annotations
 
+import asyncio
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -18,10 +20,10 @@ from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from rollcall.base.process_table import Process, descendants
+from rollcall.base.words import visible
 from rollcall.nodes.framing import LONGEST
 from rollcall.nodes.processes import signal_processes
 from rollcall.process.child import STACK_SIGNAL
-from rollcall.process.ending import how_it_ended, plain_stack
 from rollcall.process.worker import Ending, Reader, Worker
 
 if TYPE_CHECKING:
@@ -29,6 +31,15 @@ if TYPE_CHECKING:
 
 KILL_S = 10.0  # a process that is stuck in the kernel (a dead network disk) exits when the kernel lets go
 _LOG_BYTES = 1 << 16
+_THREAD = re.compile(r"(Current )?[Tt]hread 0x[0-9a-f]+\b")
+_FRAME = re.compile(r"  File (\".*\"), line (\d+) in (.*)")
+_OWN_FRAMES = (
+    "rollcall/process/child",
+    "rollcall/reward/worker",
+    "rollcall/reward/user_function",
+    "runpy",
+    "/asyncio/",
+)
 
 
 def spawn(
@@ -152,3 +163,43 @@ class LinkHere(SocketLink):
         self.connection.close()
         os.close(self._lifeline_fd)
         self._crash.close()
+
+
+async def exited(process: asyncio.subprocess.Process) -> None:
+    """Wait until it exits. asyncio's own wait (3.11) lasts until its output is closed, but leftover processes may keep it open."""
+    ending = asyncio.ensure_future(process.wait())
+    try:
+        while process.returncode is None:
+            await asyncio.wait({ending}, timeout=0.5)
+    finally:
+        ending.cancel()
+
+
+def plain_stack(dump: str) -> str:
+    """Turn faulthandler's dump into a Python traceback: newest call last, without our own frames and threads."""
+    said: list[str] = []
+    threads: list[tuple[bool, list[str]]] = []
+    for line in dump.splitlines():
+        if header := _THREAD.match(line):
+            threads.append((bool(header[1]), []))
+        elif call := _FRAME.match(line):
+            is_own = any(name in call[1] for name in _OWN_FRAMES)
+            if threads and not is_own:
+                threads[-1][1].insert(0, f"  File {call[1]}, line {call[2]}, in {call[3]}")
+        elif line.startswith("Fatal Python error"):
+            said.append(line)
+    threads = [thread for thread in threads if thread[1]]
+    for is_current, frames in sorted(threads, key=lambda thread: thread[0]):  # the current thread comes last
+        which = "in the main thread:" if is_current else "in another thread:"
+        said += frames if len(threads) == 1 else [which, *frames]
+    return visible("\n".join(said))
+
+
+def how_it_ended(returncode: int) -> str:
+    if returncode >= 0:
+        return f"exit status {returncode}"
+    hint = ", perhaps for lack of memory" if returncode == -signal.SIGKILL else ""
+    try:
+        return f"{signal.Signals(-returncode).name}{hint}"
+    except ValueError:  # the kernel has more signals than Python has names for
+        return f"signal {-returncode}"

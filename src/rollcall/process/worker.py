@@ -308,7 +308,7 @@ class Worker:
         except ConnectionResetError:
             self._is_gone(_DIED)
         except (OSError, ValueError, RecursionError):
-            self._is_gone("sent something that no such process sends")
+            self._is_gone("sent an invalid message")
 
     def _is_gone(self, why: str) -> None:
         self._gone = why

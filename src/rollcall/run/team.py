@@ -176,8 +176,7 @@ def look_at(
         ]
         states += [_state(one, group, processes[one.rank], lane=lanes[one.rank]) for one in seen.workers]
         logs |= {lanes[rank]: added for rank, added in seen.logs.items()}
-        for rank, ended in seen.calls.items():
-            calls[lanes[rank]] = [RecordedCall(one.method, one.start_s, one.end_s, one.count) for one in ended]
+        calls |= {lanes[rank]: list(ended) for rank, ended in seen.calls.items()}
         for turn in seen.turns:
             name, kind = (WORKER_LOST, MarkKind.FAULT) if turn.is_lost else (WORKER_BACK, MarkKind.RECOVERY)
             why = turn.why.partition("\n")[0] if turn.is_lost else turn.why

@@ -25,7 +25,7 @@ from rollcall.base.redact import redact
 from rollcall.base.wait import say
 from rollcall.base.words import visible
 from rollcall.launch.record import LaunchError
-from rollcall.process.ending import exited
+from rollcall.process.here import exited
 
 CONNECT_S = 20  # for a connection, including its jump hosts
 NO_FORWARDS = ("-o", "ClearAllForwardings=yes")  # the forwards in the user's configuration are for other sessions

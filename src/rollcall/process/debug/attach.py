@@ -13,14 +13,14 @@ from __future__ import annotations
 
 import json
 import os
-import select
 import socket
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from enum import Enum
-from typing import Any, Protocol
+from multiprocessing.connection import wait  # unlike select.select, for descriptors from 1024 on too
+from typing import Any
 
 from rollcall.base.errors import ClusterError
 from rollcall.base.stop import Stopped
@@ -40,20 +40,6 @@ _alone_since: float | None = None  # since when something is stopped and nobody 
 _has_given_up = False
 
 OnStop = Callable[[Mapping[str, Any] | None], None]
-
-
-class _HasFd(Protocol):
-    def fileno(self) -> int: ...
-
-
-def readable(sources: Sequence[_HasFd], *, timeout_s: float | None) -> set[int]:
-    """Return the descriptors that have something to read. Any number of files may be open in this process."""
-    poll = select.poll()  # `select.select` refuses descriptors from 1024 on
-    for source in sources:
-        if (fd := source.fileno()) < 0:
-            raise ConnectionError("the connection was closed here")
-        poll.register(fd, select.POLLIN)
-    return {fd for fd, _ in poll.poll(None if timeout_s is None else max(timeout_s, 0.0) * 1000)}
 
 
 class Connection:
@@ -103,15 +89,15 @@ class Porter:
         try:
             while True:
                 self._turn()
-        except OSError:
+        except (OSError, ValueError):
             pass  # the line is closed: the process has exited, or its owner has stopped it; or the data is not ours
         finally:
             self._goes()
             self._line.close()  # without a porter, the stopped thread continues
 
     def _turn(self) -> None:
-        sources = [one for one in (self._line, self._caller, self._door) if one is not None]
-        ready = readable(sources, timeout_s=LOOK_S if self._door else None)
+        sources = [one.fileno() for one in (self._line, self._caller, self._door) if one is not None]
+        ready = wait(sources, LOOK_S if self._door else None)
         if self._line.fileno() in ready:
             for message in self._line.take():
                 self._pass_out(message)
@@ -156,7 +142,7 @@ class Porter:
                 listener = listen_at(self._host)
             except OSError as error:
                 warn(
-                    f"no terminal can come to what has stopped in process {os.getpid()}: cannot listen at {self._host} ({error})"
+                    f"no terminal can reach what has stopped in process {os.getpid()}: it cannot listen at {self._host} ({error})"
                 )
                 raise
             secret = new_secret()
@@ -170,7 +156,7 @@ class Porter:
         global _has_given_up
         if not _has_given_up:
             warn(
-                f"nobody has come to the debugger for {UNATTENDED_S:g} s; from now on nothing waits in process {os.getpid()}"
+                f"nobody has attached to the debugger for {UNATTENDED_S:g} s; from now on, process {os.getpid()} does not wait in it"
             )
         _has_given_up = True
         self._goes()
@@ -276,7 +262,7 @@ def converse(
     ends = None if opens_within_s is None else time.monotonic() + opens_within_s
     try:
         while True:
-            if not readable([other], timeout_s=None if ends is None else ends - time.monotonic()):
+            if not wait([other.fileno()], None if ends is None else ends - time.monotonic()):
                 return End.LOST
             for message in other.take():
                 if "prompt" in message:
@@ -297,7 +283,7 @@ def converse(
         raise  # a signal that stops this command, not a Ctrl-C for the prompt
     except KeyboardInterrupt:
         return End.LEFT
-    except (OSError, RecursionError):  # the other side's message may be nested too deeply to show
+    except (OSError, ValueError, RecursionError):  # the other side's message may be nested too deeply to show
         return End.LOST
 
 

@@ -2,7 +2,7 @@
 
 The controller has one board. Its watch over the workers, its rewards, its environments and its own prompt post to it. The board tells
 the user what to run, and writes ``RUN_DIR/debugger.json``, which only its owner can read because it contains the secrets that open the
-doors. On Ray, the head's store has a copy (process/ray/waiting.py) for nodes that do not see the run directory.
+doors. On Ray, the head's store has a copy (process/ray/connect.py) for nodes that do not see the run directory.
 """
 
 from __future__ import annotations
@@ -67,9 +67,6 @@ class Waiting:
         return {name: value for name, value in asdict(self).items() if name not in ("address", "port", "secret")}
 
 
-Show = Callable[[Path | None, Sequence[Waiting]], None]
-
-
 class Board:
     """Tracks which processes of a run have stopped. Any thread may call it."""
 
@@ -78,7 +75,7 @@ class Board:
         self._run_dir: Path | None = None
         self._num_posted = 0
         self._lock = threading.RLock()
-        self.copies: list[Show] = []
+        self.publish: Callable[[Sequence[Waiting]], None] | None = None  # to the cluster
 
     @property
     def is_held(self) -> bool:
@@ -88,7 +85,7 @@ class Board:
     @property
     def is_public(self) -> bool:
         """Whether `rollcall debug` can find what is posted here."""
-        return self._run_dir is not None or bool(self.copies)
+        return self._run_dir is not None or self.publish is not None
 
     @contextmanager
     def of_run(self, run_dir: Path) -> Iterator[None]:
@@ -145,8 +142,8 @@ class Board:
         waiting = sorted(self._waiting.values(), key=lambda one: one.number)
         if self._run_dir is not None:
             _write(self._run_dir, waiting)
-        for copy in self.copies:
-            copy(self._run_dir, waiting)
+        if self.publish is not None:
+            self.publish(waiting)
 
 
 BOARD = Board()

@@ -72,7 +72,10 @@ def serve(*, host: str | None = None, node: int | None = None, on_stop: OnStop |
         _served.line = None  # the next stop gets a porter with the new values
     _served.node = _served.node if node is None else node
     _served.is_on = True
-    if is_others():
+    named = os.environ.get("PYTHONBREAKPOINT", "")
+    # Ray sets its hook in each of its processes (2.60); without RAY_DEBUG nobody asked for it.
+    is_named = named not in ("", "0") and not named.startswith("ray.util.")
+    if is_rays() or is_named or sys.breakpointhook not in (sys.__breakpointhook__, _hook):
         return False
     sys.breakpointhook = _hook
     return True
@@ -81,13 +84,6 @@ def serve(*, host: str | None = None, node: int | None = None, on_stop: OnStop |
 def is_rays() -> bool:
     """Whether the user has chosen Ray's own debugger for this process."""
     return bool(os.environ.get(RAY_DEBUG))
-
-
-def is_others() -> bool:
-    named = os.environ.get("PYTHONBREAKPOINT", "")
-    # Ray sets its hook in each of its processes (2.60); without RAY_DEBUG nobody asked for it.
-    is_named = named not in ("", "0") and not named.startswith("ray.util.")
-    return is_rays() or is_named or sys.breakpointhook not in (sys.__breakpointhook__, _hook)
 
 
 def is_watched() -> bool:
@@ -131,20 +127,15 @@ def _hook(*args: Any, **kwargs: Any) -> None:
     found.stop(caller)  # must be the last statement here: whatever runs after it is traced
 
 
-def wants_post_mortem(error: BaseException) -> bool:
-    """Whether this exception opens the debugger: the user asked for `--post-mortem`, and it comes from code, not from one of our
-    refusals, which say what to do. Each line opens it once per kind of error."""
-    is_asked = _served.is_on and os.environ.get(POST_MORTEM) and not is_rays()
-    if not is_asked or type(error).__module__.startswith("rollcall.") or error.__traceback__ is None:
-        return False
-    return _examined().is_new(error.__traceback__, type(error))
-
-
 def post_mortem(error: BaseException) -> None:
-    """Open the debugger where this exception was raised, if the run was started with `--post-mortem`."""
+    """Open the debugger where this exception was raised, if the run was started with `--post-mortem`, and it comes from code, not from
+    one of our refusals, which say what to do. Each line opens it once per kind of error."""
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
-    if wants_post_mortem(error):
+    is_asked = _served.is_on and os.environ.get(POST_MORTEM) and not is_rays()
+    if not is_asked or type(error).__module__.startswith("rollcall.") or error.__traceback__ is None:
+        return
+    if _examined().is_new(error.__traceback__, type(error)):
         debugger().post_mortem(error)
 
 
@@ -215,4 +206,4 @@ class DebugLine:
 def warn_passed_over(role: str) -> None:
     """Warn once, since hundreds of processes may reach the same line."""
     article = "an" if role[0] in "aeiou" else "a"
-    warn(f"a breakpoint() in {article} {role} is passed over: this command has neither a terminal nor a run directory")
+    warn(f"a breakpoint() in {article} {role} is ignored: this command has neither a terminal nor a run directory")

@@ -123,7 +123,7 @@ class VirtualCluster:
 
     def launch(self, group: Any, specs: Sequence[WorkerSpec], recipe: Recipe, *, timeout_s: float) -> Gang:
         if self._reservation is None:
-            raise ClusterError("this cluster has been shut down; make a new one")
+            raise ClusterError("this cluster has been shut down; create a new one")
         gang = Gang(specs, recipe, self._reservation.carrier(recipe))
         try:
             gang.start(timeout_s=timeout_s)

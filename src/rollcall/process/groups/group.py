@@ -17,9 +17,8 @@ from rollcall.base.wait import Wait
 from rollcall.nodes.declared import GROUP_VARIABLES
 from rollcall.process.groups.backend import STOP_DEADLINE_S, Recipe, Seat, WorkerSpec
 from rollcall.process.groups.cluster import VirtualCluster
-from rollcall.process.groups.dispatch import check_fields, leaders, routes, split_arguments
+from rollcall.process.groups.dispatch import NamedSharding, check_fields, leaders, routes, split_arguments
 from rollcall.process.groups.gang import Gang
-from rollcall.process.groups.sharding import NamedSharding
 from rollcall.process.groups.sightings import Sightings
 
 START_DEADLINE_S = 900.0
@@ -314,7 +313,7 @@ class WorkerGroup:
     @property
     def _running(self) -> Gang:
         if self._gang is None:
-            raise ClusterError(f"{self.name_prefix} has been shut down; make a new group")
+            raise ClusterError(f"{self.name_prefix} has been shut down; create a new group")
         return self._gang
 
     def _data_axis(self) -> str | None:

@@ -20,7 +20,7 @@ from rollcall.process.debug.here import post_mortem
 from rollcall.process.groups.backend import Ask, Call, Carrier, Member, NodeSeats, Reservation, WorkerSpec
 from rollcall.process.groups.dispatch import Drop, trim
 from rollcall.process.groups.host import RemoteFailureError, call_method, lease_port, load_class
-from rollcall.process.groups.pulse import DoneCall
+from rollcall.process.groups.pulse import RecordedCall
 
 ADDRESS = "127.0.0.1"
 
@@ -54,7 +54,7 @@ class InProcess(Carrier):
             post_mortem(error)
             call.finish(error=RemoteFailureError.of(error))
         if method == "call":
-            self.gang.lookout.add(call.member.spec.rank, DoneCall(args[0], began_s, time.time()))
+            self.gang.lookout.add(call.member.spec.rank, RecordedCall(args[0], began_s, time.time()))
 
     def is_alive(self, member: Member) -> bool:
         return self._is_open

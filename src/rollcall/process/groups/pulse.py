@@ -56,10 +56,10 @@ def device_bytes() -> int:
     return sum(cuda.memory_reserved(device) for device in range(cuda.device_count()))
 
 
-class DoneCall(NamedTuple):
-    """A finished call, or several short ones of one method. A pulse uses the host's monotonic time."""
+class RecordedCall(NamedTuple):
+    """A finished call, or several short ones of one method. A pulse uses the host's monotonic time, everyone else unix time."""
 
-    method: str
+    name: str  # the method
     start_s: float
     end_s: float
     count: int = 1
@@ -78,7 +78,7 @@ class Seen:
     since_s: float | None = (
         None  # monotonic: when the call began, or the first of several short ones; if idle, when the last call ended
     )
-    calls: tuple[DoneCall, ...] = ()  # finished since the last look
+    calls: tuple[RecordedCall, ...] = ()  # finished since the last look
     memory_bytes: int = 0
     device_bytes: int = 0  # reserved by torch
     stop: Mapping[str, Any] | None = field(default=None, repr=False)  # where a debugger holds it, and how to reach it
@@ -93,7 +93,7 @@ class Pulse:
         self._memory = mmap.mmap(self._file.fileno(), SIZE)
         self._num_done = 0
         self._longest_s: dict[str, float] = {}
-        self._last: DoneCall | None = None
+        self._last: RecordedCall | None = None
         self._num_kept = 0
         self._device_bytes = 0
         self._device_s = 0.0
@@ -134,9 +134,9 @@ class Pulse:
         """Write a call into the ring, or merge it into the last entry."""
         last = self._last
         if last is not None and _goes_on(last, method, started) and ended - last.start_s < LONGEST_JOIN_S:
-            call = DoneCall(method, last.start_s, ended, last.count + 1)
+            call = RecordedCall(method, last.start_s, ended, last.count + 1)
         else:
-            call = DoneCall(method, started, ended)
+            call = RecordedCall(method, started, ended)
             self._num_kept += 1
         place = RING + (self._num_kept - 1) % NUM_CALLS * CALL.size
         CALL.pack_into(self._memory, place, method.encode()[:48], call.start_s, call.end_s, call.count)
@@ -146,8 +146,8 @@ class Pulse:
         self._last = call
 
 
-def _goes_on(last: DoneCall, method: str, start_s: float) -> bool:
-    return last.method == method[:48] and start_s - last.end_s < JOIN_S
+def _goes_on(last: RecordedCall, method: str, start_s: float) -> bool:
+    return last.name == method[:48] and start_s - last.end_s < JOIN_S
 
 
 class Reader:
@@ -161,7 +161,7 @@ class Reader:
             self._process = None
         self._file: BinaryIO | None = None
         self._told = 0  # calls reported so far
-        self._last: DoneCall | None = None
+        self._last: RecordedCall | None = None
 
     def close(self) -> None:
         if self._file is not None:
@@ -218,13 +218,13 @@ class Reader:
         except (FileNotFoundError, ProcessLookupError, PermissionError):  # the process has just exited
             return b""
 
-    def _calls(self, data: bytes, *, doing: str, since_s: float, now: float) -> tuple[DoneCall, ...]:
+    def _calls(self, data: bytes, *, doing: str, since_s: float, now: float) -> tuple[RecordedCall, ...]:
         """Return the new calls, without the last one if it may still grow."""
         kept, _ = HEAD.unpack_from(data, PAGE)
-        found: list[DoneCall] = []
+        found: list[RecordedCall] = []
         for number in range(max(self._told, kept - NUM_CALLS), kept):
             name, start_s, end_s, count = CALL.unpack_from(data, RING + number % NUM_CALLS * CALL.size)
-            found.append(DoneCall(name.rstrip(b"\0").decode(errors="replace"), start_s, end_s, count))
+            found.append(RecordedCall(name.rstrip(b"\0").decode(errors="replace"), start_s, end_s, count))
         self._told = kept
         if found:
             last = self._last = found[-1]

@@ -24,7 +24,7 @@ from typing import NamedTuple
 
 import psutil
 
-from rollcall.process.groups.pulse import DoneCall, Seen
+from rollcall.process.groups.pulse import RecordedCall, Seen
 
 LOOK_EVERY_S = 1.0
 ANSWER_S = 1.0  # for a node to answer a look
@@ -144,7 +144,7 @@ class Sightings:
     """What was seen of the workers. ``calls``, ``turns`` and ``logs`` are new since the last time; times are unix time."""
 
     workers: Sequence[Sighting] = ()
-    calls: Mapping[int, Sequence[DoneCall]] = field(default_factory=dict)  # by rank
+    calls: Mapping[int, Sequence[RecordedCall]] = field(default_factory=dict)  # by rank
     turns: Sequence[Turn] = ()
     logs: Mapping[int, bytes] = field(default_factory=dict)  # by rank
 
@@ -172,7 +172,7 @@ class Lookout:
         self._lock = threading.Lock()
         self._clocks: dict[str, HostClock] = defaultdict(HostClock)  # by node
         self._seen: dict[int, tuple[Seen, float | None]] = {}
-        self._calls: dict[int, deque[DoneCall]] = defaultdict(lambda: deque(maxlen=4096))
+        self._calls: dict[int, deque[RecordedCall]] = defaultdict(lambda: deque(maxlen=4096))
         self._logs: dict[int, bytes] = {}
         self._paths: dict[int, str] = {}
         self._turns: list[Turn] = []
@@ -199,7 +199,7 @@ class Lookout:
             self._paths[rank] = path
             self._logs[rank] = (self._logs.get(rank, b"") + added)[-(64 << 10) :]
 
-    def add(self, rank: int, call: DoneCall) -> None:
+    def add(self, rank: int, call: RecordedCall) -> None:
         """Add a call whose times are this host's."""
         with self._lock:
             self._calls[rank].append(call)
@@ -216,7 +216,7 @@ class Lookout:
         """End the call in which a lost worker was last seen. A reader takes a repetition for the same call."""
         seen, since_s = self._seen.get(rank, (None, None))
         if seen is not None and seen.doing and since_s is not None:
-            self._calls[rank].append(DoneCall(seen.doing, since_s, max(at_s, since_s)))
+            self._calls[rank].append(RecordedCall(seen.doing, since_s, max(at_s, since_s)))
 
     def regain(self, rank: int, note: str) -> None:
         """Record that a new process has this rank."""

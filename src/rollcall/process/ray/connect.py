@@ -1,6 +1,8 @@
 """A driver's connection to its cluster (``nodes/cluster.py``), through the raylet of its own node.
 
-``init_ray`` is for scripts: it can also start Ray on this machine, or work without Ray.
+``init_ray`` is for scripts: it can also start Ray on this machine, or work without Ray. A connected controller lists the processes that
+wait in a debugger in the head's store, for nodes that do not see the run directory. Anyone who can read the store can run code on
+every node anyway. Ray is imported inside the functions because it reads variables during the import, which ``connect`` sets first.
 """
 
 from __future__ import annotations
@@ -9,11 +11,13 @@ import importlib
 import logging
 import os
 import re
-from collections.abc import Mapping
+import socket
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 from rollcall.base.errors import ClusterError
 from rollcall.base.stop import is_heeding, kept
+from rollcall.base.wait import warn
 from rollcall.nodes.address import is_loopback, resolve, split_address
 from rollcall.nodes.cluster import (
     MODE,
@@ -26,11 +30,13 @@ from rollcall.nodes.cluster import (
     wished_cluster,
 )
 from rollcall.nodes.head import HeadUnreachable
+from rollcall.process.debug.board import BOARD, Waiting, dump_board, parse_board
+from rollcall.process.debug.here import serve
 from rollcall.process.groups.cluster import use_by_default
 from rollcall.process.ray.loopback import keep_loopback
-from rollcall.process.ray.members import forget_members
-from rollcall.process.ray.waiting import serve_driver
+from rollcall.process.ray.members import RANK_LABEL, forget_members
 
+NAMESPACE = "rollcall-debugger"  # in the head's store
 BACKEND = "ROLLCALL_BACKEND"  # `local` runs a script written for Ray in one process
 # A frame such as `/lib/libc.so.6(+0x27744) [0xffffb4ae7744]`, and the lines above the frames.
 _LEFT_OUT = re.compile(
@@ -132,7 +138,11 @@ def _join(cluster: Cluster, *, node_ip: str | None, temp_dir: str | None, log_to
             f"cannot join {cluster.title} as a driver: its head answers, but Ray on this node ({node_ip}) does not: {error}; run "
             f"`{cluster.leave_command}` here, and then start the node again"
         ) from error
-    serve_driver()
+    # Let terminals on all nodes of the cluster reach a stop in this process.
+    own = ray.get_runtime_context().get_node_id()
+    labels = next((node["Labels"] for node in ray.nodes() if node["NodeID"] == own), {})
+    serve(host=ray.util.get_node_ip_address(), node=int(labels.get(RANK_LABEL, 0)))
+    BOARD.publish = _publish
 
 
 def _use_environment(variables: Mapping[str, str | None]) -> None:
@@ -186,3 +196,31 @@ def hide_stacks() -> None:
         show(data, *args, **kwargs)
 
     worker.print_worker_logs = show_without_stacks
+
+
+def _publish(waiting: Sequence[Waiting]) -> None:
+    """Write this process's entry in the head's store, or remove it if nothing waits."""
+    import ray
+    from ray.experimental.internal_kv import _internal_kv_del, _internal_kv_put
+
+    if not ray.is_initialized():
+        return
+    key = f"{socket.gethostname()}/{os.getpid()}"
+    try:
+        if waiting:
+            _internal_kv_put(key, dump_board(waiting), overwrite=True, namespace=NAMESPACE)
+        else:
+            _internal_kv_del(key, namespace=NAMESPACE)
+    except Exception as error:  # noqa: BLE001 - Ray raises many kinds for an unreachable head; the run directory has the list too
+        warn(f"`rollcall debug` cannot list this run by its cluster: {error}")
+
+
+def read_waiting() -> list[Waiting]:
+    """Read which processes wait in any run of this process's cluster."""
+    from ray.experimental.internal_kv import _internal_kv_get, _internal_kv_list
+
+    found: list[Waiting] = []
+    for key in _internal_kv_list("", namespace=NAMESPACE):
+        if (text := _internal_kv_get(key, namespace=NAMESPACE)) is not None:
+            found += parse_board(text.decode())
+    return found

@@ -79,7 +79,7 @@ class HttpClient(JobSubmissionClient):
             raise ClusterError(self._refused()) from None
         except (requests.RequestException, ValueError, TypeError):
             raise ClusterError(
-                f"what listens at {self.where} does not answer as a cluster's dashboard does; is that its address?"
+                f"what listens at {self.where} does not answer like a cluster's dashboard; is that its address?"
             ) from None
         except RuntimeError as error:  # the client raises this for every error status
             text = redact_end(str(error).strip(), LAST_CHARACTERS)
@@ -163,8 +163,8 @@ class RelayClient:
         except NoAnswerError as gone:
             if not any(is_same_address(self._head_address, one) for one in raylets_here().values()):
                 raise ClusterError(
-                    f"Ray on this node has ended, and jobs of {self.where} are reached through it; a job may be going on: look from "
-                    "another node, or start this one again"
+                    f"Ray on this node has ended, and this node reaches the jobs of {self.where} through it; a job may still be running: "
+                    "look from another node, or start this one again"
                 ) from None
             raise Unreachable(
                 f"the head node of {self.where} has not answered in {time.monotonic() - began:.0f} s: {gone}"

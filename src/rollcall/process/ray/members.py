@@ -60,8 +60,12 @@ def ranked_nodes() -> list[RayNode]:
 
     free = ray_state.available_resources_per_node()
     alive = [node for node in ray.nodes() if node["Alive"] and _answers(node["NodeID"])]
-    _refuse_twins(alive)
     addresses = [node["NodeManagerAddress"] for node in alive]
+    own = [None if (label := node["Labels"].get(RANK_LABEL)) is None else int(label) for node in alive]
+    for rank in own:
+        if rank is not None and own.count(rank) > 1:
+            twins = " and ".join(address for address, one in zip(addresses, own, strict=True) if one == rank)
+            raise ClusterError(f"two live nodes have rank {rank}: {twins}; take one of them down")
     # If several nodes share an address, the place also says which of them it is.
     places = {
         one if addresses.count(one) == 1 else f"{one} {node['NodeID']}": node
@@ -69,8 +73,8 @@ def ranked_nodes() -> list[RayNode]:
     }
     ranks = rank_by_address(
         {
-            place: (_own_rank(node), node["NodeManagerAddress"], node["Resources"].get("GPU", 0) > 0)
-            for place, node in places.items()
+            place: (rank, address, node["Resources"].get("GPU", 0) > 0)
+            for (place, node), address, rank in zip(places.items(), addresses, own, strict=True)
         },
         known=_settled.get(_this_ray()),
     )
@@ -148,18 +152,3 @@ def _this_ray() -> str:
     import ray
 
     return ray.get_runtime_context().gcs_address if ray.is_initialized() else ""
-
-
-def _own_rank(node: dict[str, Any]) -> int | None:
-    label = node["Labels"].get(RANK_LABEL)
-    return None if label is None else int(label)
-
-
-def _refuse_twins(alive: Sequence[dict[str, Any]]) -> None:
-    holders: dict[int, str] = {}
-    for node in alive:
-        rank, address = _own_rank(node), node["NodeManagerAddress"]
-        if rank in holders:
-            raise ClusterError(f"two live nodes have rank {rank}: {holders[rank]} and {address}; take one of them down")
-        if rank is not None:
-            holders[rank] = address

@@ -48,7 +48,7 @@ from rollcall.process.groups.folder.messages import (
     sweep,
 )
 from rollcall.process.groups.host import GROUP_MARK, RemoteFailureError, end_group
-from rollcall.process.groups.pulse import DoneCall, Seen
+from rollcall.process.groups.pulse import RecordedCall, Seen
 
 APPEAR_S = 600.0  # until every worker has appeared; a person starts them
 CALL_S = 3600.0  # the deadline of a call
@@ -66,14 +66,14 @@ class NodeWorker:
         self.number = 0  # number of its last call in this epoch
         self.calls: dict[int, Call] = {}  # open calls by number; the worker handles one after the other
         self.since_s = 0.0  # when it began the first of them, or finished the last; monotonic clock
-        self.done: list[DoneCall] = []  # not reported to anyone yet
+        self.done: list[RecordedCall] = []  # not reported to anyone yet
         self.num_done = 0
 
     def end_call(self, number: int) -> Call:
         """Record that a call was answered, and that the worker is at the next one now."""
         call, began_s, self.since_s = self.calls.pop(number), self.since_s, time.monotonic()
         if call.link:
-            self.done.append(DoneCall(call.link, began_s, self.since_s))
+            self.done.append(RecordedCall(call.link, began_s, self.since_s))
             self.num_done += 1
         return call
 
@@ -158,7 +158,7 @@ class FolderBackend:
         """Start worker 0, unless it was already started and not buried since."""
         with self.changed:
             if self._child is None:
-                # It exits when its standard input closes, and so with this process.
+                # It is killed when its standard input closes, and so with this process.
                 module = "rollcall.process.groups.folder.worker"
                 command = [sys.executable, "-m", module, str(self.folder), "0", str(self.num_nodes)]
                 self._child = subprocess.Popen(

@@ -302,6 +302,6 @@ def refuse_second(folder: Path, *, who: str) -> None:
         peer.look()
         if peer.is_moving:
             raise ClusterError(
-                f"{who} runs already, as process {peer.facts['pid']} on {peer.facts['host']}, in {folder.parent.parent}; end it "
+                f"{who} is already running, as process {peer.facts['pid']} on {peer.facts['host']}, in {folder.parent.parent}; end it "
                 "first, or give another --log-path"
             )

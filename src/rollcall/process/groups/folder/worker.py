@@ -7,14 +7,13 @@ worker waits for it, or for a new master, up to a deadline.
 The main thread runs the calls. The presence thread advances the counter and watches the master. If nobody waits for the main
 thread's call any more, the presence thread interrupts the call with a signal.
 
-``python -m rollcall.process.groups.folder.worker FOLDER RANK NUM_NODES`` is the worker of node 0, a child of the master. It exits when
-its standard input closes.
+``python -m rollcall.process.groups.folder.worker FOLDER RANK NUM_NODES`` is the worker of node 0, a child of the master. It is killed
+when its standard input closes.
 """
 
 from __future__ import annotations
 
 import gc
-import os
 import pickle
 import signal
 import sys
@@ -29,6 +28,7 @@ import psutil
 from rollcall.base.errors import ClusterError
 from rollcall.base.stop import heeded_signals
 from rollcall.base.wait import Wait, say
+from rollcall.process.child import end_with
 from rollcall.process.groups.folder.messages import (
     BEAT_S,
     SILENT_S,
@@ -177,11 +177,11 @@ class FolderWorker:
             what = f"the master on {facts['host']} stopped ({facts['why']}); waiting for it to be started again with the same command"
         elif self._master.silent_s < SILENT_S:
             what = (
-                f"the master on {facts['host']} (process {facts['pid']}) has appeared; waiting to see its counter move"
+                f"the master on {facts['host']} (process {facts['pid']}) has appeared; waiting to see that it is alive"
             )
         else:
             what = (
-                f"the master on {facts['host']} (process {facts['pid']}) has not moved for {self._master.silent_s:.0f} s; "
+                f"the master on {facts['host']} (process {facts['pid']}) has been silent for {self._master.silent_s:.0f} s; "
                 "waiting for it, or for the same command to be run there again"
             )
         if waiting.is_over:
@@ -216,7 +216,7 @@ class FolderWorker:
         """Join the master's current group; calls from other groups are dropped and never answered."""
         if self._presence.incarnation in self._master.facts["dismissed"]:
             self._say(
-                f"the master gave up worker {self.rank}, which did not move for a while; it comes back as a new worker"
+                f"the master gave up on worker {self.rank}, which was silent for a while; it rejoins as a new worker"
             )
             self._drop()
             self._presence.say(incarnation=new_id())  # as a new process would
@@ -299,15 +299,9 @@ class FolderWorker:
             say(text)
 
 
-def _end_with_parent() -> None:
-    while os.read(0, 1):  # not through sys.stdin, whose lock a thread must not hold when the interpreter ends
-        continue
-    os._exit(1)
-
-
 def main() -> None:
     folder, rank, num_nodes = sys.argv[1:]
-    threading.Thread(target=_end_with_parent, name="watches the master", daemon=True).start()
+    end_with(0)
     FolderWorker(Path(folder), rank=int(rank), num_nodes=int(num_nodes)).run()
 
 
