@@ -31,9 +31,8 @@ from rollcall.launch.doctor.checks import (
     judge_slots,
     judge_torch,
 )
-from rollcall.launch.doctor.examine import Diagnosis, checkpoint_bytes, examine_machine, partners
+from rollcall.launch.doctor.examine import Diagnosis, checkpoint_bytes, examine_machine, partners, show
 from rollcall.launch.doctor.probe import Probe
-from rollcall.launch.doctor.show import show
 from rollcall.nodes.check import Roster
 from rollcall.nodes.cluster import OurCluster, PlainRay
 from rollcall.nodes.head import NodeInfo
@@ -213,7 +212,7 @@ def test_a_placement_that_cannot_work_is_a_finding() -> None:
     assert finding.severity == "breaks" and "leaves slot 1 without a role" in finding.what
 
 
-def test_in_a_large_cluster_a_node_connects_to_a_few() -> None:
+def test_a_node_connects_to_a_few_others_and_the_first() -> None:
     assert partners(1, range(4)) == [0, 2, 3]
     assert partners(98, range(100)) == [0, 1, 2, 99]
     assert all(len(partners(rank, range(100))) <= 5 for rank in range(100))

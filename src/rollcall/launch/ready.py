@@ -15,8 +15,7 @@ from rollcall.base.errors import ClusterError
 from rollcall.base.wait import Wait, say
 from rollcall.config import Config, dump_config, load_config
 from rollcall.config.sections import ClusterSection
-from rollcall.launch.doctor.examine import examine
-from rollcall.launch.doctor.show import show
+from rollcall.launch.doctor.examine import examine, show
 from rollcall.launch.jobs.prepare import prepare_once
 from rollcall.launch.rendered import RUN_FILE_VARIABLE
 from rollcall.nodes.check import describe, list_nodes

@@ -7,10 +7,10 @@ If nodes differ, the odd one out is the node that differs from the majority; in 
 from __future__ import annotations
 
 import ipaddress
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import mode
-from typing import Literal, TypeVar
+from typing import Literal
 
 from rollcall.base.errors import PlacementError
 from rollcall.base.words import counted, ranges
@@ -27,7 +27,6 @@ MIN_FREE = GIB  # free space that a disk needs if the run writes to it
 LAST_PORT = 65535
 
 Severity = Literal["breaks", "warns"]
-T = TypeVar("T", bound=Hashable)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -156,7 +155,7 @@ def judge_versions(nodes: Sequence[NodeFacts]) -> Iterator[Finding]:
             yield find(node, f"{what}; reinstall it from the index the other nodes used")
 
 
-def _majority(nodes: Sequence[NodeFacts], value: Callable[[NodeFacts], T]) -> T:
+def _majority(nodes: Sequence[NodeFacts], value: Callable[[NodeFacts], str | None]) -> str | None:
     """Return the most common value among nodes; in a tie, the head's if it is one of them."""
     return mode(value(node) for node in sorted(nodes, key=lambda node: not node.is_head))
 
