@@ -36,8 +36,7 @@ from rollcall.cli.main import app
 from rollcall.config import Config, parse_config
 from rollcall.launch.jobs import package as package_module
 from rollcall.launch.jobs import submit as module
-from rollcall.launch.jobs.package import build_package
-from rollcall.launch.jobs.paths import Shared, mount_of, resolve_paths
+from rollcall.launch.jobs.package import Shared, build_package, mount_of, resolve_paths
 from rollcall.launch.jobs.submit import Jobs, reach, refuse_busy
 from rollcall.model.files import MODEL_DIR
 from rollcall.nodes.declared import seal

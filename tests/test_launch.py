@@ -25,7 +25,7 @@ from rollcall.launch.record import (
     named_record,
     new_record,
 )
-from rollcall.launch.rendered import Command, Rendered, RenderedFile, exports, yaml_text
+from rollcall.launch.rendered import Command, Rendered, exports, yaml_text
 from rollcall.launch.ssh.machines import Site, choose_hosts
 from rollcall.launch.ssh.shell import Login
 
@@ -88,7 +88,7 @@ def test_rendered_files_are_private_and_yaml_is_read_back(tmp_path: Path) -> Non
     value = {"run": "line one\n  two\n", "list": [1, "yes", "0x1"], "empty": ""}
     assert yaml.safe_load(yaml_text(value)) == value
     rendered = Rendered(
-        files=(RenderedFile(name="go.sh", text="exit 0\n"),),
+        files={"go.sh": "exit 0\n"},
         commands=(Command(words=("sh", "a b"), what="start"),),
     )
     rendered.write(tmp_path / "folder")

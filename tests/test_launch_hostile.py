@@ -299,5 +299,5 @@ def test_launches_of_other_users_have_containers_of_other_names(
     mine, again = (rendered("slurm", tmp_path, launch={"container": {"image": "x"}}) for _ in range(2))
     monkeypatch.setattr("os.getuid", lambda: 4711)
     theirs = rendered("slurm", tmp_path, launch={"container": {"image": "x"}})
-    names = [re.findall(r"rollcall-one-\w+", made.file("node.sh").text)[0] for made in (mine, again, theirs)]
+    names = [re.findall(r"rollcall-one-\w+", made.files["node.sh"])[0] for made in (mine, again, theirs)]
     assert names[0] == names[1] != names[2]

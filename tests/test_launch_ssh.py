@@ -534,7 +534,7 @@ def test_any_value_survives_the_scripts(tmp_path: Path, hosts: Path, value: str,
     request = request_on(
         tmp_path, env={"MINE": value}, activate=str(place / "activate"), temp_dir=str(place), interface=interface
     )
-    script = TARGET.render(request).file("node-1.sh").text
+    script = TARGET.render(request).files["node-1.sh"]
     home = hosts / "a"
     (home / "bin/rollcall").write_text('#!/bin/sh\nprintf "%s\\0" "$MINE" "$@"\n')
     environment = {"HOME": str(home), "PATH": f"{home}/bin"}
@@ -551,10 +551,10 @@ def test_any_value_survives_the_scripts(tmp_path: Path, hosts: Path, value: str,
 
 def test_what_a_dry_run_shows_is_what_is_sent(hosts: Path, tmp_path: Path) -> None:
     rendered = TARGET.render(request_on(tmp_path))
-    assert {command.stdin for command in rendered.commands} <= {file.name for file in rendered.files}
+    assert {command.stdin for command in rendered.commands} <= rendered.files.keys()
     assert all(command.words[0] == "ssh" and "BatchMode=yes" in command.words for command in rendered.commands)
-    assert "--tied" in rendered.file("node-0.sh").text
-    assert yaml.safe_load(rendered.file("run.yaml").text)["run"]["name"] == "one"
+    assert "--tied" in rendered.files["node-0.sh"]
+    assert yaml.safe_load(rendered.files["run.yaml"])["run"]["name"] == "one"
 
 
 DOCKER = r"""#!/bin/bash
@@ -619,7 +619,7 @@ def test_containers_go_when_a_host_cannot_be_used(with_docker: Path, tmp_path: P
 
 def test_a_launcher_that_is_gone_gets_no_container(with_docker: Path, tmp_path: Path) -> None:
     """While the image was built. The script's stdin has ended."""
-    script = TARGET.render(in_containers(tmp_path)).file("container.sh").text
+    script = TARGET.render(in_containers(tmp_path)).files["container.sh"]
     environment = {"HOME": str(with_docker / "a"), "PATH": f"{with_docker}/a/bin"}
     assert subprocess.run(["bash", "-s"], input=script.encode(), env=environment).returncode == 1
     assert "run" not in docker(with_docker, "a")

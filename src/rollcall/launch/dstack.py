@@ -9,7 +9,7 @@ from typing import Any
 
 from rollcall.config.launch import DstackSection
 from rollcall.launch.record import LaunchRecord
-from rollcall.launch.rendered import Command, Rendered, RenderedFile, node_lines, yaml_text
+from rollcall.launch.rendered import Command, Rendered, node_lines, yaml_text
 from rollcall.launch.target import (
     IN_IMAGE,
     RUN_FILE,
@@ -46,7 +46,7 @@ class Dstack(ToolTarget):
             "on it"
         )
         return Rendered(
-            files=(request.run_file, RenderedFile(name=TASK, text=yaml_text(_task(request, section)))),
+            files={RUN_FILE: request.run_file, TASK: yaml_text(_task(request, section))},
             commands=(Command(words=words, what="start the task"),),
             notes=(*wrong, *([] if section.volumes else [lost]), *left_here(request, advice=IN_IMAGE)),
         )

@@ -15,8 +15,8 @@ from typing import Any
 from rollcall.base.wait import Wait, say
 from rollcall.config.launch import KuberaySection
 from rollcall.launch.record import LaunchError, LaunchRecord
-from rollcall.launch.rendered import RUN_FILE_VARIABLE, Command, Rendered, RenderedFile, yaml_text
-from rollcall.launch.target import IN_IMAGE, LaunchRequest, Seen, ToolTarget, ask, ask_json, left_here, run
+from rollcall.launch.rendered import RUN_FILE_VARIABLE, Command, Rendered, yaml_text
+from rollcall.launch.target import IN_IMAGE, RUN_FILE, LaunchRequest, Seen, ToolTarget, ask, ask_json, left_here, run
 
 MANIFEST = "rayjob.yaml"
 KEEP_S = 600  # how long KubeRay keeps a run's pods after it has ended
@@ -41,7 +41,7 @@ class Kuberay(ToolTarget):
         lost = f"run.dir={request.config.run.dir} is lost with the pods, {KEEP_S // 60} minutes after the end"
         note = f"{lost}: name a volume claim in launch.kuberay.claims, and put run.dir on it"
         return Rendered(
-            files=(request.run_file, RenderedFile(name=MANIFEST, text=yaml_text(_job(request, section)))),
+            files={RUN_FILE: request.run_file, MANIFEST: yaml_text(_job(request, section))},
             commands=(Command(words=words, what="create the RayJob"),),
             notes=(*(() if section.claims or section.ray_cluster else (note,)), *left_here(request, advice=IN_IMAGE)),
         )
@@ -137,7 +137,7 @@ def kube_name(name: str) -> str:
 
 
 def _job(request: LaunchRequest, section: KuberaySection) -> dict[str, Any]:
-    run_file = request.run_file.text.encode()
+    run_file = request.run_file.encode()
     if len(run_file) > MOST_BYTES:
         raise LaunchError(
             f"the run file has {len(run_file)} bytes, and KubeRay can pass on {MOST_BYTES} at most; make it shorter"

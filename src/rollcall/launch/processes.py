@@ -54,6 +54,10 @@ class Answers:
     hosts: dict[str, Any]
     failed: dict[str, str]
 
+    def as_json(self) -> dict[str, Any]:
+        rows = [{"host": host, **asdict(one)} for host, own in self.hosts.items() for one in own]
+        return {"processes": rows, "failed": self.failed}
+
 
 def find_target(text: str | None, *, cluster: str | None = None) -> ProcessTarget:
     """Find what ``text`` names: a run directory or a cluster. ``cluster`` is the value of ``--cluster``."""
@@ -116,20 +120,10 @@ def ask_hosts(target: ProcessTarget, function: Callable[[], Any], *, timeout_s: 
     )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Report(Answers):
-    """The stacks of the processes on each host."""
-
-    def as_json(self) -> dict[str, Any]:
-        rows = [{"host": host, **asdict(one)} for host, own in self.hosts.items() for one in own]
-        return {"processes": rows, "failed": self.failed}
-
-
-def read_stacks(target: ProcessTarget, *, native: bool, timeout_s: float) -> Report:
+def read_stacks(target: ProcessTarget, *, native: bool, timeout_s: float) -> Answers:
     """Read the stacks of all threads in every process without stopping the process."""
     look = partial(stacks_here, run=target.run, native=native)
-    answers = ask_hosts(target, look, timeout_s=timeout_s, to="read the stacks of its processes")
-    return Report(hosts=answers.hosts, failed=answers.failed)
+    return ask_hosts(target, look, timeout_s=timeout_s, to="read the stacks of its processes")
 
 
 # Processes that wait in the debugger

@@ -12,7 +12,7 @@ from typing import Any
 
 from rollcall.config.launch import SkypilotSection
 from rollcall.launch.record import LaunchError, LaunchRecord
-from rollcall.launch.rendered import Command, Rendered, RenderedFile, node_lines, yaml_text
+from rollcall.launch.rendered import Command, Rendered, node_lines, yaml_text
 from rollcall.launch.target import (
     RUN_FILE,
     LaunchRequest,
@@ -59,7 +59,7 @@ class Skypilot(ToolTarget):
             f"after a preemption the run resumes from run.dir={request.config.run.dir}: keep it on a bucket or a volume"
         )
         return Rendered(
-            files=(request.run_file, RenderedFile(name=TASK, text=yaml_text(_task(request, section)))),
+            files={RUN_FILE: request.run_file, TASK: yaml_text(_task(request, section))},
             commands=(Command(words=words, what="start the task"),),
             notes=(
                 *unlike_slots(asked, request.cluster, key=key),

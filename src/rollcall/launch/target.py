@@ -29,10 +29,9 @@ from rollcall.config import Config
 from rollcall.config.launch import LaunchSection, TargetSection
 from rollcall.config.run import dump_given
 from rollcall.config.sections import ClusterSection
-from rollcall.launch.jobs.package import own_modules
-from rollcall.launch.jobs.paths import resolve_paths
+from rollcall.launch.jobs.package import own_modules, resolve_paths
 from rollcall.launch.record import ElsewhereError, LaunchError, LaunchRecord, launch_token
-from rollcall.launch.rendered import Rendered, RenderedFile
+from rollcall.launch.rendered import Rendered
 from rollcall.nodes.node_shell import TOKEN
 
 RUN_FILE = "run.yaml"
@@ -75,9 +74,9 @@ class LaunchRequest:
         return {"HIP_VISIBLE_DEVICES": cards, "HSA_NO_SCRATCH_RECLAIM": "1", **self.profile}
 
     @property
-    def run_file(self) -> RenderedFile:
+    def run_file(self) -> str:
         """The run file for the nodes, with overrides applied and without its `launch` section."""
-        return RenderedFile(name=RUN_FILE, text=dump_given(self.config, without={"launch"}))
+        return dump_given(self.config, without={"launch"})
 
 
 class Target(Protocol):

@@ -82,6 +82,10 @@ def finish(
     file, values = run_file_of(run)
     config = load_config(file, list(overrides), defaults=dict(values))
     run_dir = config.run.dir.absolute()
+    try:
+        notes = json.loads((run_dir / NOTES).read_bytes())
+    except (OSError, ValueError):  # the steps run again
+        notes = {}
     work = _Work(
         run_dir=run_dir,
         checkpoint=checkpoint_at(run_dir),
@@ -89,7 +93,7 @@ def finish(
         hosts=hosts,
         dry_run=dry_run,
         progress=progress,
-        notes=_read_notes(run_dir / NOTES),
+        notes=notes,
     )
     # The order matters: each step uses the result of the one before it.
     steps = (work.gather(), work.merge(), work.verify(), work.upload())
@@ -193,14 +197,6 @@ class _Work:
     def _note(self, name: str, value: Any) -> None:
         self.notes[name] = value
         write_atomic(self.run_dir / NOTES, json.dumps(self.notes, indent=1))
-
-
-def _read_notes(path: Path) -> dict[str, Any]:
-    """Read the notes from earlier calls. Without notes the steps run again."""
-    try:
-        return json.loads(path.read_bytes())
-    except (OSError, ValueError):
-        return {}
 
 
 def _weights(model: Path) -> dict[str, Any]:

@@ -31,7 +31,6 @@ _ADVICE = {
     413: "the account has no room for it: free some, or choose another owner",
 }
 _STATUS = re.compile(r"HTTP status (?:client|server) error \((\d{3})")
-_WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "pytorch_model*.bin", "pytorch_model.bin.index.json")
 T = TypeVar("T")
 
 
@@ -67,7 +66,17 @@ def upload(model_dir: Path, repo: str, *, private: bool = False, revision: str |
     if branch != "main":
         _patiently(f"making branch {branch}", lambda: api.create_branch(repo, branch=branch, exist_ok=True))
     say(f"uploading {len(names)} files to {repo} ({branch})")
-    commit = _patiently(f"uploading to {repo}", lambda: _commit(api, model_dir, names, repo, branch))
+    commit = _patiently(
+        f"uploading to {repo}",
+        lambda: api.upload_folder(
+            repo_id=repo,
+            folder_path=model_dir,
+            allow_patterns=names,
+            delete_patterns=["*.safetensors", "*.safetensors.index.json", "pytorch_model*.bin", "pytorch_model.bin.index.json"],
+            commit_message="Upload a model trained with Rollcall",
+            revision=branch,
+        ),
+    )
     held = _patiently(f"asking what {repo} holds", lambda: api.get_paths_info(repo, names, revision=commit.oid))
     sizes = {info.path: f"{info.size:,} bytes" for info in held}
     for name in names:
@@ -118,18 +127,6 @@ def _client() -> Any:
         raise UploadError("the hub needs a token to write: set HF_TOKEN, or log in with `hf auth login`")
     remember([token])
     return HfApi()
-
-
-def _commit(api: Any, model_dir: Path, names: list[str], repo: str, branch: str) -> Any:
-    """Commit all files at once and remove weights that an earlier model left there."""
-    return api.upload_folder(
-        repo_id=repo,
-        folder_path=model_dir,
-        allow_patterns=names,
-        delete_patterns=list(_WEIGHTS),
-        commit_message="Upload a model trained with Rollcall",
-        revision=branch,
-    )
 
 
 def _patiently(what: str, call: Callable[[], T]) -> T:

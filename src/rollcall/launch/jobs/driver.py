@@ -30,10 +30,6 @@ ASKED = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
 QUIET_S = 1.0  # an incomplete line is passed on after this time
 
 
-class ControllerKilledError(RuntimeError):
-    """The controller did not exit by itself."""
-
-
 def run(arguments: Sequence[str]) -> int:
     """Run `rollcall train` with these arguments."""
     trainer = load_config(arguments[0], list(arguments[1:])).trainer
@@ -69,7 +65,7 @@ def supervise(command: Sequence[str], *, budget: Budget) -> int:
             return 128 - status
         why = f"the controller was ended by {signal.Signals(-status).name}"
         try:
-            budget.spend(ControllerKilledError(why))
+            budget.spend(ClusterError(why))
         except RestartsSpentError as error:
             say(str(error))
             return 128 - status
