@@ -92,10 +92,10 @@ def test_healthy_nodes_have_no_findings() -> None:
         ({"packages": {**VERSIONS, "transformers": "4.9"}}, "transformers 4.9, the others have 5.19.0",
          "/env/bin/python -m pip install 'transformers==5.19.0'"),
         ({"packages": {**VERSIONS, "torch": None}}, "torch is not installed", "'torch==2.13.0'"),
-        ({"python": "3.12.1"}, "Python 3.12.1, the others have 3.11", "/env/bin/python again with Python 3.11"),
+        ({"python": "3.12.1"}, "Python 3.12.1, the others have 3.11", "environment of /env/bin/python with Python 3.11"),
         ({"torch_build": "CUDA 13.0"}, "torch is built for CUDA 13.0, elsewhere for the CPU", "reinstall it"),
         ({"disks": (Disk(purpose="run.dir", path="/x", free=GIB // 2, total=GIB),)}, "0.5 GiB free", "free some"),
-        ({"memory_available": 2 * GIB}, "only 2.0 of 64.0 GiB of memory are available", "ps aux"),
+        ({"memory_available": 2 * GIB}, "only 2.0 of 64.0 GiB of memory is available", "ps aux"),
         ({"missing_paths": ("/models/x",)}, "/models/x does not exist here", "rsync -a /models/x/ node2"),
         ({"gpu_error": "nvidia-smi fails: no devices"}, "nvidia-smi fails", "dmesg"),
     ],
@@ -284,7 +284,7 @@ def test_a_file_is_written_seen_and_removed(tmp_path: Path) -> None:
     assert probe.see(str(tmp_path), ["a"], 1.0) == {}
     (tmp_path / "a").write_text("other")
     missing = probe.see(str(tmp_path), ["a", "b"], 0.05)
-    assert missing == {"a": "it has another text", "b": "No such file or directory (ENOENT)"}
+    assert missing == {"a": "its content differs", "b": "No such file or directory (ENOENT)"}
     probe.remove(str(tmp_path), "a")
     probe.remove(str(tmp_path), "b")
     assert list(tmp_path.iterdir()) == []
@@ -403,4 +403,4 @@ def test_a_torch_without_cuda_and_a_model_larger_than_memory_break_a_run_on_this
     assert "is a build for CPUs" in blind.what
     assert not list(judge_torch(make_node(0))) and not list(judge_fit(make_node(0), 40 * GIB))
     (large,) = judge_fit(make_node(0), 48 * GIB)
-    assert "take 64.0 GiB, and 60.0 GiB of memory are available" in large.what
+    assert "take 64.0 GiB, but only 60.0 GiB of memory is available" in large.what

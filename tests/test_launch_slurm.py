@@ -373,7 +373,8 @@ def test_on_a_machine_of_another_cluster_the_job_is_not_taken_for_ended(tmp_path
     tools.program("squeue", "exit 0")
     for use in (lambda: stop("one"), lambda: Slurm().status(record), lambda: start(Slurm(), request, made)):
         with pytest.raises(
-            LaunchError, match="in the Slurm cluster 'east', and here it is 'west'; run this on a machine of east"
+            LaunchError,
+            match="in the Slurm cluster 'east', but the current one is 'west'; run this on a machine of east",
         ):
             use()
     assert find_record("one") is not None and (tools.queue / "41").exists()

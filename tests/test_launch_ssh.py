@@ -275,7 +275,9 @@ def test_a_node_that_does_not_start_takes_all_of_it_down(
 def test_what_cannot_be_taken_down_stays_in_the_record(hosts: Path, tmp_path: Path) -> None:
     start(request_on(tmp_path))
     (hosts / "b/unreachable").write_text("No route to host")
-    with pytest.raises(LaunchError, match="not ended everywhere:\n  b: ssh cannot reach it"):
+    with pytest.raises(
+        LaunchError, match="not everything that was started could be stopped:\n  b: ssh cannot reach it"
+    ):
         verbs.stop("one")
     record = get_record("one")
     assert record.facts["up"] == ["b"] and record.state == "stopping"
@@ -365,7 +367,7 @@ def test_a_launch_that_is_killed_anywhere_is_cleaned_up_by_down(
     kill_at_write(when, monkeypatch, request_on(tmp_path))
     record = get_record("one")
     for look in (TARGET.logs, TARGET.follow):
-        with pytest.raises(LaunchError, match="run the same `rollcall launch` again"):
+        with pytest.raises(LaunchError, match="run the same `rollcall launch` command again"):
             look(record)
     verbs.stop("one")
     assert not list(hosts.glob("*/rank")) and find_record("one") is None

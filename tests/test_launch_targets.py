@@ -301,7 +301,7 @@ def test_down_ends_when_the_machines_are_gone(target: str, tmp_path: Path, monke
     request = request_for(target, tmp_path)
     start(get_target(target), request, get_target(target).render(request))
     monkeypatch.setattr("rollcall.launch.target.END_S", 0.0)
-    with pytest.raises(LaunchError, match="was asked to end 'one' and has not after 0 s; see `"):
+    with pytest.raises(LaunchError, match="was asked to end 'one', which is still there after 0 s; see `"):
         stop("one")
     assert find_record("one") is not None
     monkeypatch.setattr("rollcall.launch.target.END_S", 60.0)
@@ -366,7 +366,7 @@ def test_what_another_has_started_under_the_name_is_left_alone(
     tool = fake_tool(tmp_path, TOOLS[target], monkeypatch)
     (tool.folder / "made").write_text("theirs\n")
     request = request_for(target, tmp_path, **changes)
-    with pytest.raises(LaunchError, match="'one' already, and this launch has not started it; give another --name"):
+    with pytest.raises(LaunchError, match="already has 'one', which this launch did not start; give another --name"):
         start(get_target(target), request, get_target(target).render(request))
     assert find_record("one") is None and tool.made == ["theirs"]
 
@@ -430,7 +430,7 @@ def test_where_the_tool_has_another_place_the_launch_is_not_taken_for_ended(
     record = start(get_target(target), request, get_target(target).render(request))
     monkeypatch.setenv("PLACE", "other")
     for use in (lambda: stop("one"), lambda: get_target(target).status(record)):
-        with pytest.raises(LaunchError, match="was launched in .* 'p', and here it is 'other'"):
+        with pytest.raises(LaunchError, match="was launched in .* 'p', but the current one is 'other'"):
             use()
     assert tool.made and find_record("one") is not None
     monkeypatch.delenv("PLACE")

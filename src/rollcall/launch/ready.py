@@ -35,7 +35,7 @@ def look_first(cluster: Cluster, config: Config) -> None:
     report = examine(cluster, config=config, quick=True)
     show(report)
     if report.breaks:
-        raise ClusterError("the run was not started: doctor has found what would break it (above)")
+        raise ClusterError("the run was not started: the doctor found what would break it (above)")
 
 
 def make_ready(config: Config, section: ClusterSection) -> None:

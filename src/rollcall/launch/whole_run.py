@@ -156,7 +156,7 @@ def _note_reached(cluster: str, run_dir: Path) -> None:
         text = f"step {newest_step(run_dir) or 0}, with {num_bytes} bytes of groups"
         write_atomic(Rendezvous(Path(root), cluster).reached_file, text)
     except OSError as error:  # the run has stopped and saved anyway
-        say(f"how far the run has come is not noted: {error}")
+        say(f"cannot record how far the run has come: {error}")
 
 
 def _known(jobs: Jobs) -> list[Job]:

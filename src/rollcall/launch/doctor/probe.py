@@ -78,7 +78,7 @@ class Probe:
                 with socket.create_connection((address, port), timeout=timeout_s) as connection:
                     connection.settimeout(timeout_s)
                     if connection.recv(2) != b"ok":
-                        failed.append((rank, port, "somebody else answers there"))
+                        failed.append((rank, port, "another program answers there"))
             except OSError as error:
                 failed.append((rank, port, str(error)))
         return failed
@@ -172,7 +172,7 @@ def _accept(listener: socket.socket) -> None:
 def _unseen(folder: str, name: str) -> str | None:
     try:
         with open(os.path.join(folder, name)) as file:
-            return None if file.read() == name else "it has another text"
+            return None if file.read() == name else "its content differs"
     except OSError as error:
         return _why(error)
 

@@ -72,7 +72,12 @@ def upload(model_dir: Path, repo: str, *, private: bool = False, revision: str |
             repo_id=repo,
             folder_path=model_dir,
             allow_patterns=names,
-            delete_patterns=["*.safetensors", "*.safetensors.index.json", "pytorch_model*.bin", "pytorch_model.bin.index.json"],
+            delete_patterns=[
+                "*.safetensors",
+                "*.safetensors.index.json",
+                "pytorch_model*.bin",
+                "pytorch_model.bin.index.json",
+            ],
             commit_message="Upload a model trained with Rollcall",
             revision=branch,
         ),

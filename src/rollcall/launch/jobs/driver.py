@@ -69,7 +69,7 @@ def supervise(command: Sequence[str], *, budget: Budget) -> int:
         except RestartsSpentError as error:
             say(str(error))
             return 128 - status
-        say(f"{why}; it is started again and continues from the run directory")
+        say(f"{why}; starting it again; it continues from the run directory")
 
 
 def pass_on(child: subprocess.Popen[bytes]) -> None:

@@ -61,7 +61,7 @@ class Site:
     def of_record(cls, record: LaunchRecord) -> Site:
         if SITE not in record.facts:
             raise LaunchError(
-                f"{record.name!r} has started nothing yet; run the same `rollcall launch` again"
+                f"{record.name!r} has not started anything yet; run the same `rollcall launch` command again"
                 if record.target == "ssh"
                 else f"{record.name!r} was launched with {record.target}, not with ssh, so its hosts are not known here"
             )

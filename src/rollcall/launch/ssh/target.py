@@ -165,7 +165,7 @@ class Ssh(Target):
                 say(f"{record.id} could not be asked to save: {error}")
         if problems := _take_down(record):
             raise LaunchError(
-                "\n  ".join(["what was started is not ended everywhere:", *problems])
+                "\n  ".join(["not everything that was started could be stopped:", *problems])
                 + f"\nrun `rollcall launch down {record.name}` again when these hosts answer; for one that is gone for good, "
                 f"remove {record.folder}"
             )
@@ -173,7 +173,7 @@ class Ssh(Target):
 
 def _submitted(record: LaunchRecord, job: Job | None) -> Job:
     if job is None:  # the launch was interrupted before it submitted the run
-        raise LaunchError(f"{record.name!r} has not submitted its run; run the same `rollcall launch` again")
+        raise LaunchError(f"{record.name!r} has not submitted its run; run the same `rollcall launch` command again")
     return job
 
 
@@ -337,7 +337,7 @@ def _undo(record: LaunchRecord, *, has_failed: bool) -> None:
         return
     say("taking down what was started")
     if problems := _take_down(record, keep_logs=has_failed):
-        say("\n  ".join(["what was started is not ended everywhere:", *problems]))
+        say("\n  ".join(["not everything that was started could be stopped:", *problems]))
         say(f"run `rollcall launch down {record.name}` when these hosts answer")
     else:
         forget(record)
