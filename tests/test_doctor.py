@@ -37,7 +37,7 @@ from rollcall.nodes.check import Roster
 from rollcall.nodes.cluster import OurCluster, PlainRay
 from rollcall.nodes.head import NodeInfo
 
-VERSIONS = {"rollcall-rl": "0.1.0", "torch": "2.13.0", "transformers": "5.19.0", "ray": "2.60.0"}
+VERSIONS = {"rollcall-rl": "0.1.0", "torch": "2.13.0", "transformers": "5.19.0"}
 
 
 def make_node(rank: int, **changes: Any) -> NodeFacts:
@@ -92,7 +92,6 @@ def test_healthy_nodes_have_no_findings() -> None:
         ({"packages": {**VERSIONS, "transformers": "4.9"}}, "transformers 4.9, the others have 5.19.0",
          "/env/bin/python -m pip install 'transformers==5.19.0'"),
         ({"packages": {**VERSIONS, "torch": None}}, "torch is not installed", "'torch==2.13.0'"),
-        ({"python": "3.12.1"}, "Python 3.12.1, the others have 3.11", "environment of /env/bin/python with Python 3.11"),
         ({"torch_build": "CUDA 13.0"}, "torch is built for CUDA 13.0, elsewhere for the CPU", "reinstall it"),
         ({"disks": (Disk(purpose="run.dir", path="/x", free=GIB // 2, total=GIB),)}, "0.5 GiB free", "free some"),
         ({"memory_available": 2 * GIB}, "only 2.0 of 64.0 GiB of memory is available", "ps aux"),
@@ -131,10 +130,10 @@ def test_fewer_cards_than_slots_break_the_run() -> None:
 
 
 def test_in_a_tie_the_head_is_right() -> None:
-    nodes = [make_node(0), make_node(1, python="3.12.1")]
+    nodes = [make_node(0), make_node(1, torch_build="CUDA 13.0")]
     (finding,) = checks.judge_versions(nodes)
     assert finding.node == 1
-    nodes = [make_node(1, is_head=True), make_node(0, python="3.12.1", is_head=False)]
+    nodes = [make_node(1, is_head=True), make_node(0, torch_build="CUDA 13.0", is_head=False)]
     assert [finding.node for finding in checks.judge_versions(nodes)] == [0]
 
 

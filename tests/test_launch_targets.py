@@ -612,15 +612,3 @@ def test_a_run_directory_in_a_bucket_that_is_copied_is_refused(tmp_path: Path) -
         request = make_request(config, target="skypilot", name="one", cwd=tmp_path)
         task = yaml.safe_load(get_target("skypilot").render(request).files["task.yaml"])
         assert task["file_mounts"].items() >= mounts.items()
-
-
-@pytest.mark.parametrize(
-    ("target", "key", "asked"),
-    [("skypilot", "accelerators", "H100:4"), ("dstack", "gpu", "H100:80GB:4"), ("dstack", "gpu", 4)],
-)
-def test_another_number_of_gpus_than_slots_is_noted(target: str, key: str, asked: str | int, tmp_path: Path) -> None:
-    raw = {"run": {"dir": "/shared/r"}, "launch": {target: {"resources": {key: asked}}}}
-    for slots, is_noted in ((8, True), (4, False)):
-        config = load_config({**raw, "cluster": {"num_nodes": 2, "num_gpus_per_node": slots}})
-        notes = get_target(target).render(make_request(config, target=target, name="one", cwd=tmp_path)).notes
-        assert any(f"{key}={asked} gives each node 4 GPUs" in note for note in notes) == is_noted

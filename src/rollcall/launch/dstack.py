@@ -19,7 +19,6 @@ from rollcall.launch.target import (
     ask_json,
     left_here,
     run,
-    unlike_slots,
 )
 from rollcall.nodes.node_shell import TOKEN
 
@@ -40,7 +39,6 @@ class Dstack(ToolTarget):
     def render(self, request: LaunchRequest) -> Rendered:
         section = request.section(DstackSection)
         words = ("dstack", "apply", "--yes", "--detach", "--force", "-f", str(request.folder / TASK))
-        wrong = unlike_slots(section.resources.get("gpu"), request.cluster, key="launch.dstack.resources.gpu")
         lost = (
             f"run.dir={request.config.run.dir} is lost with the machines: name a volume in launch.dstack.volumes, and put run.dir "
             "on it"
@@ -48,7 +46,7 @@ class Dstack(ToolTarget):
         return Rendered(
             files={RUN_FILE: request.run_file, TASK: yaml_text(_task(request, section))},
             commands=(Command(words=words, what="start the task"),),
-            notes=(*wrong, *([] if section.volumes else [lost]), *left_here(request, advice=IN_IMAGE)),
+            notes=(*([] if section.volumes else [lost]), *left_here(request, advice=IN_IMAGE)),
         )
 
     def tool_name(self, name: str) -> str:

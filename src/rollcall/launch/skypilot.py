@@ -22,7 +22,6 @@ from rollcall.launch.target import (
     ask_json,
     left_here,
     run,
-    unlike_slots,
 )
 from rollcall.nodes.node_shell import TOKEN
 
@@ -54,7 +53,6 @@ class Skypilot(ToolTarget):
         start = ("jobs", "launch", "--name") if section.managed else ("launch", "--cluster")
         secrets = [word for name in (TOKEN, *section.secrets) for word in ("--secret", name)]
         words = ("sky", *start, sky_name(request.name), "--yes", "--detach-run", *secrets, str(request.folder / TASK))
-        asked, key = section.resources.get("accelerators"), "launch.skypilot.resources.accelerators"
         kept = (
             f"after a preemption the run resumes from run.dir={request.config.run.dir}: keep it on a bucket or a volume"
         )
@@ -62,7 +60,6 @@ class Skypilot(ToolTarget):
             files={RUN_FILE: request.run_file, TASK: yaml_text(_task(request, section))},
             commands=(Command(words=words, what="start the task"),),
             notes=(
-                *unlike_slots(asked, request.cluster, key=key),
                 *([kept] if section.managed else []),
                 *([] if section.workdir else left_here(request, advice="set launch.skypilot.workdir to their folder")),
             ),

@@ -272,17 +272,6 @@ class ToolTarget(Target):
             )
 
 
-def unlike_slots(asked: object, cluster: ClusterSection, *, key: str) -> tuple[str, ...]:
-    """Return a note if a number of GPUs such as ``H100:8`` differs from the number of slots on each node."""
-    found = re.search(r"(?:^|:)(\d+)$", str(asked))
-    if cluster.accelerator != "gpu" or found is None or set(cluster.slots_per_node) == {int(found[1])}:
-        return ()
-    slots = ", ".join(map(str, sorted(set(cluster.slots_per_node))))
-    return (
-        f"{key}={asked} gives each node {found[1]} GPUs, and the run file has {slots} slots on each; make them the same",
-    )
-
-
 # Running the tools' commands
 
 

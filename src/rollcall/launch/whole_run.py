@@ -25,7 +25,6 @@ from rollcall.base.wait import Wait, say
 from rollcall.base.words import counted
 from rollcall.checkpoint.run_dir import newest_step
 from rollcall.config import Config, load_config
-from rollcall.config.sections import ClusterSection
 from rollcall.launch.jobs.prepare import prepare_node
 from rollcall.launch.jobs.submit import Job, Jobs, reach
 from rollcall.launch.ready import JOIN_S, look_first
@@ -51,7 +50,11 @@ class WholeRun:
     def __init__(self, run_file: Path) -> None:
         self._run_file = run_file
         self._config = load_config(run_file)
-        self._cluster = cluster_of(self._config)
+        if self._config.cluster is None:
+            raise ConfigError(
+                "--run needs a run file with a `cluster:` section: num_nodes, num_gpus_per_node and where roles sit"
+            )
+        self._cluster = self._config.cluster
 
     @property
     def num_nodes(self) -> int:
@@ -112,14 +115,6 @@ def _status_in(ended: Path) -> int | None:
     return int(ended.read_text())
 
 
-def cluster_of(config: Config) -> ClusterSection:
-    if config.cluster is None:
-        raise ConfigError(
-            "--run needs a run file with a `cluster:` section: num_nodes, num_gpus_per_node and where roles sit"
-        )
-    return config.cluster
-
-
 def drive(cluster: str, run_file: Path, *, timeout_s: float) -> int:
     """Do rank 0's part: check, examine, submit, follow, and tell all nodes how the run ended."""
     try:
@@ -136,7 +131,8 @@ def drive(cluster: str, run_file: Path, *, timeout_s: float) -> int:
 
 def _run(cluster: str, config: Config, *, timeout_s: float) -> int:
     ours = OurCluster(cluster)
-    wait_for_slots(ours, num_slots=cluster_of(config).num_slots, timeout_s=timeout_s)
+    assert config.cluster is not None, "checked by the node that started this process"
+    wait_for_slots(ours, num_slots=config.cluster.num_slots, timeout_s=timeout_s)
     look_first(ours, config)
     jobs = reach(cluster, address=None, rendezvous=None)
     running = [job for job in _known(jobs) if job.run_dir == str(config.run.dir) and not job.is_over]

@@ -22,7 +22,7 @@ from rollcall.nodes.head import NodeInfo
 from rollcall.plan.judge import plan_run
 from rollcall.plan.memory import GIB
 
-MUST_AGREE = ("rollcall-rl", "torch", "transformers", "ray")
+MUST_AGREE = ("rollcall-rl", "torch", "transformers")  # Ray refuses a node with another Python or Ray
 MIN_FREE = GIB  # free space that a disk needs if the run writes to it
 LAST_PORT = 65535
 
@@ -134,12 +134,7 @@ def judge_plan(config: Config, nodes: Sequence[NodeFacts]) -> Iterator[Finding]:
 
 
 def judge_versions(nodes: Sequence[NodeFacts]) -> Iterator[Finding]:
-    """Name the nodes whose Python, packages or torch build differ from the others'."""
-    usual = _majority(nodes, lambda node: node.python.rpartition(".")[0])
-    for node in nodes:
-        if not node.python.startswith(f"{usual}."):
-            fix = f"recreate the environment of {node.executable} with Python {usual}"
-            yield find(node, f"Python {node.python}, the others have {usual}; {fix}")
+    """Name the nodes whose packages or torch build differ from the others'."""
     for name in MUST_AGREE:
         usual = _majority(nodes, lambda node, name=name: node.packages[name])
         for node in nodes:
