@@ -264,7 +264,9 @@ def test_a_node_that_does_not_start_takes_all_of_it_down(
     """The other host waits for it, and is let go."""
     (hosts / "a/waits-node").touch()
     (hosts / "b/fails-node").write_text("Ray did not start: no space left on device")
-    with pytest.raises(LaunchError, match="1 host without a node:\n  b: failed with status 1\n    Ray did not start"):
+    with pytest.raises(
+        LaunchError, match="could not start a node on 1 host:\n  b: failed with status 1\n    Ray did not start"
+    ):
         start(request_on(tmp_path))
     last = [(hosts / name / "calls").read_text().splitlines()[-1] for name in HOSTS]
     assert last == ["down --cluster one --keep-logs"] * 2

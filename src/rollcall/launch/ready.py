@@ -70,7 +70,7 @@ def _prepare(cluster: Cluster, nodes: list[NodeInfo], config: Config) -> None:
         disconnect()
     wrong = {rank: why for rank, why in [*answers.items(), *failures.items()] if why}
     for rank, why in wrong.items():
-        say(f"{nodes[rank].host} ({nodes[rank].address}) could not prepare itself:\n{why}")
+        say(f"{nodes[rank].host} ({nodes[rank].address}) could not be prepared:\n{why}")
     if wrong:
         raise ClusterError("the run was not started: a node could not be prepared (above)")
 

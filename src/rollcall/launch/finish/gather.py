@@ -156,7 +156,7 @@ def _locked(checkpoint: Path) -> Iterator[None]:
         folder.mkdir(exist_ok=True)
         lock = take_lock(folder / "lock")
     if lock is None:
-        raise GatherError(f"{checkpoint} is being gathered by another process; wait for it")
+        raise GatherError(f"{checkpoint} is being gathered by another process; wait until it has finished")
     with lock:
         yield
 
@@ -184,7 +184,7 @@ def _holders(nodes: Sequence[Node], parts: Sequence[NodePart]) -> tuple[dict[str
 def _refuse_absent(missing: Sequence[NodePart], holders: dict[str, Node], faults: Sequence[str]) -> None:
     absent = [part for part in missing if part.name not in holders]
     if absent:
-        lines = [f"no node has {part}, whole and in the run's folder" for part in absent[:5]]
+        lines = [f"no node has {part}, or only an incomplete copy" for part in absent[:5]]
         lines += [f"and {len(absent) - 5} more parts"] if len(absent) > 5 else []
         raise GatherError(
             "\n  ".join([f"{counted(len(absent), 'part')} cannot be gathered:", *lines, *faults])

@@ -55,7 +55,7 @@ def build_package(config: Config, *, run_file: str, folder: Path) -> bytes:
         biggest = sorted(sizes, key=lambda path: sizes[path], reverse=True)[:5]
         named = "\n".join(f"  {size(sizes[path]):>10}  {path}" for path in biggest)
         raise ClusterError(
-            f"the code of this run is {size(total)}, at most {size(MAX_BYTES)} travel with a job; the biggest files:\n{named}\n"
+            f"the code of this run is {size(total)}, but a job can take at most {size(MAX_BYTES)} along; the largest files:\n{named}\n"
             "keep data and weights in a folder that all nodes see, outside the modules that the run file names"
         )
     contents = {RUN_FILE: run_file.encode()} | {name: path.read_bytes() for name, path in files.items()}
@@ -101,7 +101,7 @@ def _module_files(module: str, *, folder: Path, asked: str) -> dict[str, Path]:
         origin = _find(name, search)
         if origin is None and len(seen) == 1:
             raise ClusterError(
-                f"{asked}: there is no module {name!r} in {folder}; submit from the directory that holds it"
+                f"{asked}: there is no module {name!r} in {folder}; submit from the folder that contains it"
             )
         if origin is None or any(origin.is_relative_to(place) for place in installed if place):
             continue  # part of an installed distribution, which the cluster's nodes have too
@@ -163,7 +163,7 @@ def resolve_paths(config: Config, *, folder: Path, shared: Shared | None) -> Con
         wrong = ", ".join(f"{key}={place[name]}" for key, place, name in relative)
         key, place, name = relative[0]
         raise ClusterError(
-            f"{wrong}: relative to {folder}, which the cluster's nodes do not see; write paths as they are there, such as "
+            f"{wrong}: relative to {folder}, which the cluster's nodes cannot see; write paths as they are on the nodes, such as "
             f"{key}=/SHARED/{place[name]}"
         )
     for _, place, name in relative:

@@ -241,7 +241,7 @@ def _start_containers(site: Site, rendered: Rendered, record: LaunchRecord) -> L
     before = "rollcall_again=yes\n" if record.facts.get(UP) else ""
     record = record.knowing(**{UP: list(site.hosts)}).having(id=record.id or "").save()
     script = before + rendered.files[CONTAINER_FILE]
-    site.outside().do(dict.fromkeys(site.hosts, script), failed="without a container")
+    site.outside().do(dict.fromkeys(site.hosts, script), to="start a container")
     return record
 
 
@@ -269,7 +269,7 @@ def _look(site: Site, rendered: Rendered, record: LaunchRecord) -> str:
                 f"{host}: a cluster named {record.name!r} runs there already, and this launch did not start it; give another --name"
             )
         if rank == 0 and here.is_alone and len(site.hosts) > 1:
-            problems.append(f"{host}: has no address that other machines reach; set launch.ssh.interface")
+            problems.append(f"{host}: has no address that other machines can reach; set launch.ssh.interface")
     if problems or head is None:
         used = f"{counted(len(problems), 'problem')} with the hosts, so nothing was started:"
         raise LaunchError("\n  ".join([used, *problems]))
@@ -284,14 +284,14 @@ def _prepare(request: LaunchRequest, site: Site, rendered: Rendered) -> None:
     variables = {**request.cluster.env, **passed(request.cluster, environ=os.environ)}
     script = "\n".join([*exports(variables), rendered.files[PREPARE]])
     scripts = {**dict.fromkeys(site.hosts, script), site.hosts[0]: f"once=--once\n{script}"}
-    site.do(scripts, failed="not prepared")
+    site.do(scripts, to="run `rollcall prepare`")
 
 
 def _start_nodes(site: Site, rendered: Rendered, record: LaunchRecord) -> None:
     say(f"starting {counted(len(site.hosts), 'node')}")
     before = f"export {TOKEN}={launch_token(record.folder)}\nhead={shlex.quote(record.facts[HEAD])}\n"
     scripts = {host: before + rendered.files[node_file(rank)] for rank, host in enumerate(site.hosts)}
-    site.do(scripts, failed="without a node", timeout_s=900.0)  # `rollcall node` has its own, shorter limits
+    site.do(scripts, to="start a node", timeout_s=900.0)  # `rollcall node` has its own, shorter limits
 
 
 def _check(site: Site, rendered: Rendered, record: LaunchRecord, *, is_running: bool) -> LaunchRecord:
