@@ -101,18 +101,15 @@ def ask_hosts(target: ProcessTarget, function: Callable[[], Any], *, timeout_s: 
     """Call ``function`` on all hosts at once, on a cluster in its own process. ``to`` says what the hosts are asked to do."""
     if target.cluster is None:
         return Answers(hosts={HERE: function()}, failed={})
-    from rollcall.process.ray.connect import connect, disconnect
+    from rollcall.process.ray.connect import connected
     from rollcall.process.ray.each_node import answers_of, run_on
     from rollcall.process.ray.members import ranked_nodes
 
-    connect(target.cluster, log_to_driver=False)
-    try:
+    with connected(target.cluster):
         nodes = {node.rank: node for node in ranked_nodes()}
         # Ray does not accept a partial.
         calls = {rank: run_on(node.node_id, lambda: function(), env={}) for rank, node in nodes.items()}
         answers, failures = answers_of(calls, wait=Wait(timeout_s), to=to)
-    finally:
-        disconnect()
     names = {rank: f"node {rank} ({node.address})" for rank, node in nodes.items()}
     return Answers(
         hosts={names[rank]: answer for rank, answer in sorted(answers.items())},
@@ -134,7 +131,7 @@ def find_waiting(text: str | None) -> list[Waiting]:
     if (run_dir := run_dir_of(text)) is not None:
         found = read_board(run_dir)
     else:
-        from rollcall.process.ray.connect import connect, disconnect
+        from rollcall.process.ray.connect import connected
         from rollcall.process.ray.waiting import read_waiting
 
         cluster = wished_cluster(text)
@@ -142,11 +139,8 @@ def find_waiting(text: str | None) -> list[Waiting]:
             raise ClusterError(
                 "this machine is not a node of a cluster, so name a run by its directory: `rollcall debug RUN_DIR`"
             )
-        connect(cluster, log_to_driver=False)
-        try:
+        with connected(cluster):
             found = read_waiting()
-        finally:
-            disconnect()
     return [one for one in found if is_there(one)]
 
 

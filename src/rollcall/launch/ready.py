@@ -21,7 +21,7 @@ from rollcall.launch.rendered import RUN_FILE_VARIABLE
 from rollcall.nodes.check import describe, list_nodes
 from rollcall.nodes.cluster import Cluster, find_cluster
 from rollcall.nodes.head import NodeInfo
-from rollcall.process.ray.connect import connect, disconnect
+from rollcall.process.ray.connect import connected
 from rollcall.process.ray.each_node import answers_of, run_on
 
 # How long to wait for all nodes: each prepares itself before it joins, and some may have to download a model first; a Kubernetes
@@ -61,13 +61,10 @@ def _prepare(cluster: Cluster, nodes: list[NodeInfo], config: Config) -> None:
         last = ended.stdout.decode(errors="replace").strip().splitlines()[-15:]
         return "\n".join(last) or f"status {ended.returncode}" if ended.returncode else ""
 
-    connect(cluster, log_to_driver=False)
-    try:
+    with connected(cluster):
         calls = {rank: run_on(node.node_id, prepare, env={}) for rank, node in enumerate(nodes)}
         wait = Wait(config.prepare.timeout_s + 86_400.0)  # a stalled download gives up by itself
         answers, failures = answers_of(calls, wait=wait, to="prepare itself")
-    finally:
-        disconnect()
     wrong = {rank: why for rank, why in [*answers.items(), *failures.items()] if why}
     for rank, why in wrong.items():
         say(f"{nodes[rank].host} ({nodes[rank].address}) could not be prepared:\n{why}")

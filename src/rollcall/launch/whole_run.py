@@ -35,7 +35,7 @@ from rollcall.nodes.foreground import hold
 from rollcall.nodes.ray_start import find_slots
 from rollcall.nodes.rendezvous import Rendezvous
 from rollcall.nodes.state import NodeRecord
-from rollcall.process.ray.connect import connect, disconnect
+from rollcall.process.ray.connect import connected
 from rollcall.process.ray.each_node import answers_of, run_on
 
 ENDED = "rollcall-run-ended"  # contains the exit status, in Ray's folder on each node
@@ -177,10 +177,9 @@ def _tell_nodes(cluster: str, status: int) -> None:
     try:
         ours = OurCluster(cluster)
         nodes = [node for node in ours.ask().nodes if node.alive and node.rank]
-        connect(ours, log_to_driver=False)
-        calls = {node.rank: run_on(node.node_id, leave(node.temp_dir), env={}) for node in nodes if node.rank}
-        _, failures = answers_of(calls, wait=Wait(30.0), to="hear that the run is over")
-        disconnect()
+        with connected(ours):
+            calls = {node.rank: run_on(node.node_id, leave(node.temp_dir), env={}) for node in nodes if node.rank}
+            _, failures = answers_of(calls, wait=Wait(30.0), to="hear that the run is over")
     except ClusterError as error:
         failures = {0: str(error)}
     for rank, why in failures.items():

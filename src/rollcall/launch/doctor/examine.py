@@ -32,7 +32,7 @@ from rollcall.nodes.door import new_secret
 from rollcall.nodes.head import NodeInfo
 from rollcall.plan.draw import make_console
 from rollcall.plan.memory import GIB, element_size, read_sizes
-from rollcall.process.ray.connect import connect, disconnect
+from rollcall.process.ray.connect import connected
 from rollcall.process.ray.each_node import Pinned, answers_of
 from rollcall.reward.confine import available
 
@@ -124,11 +124,8 @@ def checkpoint_bytes(config: Config | None) -> int | None:
 
 def examine(cluster: Cluster, *, config: Config | None, quick: bool = False) -> Diagnosis:
     """Examine a cluster's nodes. ``quick`` skips the all-reduce, which imports torch on every node; the rest takes seconds."""
-    connect(cluster, log_to_driver=False)
-    try:
+    with connected(cluster):  # the probes end with the connection
         return _Examination(cluster, list_nodes(cluster), config=config).run(quick=quick)
-    finally:
-        disconnect()  # stops the probes too
 
 
 class _Examination:

@@ -9,7 +9,8 @@ import importlib
 import logging
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, Literal
 
 from rollcall.base.errors import ClusterError
@@ -102,6 +103,16 @@ def connect(
     if is_heeding():
         cluster.note_driver()
     return cluster
+
+
+@contextmanager
+def connected(cluster: Cluster) -> Iterator[None]:
+    """Make this process a driver of the cluster while the block runs."""
+    connect(cluster, log_to_driver=False)
+    try:
+        yield
+    finally:
+        disconnect()
 
 
 def disconnect() -> None:
