@@ -44,13 +44,22 @@ class Dstack(ToolTarget):
             "on it"
         )
         return Rendered(
-            files={RUN_FILE: request.run_file, TASK: yaml_text(_task(request, section))},
+            files={
+                RUN_FILE: request.run_file,
+                TASK: yaml_text(_task(request, section, name=self.tool_name(request.name))),
+            },
             commands=(Command(words=words, what="start the task"),),
             notes=(*([] if section.volumes else [lost]), *left_here(request, advice=IN_IMAGE)),
         )
 
     def tool_name(self, name: str) -> str:
-        return dstack_name(name)
+        """Return a valid dstack name: lower case, at least two characters, starting with a letter.
+
+        >>> [Dstack().tool_name(name) for name in ("My_run", "7", "a")]
+        ['my-run', 'run-7', 'run-a']
+        """
+        text = name.lower().replace("_", "-")
+        return text if text[0].isalpha() and len(text) > 1 else f"run-{text}"
 
     def place(self) -> str:
         return _listed().get("project", "")
@@ -79,17 +88,7 @@ def _listed() -> dict[str, Any]:
     return ask_json("dstack", "ps", "--json", what="list dstack's runs") or {}
 
 
-def dstack_name(name: str) -> str:
-    """Return a valid dstack name: lower case, at least two characters, starting with a letter.
-
-    >>> dstack_name("My_run"), dstack_name("7"), dstack_name("a")
-    ('my-run', 'run-7', 'run-a')
-    """
-    text = name.lower().replace("_", "-")
-    return text if text[0].isalpha() and len(text) > 1 else f"run-{text}"
-
-
-def _task(request: LaunchRequest, section: DstackSection) -> dict[str, Any]:
+def _task(request: LaunchRequest, section: DstackSection, *, name: str) -> dict[str, Any]:
     lines = node_lines(
         run_file=shlex.quote(THERE),
         cluster=request.name,
@@ -102,7 +101,7 @@ def _task(request: LaunchRequest, section: DstackSection) -> dict[str, Any]:
     )
     task: dict[str, Any] = {
         "type": "task",
-        "name": dstack_name(request.name),
+        "name": name,
         "nodes": request.cluster.num_nodes,
         "image": section.image,
         "env": [TOKEN, *section.secrets],

@@ -49,15 +49,15 @@ class Skypilot(ToolTarget):
                 )
 
     def render(self, request: LaunchRequest) -> Rendered:
-        section = request.section(SkypilotSection)
+        section, name = request.section(SkypilotSection), self.tool_name(request.name)
         start = ("jobs", "launch", "--name") if section.managed else ("launch", "--cluster")
         secrets = [word for name in (TOKEN, *section.secrets) for word in ("--secret", name)]
-        words = ("sky", *start, sky_name(request.name), "--yes", "--detach-run", *secrets, str(request.folder / TASK))
+        words = ("sky", *start, name, "--yes", "--detach-run", *secrets, str(request.folder / TASK))
         kept = (
             f"after a preemption the run resumes from run.dir={request.config.run.dir}: keep it on a bucket or a volume"
         )
         return Rendered(
-            files={RUN_FILE: request.run_file, TASK: yaml_text(_task(request, section))},
+            files={RUN_FILE: request.run_file, TASK: yaml_text(_task(request, section, name=name))},
             commands=(Command(words=words, what="start the task"),),
             notes=(
                 *([kept] if section.managed else []),
@@ -66,7 +66,7 @@ class Skypilot(ToolTarget):
         )
 
     def tool_name(self, name: str) -> str:
-        return sky_name(name)
+        return name if name[0].isalpha() else f"run-{name}"  # SkyPilot's names start with a letter
 
     def kind(self, request: LaunchRequest) -> str:
         return JOB if request.section(SkypilotSection).managed else CLUSTER
@@ -118,12 +118,7 @@ def _cluster(found: dict[str, Any]) -> Seen:
     )
 
 
-def sky_name(name: str) -> str:
-    """Return a valid SkyPilot name, which starts with a letter."""
-    return name if name[0].isalpha() else f"run-{name}"
-
-
-def _task(request: LaunchRequest, section: SkypilotSection) -> dict[str, Any]:
+def _task(request: LaunchRequest, section: SkypilotSection, *, name: str) -> dict[str, Any]:
     lines = node_lines(
         run_file=f'"$HOME"/{FOLDER}/{RUN_FILE}',
         cluster=request.name,
@@ -133,7 +128,7 @@ def _task(request: LaunchRequest, section: SkypilotSection) -> dict[str, Any]:
         env={**request.node_env, **section.env},
     )
     task: dict[str, Any] = {
-        "name": sky_name(request.name),
+        "name": name,
         "num_nodes": request.cluster.num_nodes,
         "resources": dict(section.resources),
         "secrets": dict.fromkeys([TOKEN, *section.secrets]),
