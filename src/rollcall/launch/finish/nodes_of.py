@@ -26,7 +26,7 @@ from rollcall.process.ray.members import ranked_nodes
 
 ANSWER_S = 120.0  # to wait for an answer or the next bytes
 AHEAD = 2  # chunks that are requested before they are needed
-Asked = Mapping[str, Any]  # a part: name, place, run, size
+Asked = Mapping[str, Any]  # a part, with at least its name, place, run and size
 
 
 class NodeError(ClusterError):
