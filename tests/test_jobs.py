@@ -36,8 +36,7 @@ from rollcall.cli.main import app
 from rollcall.config import Config, parse_config
 from rollcall.launch.jobs import package as package_module
 from rollcall.launch.jobs import submit as module
-from rollcall.launch.jobs.package import build_package
-from rollcall.launch.jobs.paths import Shared, mount_of, resolve_paths
+from rollcall.launch.jobs.package import Shared, build_package, mount_of, resolve_paths
 from rollcall.launch.jobs.submit import Jobs, reach, refuse_busy
 from rollcall.model.files import MODEL_DIR
 from rollcall.nodes.declared import seal
@@ -157,7 +156,7 @@ def test_too_much_is_refused_with_the_biggest_files_named(tmp_path: Path, monkey
     for size in (1, 2, 3):
         (tmp_path / f"my_pack/table{size}.txt").write_bytes(b"x" * size * 2**20)
     monkeypatch.setattr(package_module, "MAX_BYTES", 5 * 2**20)
-    with pytest.raises(ClusterError, match=r"at most 5.24 MB travel") as refused:
+    with pytest.raises(ClusterError, match=r"can take at most 5.24 MB along") as refused:
         contents(config(reward=[{"type": "function", "path": "my_pack:score"}], model={"path": "/models/x"}), tmp_path)
     named = [line.split()[-1] for line in str(refused.value).splitlines() if line.startswith("  ")]
     assert named[:3] == [str(tmp_path / f"my_pack/table{size}.txt") for size in (3, 2, 1)]

@@ -25,7 +25,7 @@ from rollcall.launch.record import (
     named_record,
     new_record,
 )
-from rollcall.launch.rendered import Command, Rendered, RenderedFile, exports, yaml_text
+from rollcall.launch.rendered import Command, Rendered, exports, yaml_text
 from rollcall.launch.ssh.machines import Site, choose_hosts
 from rollcall.launch.ssh.shell import Login
 
@@ -44,7 +44,7 @@ def test_a_record_is_read_back_and_forgotten() -> None:
     assert [each.name for each in all_records()] == ["one"]
     forget(record)
     assert find_record("one") is None
-    with pytest.raises(LaunchError, match="known: none"):
+    with pytest.raises(LaunchError, match="there are: none"):
         get_record("one")
 
 
@@ -52,7 +52,7 @@ def test_a_damaged_record_is_named(launches: Path) -> None:
     new_record("one", target="ssh", run_dir="/r").save()
     for text in ("{", "[]", "null", '{"name": "one"}'):
         (launches / "one/launch.json").write_text(text)
-        with pytest.raises(LaunchError, match="launch.json is not a record"):
+        with pytest.raises(LaunchError, match="launch.json is not a valid launch record"):
             find_record("one")
 
 
@@ -88,7 +88,7 @@ def test_rendered_files_are_private_and_yaml_is_read_back(tmp_path: Path) -> Non
     value = {"run": "line one\n  two\n", "list": [1, "yes", "0x1"], "empty": ""}
     assert yaml.safe_load(yaml_text(value)) == value
     rendered = Rendered(
-        files=(RenderedFile(name="go.sh", text="exit 0\n"),),
+        files={"go.sh": "exit 0\n"},
         commands=(Command(words=("sh", "a b"), what="start"),),
     )
     rendered.write(tmp_path / "folder")
@@ -170,7 +170,7 @@ def test_a_list_says_what_has_ended_and_what_cannot_be_known(tmp_path: Path, mon
     assert rows["ended"].endswith(
         "it was stopped; what it finished is saved, and the same command continues (status 75)"
     )
-    assert "not known: 'lost' has started nothing yet" in rows["lost"]
+    assert "not known: 'lost' has not started anything yet" in rows["lost"]
 
 
 def test_the_only_launch_needs_no_name() -> None:

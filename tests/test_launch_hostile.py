@@ -71,7 +71,7 @@ def test_a_secret_in_a_command_is_not_rendered(target: str, tmp_path: Path) -> N
     raw["run"] = {"dir": "/shared/run"}
 
     def refused(**sections: Any) -> str:
-        with pytest.raises(LaunchError, match="would hold the secret's value") as caught:
+        with pytest.raises(LaunchError, match="would contain the secret's value") as caught:
             make_request(load_config({**raw, **sections}), target=target, name="one", cwd=tmp_path)
         assert "sesame" not in str(caught.value)
         return str(caught.value).partition(":")[0]
@@ -115,7 +115,7 @@ def damaged(launches: Path, **changes: Any) -> None:
 def test_a_damaged_record_is_refused_before_anything_is_done_with_it(changes: dict[str, Any], launches: Path) -> None:
     damaged(launches, **changes)
     for use in (get_record, stop):
-        with pytest.raises(LaunchError, match="is not a record of a launch .*look for what it started by hand"):
+        with pytest.raises(LaunchError, match="is not a valid launch record .*stop by hand what this launch started"):
             use("one")
 
 
@@ -129,8 +129,11 @@ def test_a_record_that_cannot_be_read_is_named_and_the_others_are_listed(
     assert [each.name for each in all_records(strict=False)] == ["two"]
     assert named_record(None).name == "two"
     said = capsys.readouterr().err
-    assert "one/launch.json is not a record of a launch" in said and "three/launch.json is not a record" in said
-    with pytest.raises(LaunchError, match="is not a record"):
+    assert (
+        "one/launch.json is not a valid launch record" in said
+        and "three/launch.json is not a valid launch record" in said
+    )
+    with pytest.raises(LaunchError, match="is not a valid launch record"):
         all_records()  # whether its hosts are in use is not known
 
 
@@ -142,7 +145,7 @@ def test_only_its_owner_reads_a_launch(launches: Path) -> None:
 
 
 def test_ending_what_was_never_launched_leaves_nothing(launches: Path) -> None:
-    with pytest.raises(LaunchError, match="nothing named 'typo'"):
+    with pytest.raises(LaunchError, match="no launch named 'typo'"):
         stop("typo")
     assert not (launches / "typo").exists()
 
@@ -162,7 +165,7 @@ def tool(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, text: str, name: st
 def test_a_tool_that_hangs_or_leaves_something_behind_is_not_waited_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with monkeypatch.context() as patch, pytest.raises(LaunchError, match="has not ended after 0 s"):
+    with monkeypatch.context() as patch, pytest.raises(LaunchError, match="did not finish within 0 s"):
         patch.setattr("rollcall.launch.target.ASK_S", 0.3)
         ask(*tool(tmp_path, monkeypatch, text="exec sleep 30"), what="list")
     left = "sleep 30 & echo $! > left; echo answer"
@@ -241,7 +244,7 @@ def test_wishes_for_slurms_tools_in_the_shell_do_not_hide_a_job(
 def test_a_launch_that_has_started_nothing_says_so(target: str) -> None:
     record = new_record("one", target=target, run_dir="r")
     for use in (get_target(target).status, get_target(target).logs, get_target(target).follow):
-        with pytest.raises(LaunchError, match="has started nothing yet"):
+        with pytest.raises(LaunchError, match="has not started anything yet"):
             use(record)
 
 
@@ -299,5 +302,5 @@ def test_launches_of_other_users_have_containers_of_other_names(
     mine, again = (rendered("slurm", tmp_path, launch={"container": {"image": "x"}}) for _ in range(2))
     monkeypatch.setattr("os.getuid", lambda: 4711)
     theirs = rendered("slurm", tmp_path, launch={"container": {"image": "x"}})
-    names = [re.findall(r"rollcall-one-\w+", made.file("node.sh").text)[0] for made in (mine, again, theirs)]
+    names = [re.findall(r"rollcall-one-\w+", made.files["node.sh"])[0] for made in (mine, again, theirs)]
     assert names[0] == names[1] != names[2]

@@ -81,7 +81,7 @@ class Tool:
         return made
 
     def start(self, lab: Lab, rendered: Rendered) -> list[Command]:
-        task = yaml.safe_load(rendered.file(self.file).text)
+        task = yaml.safe_load(rendered.files[self.file])
         started = []
         hosts = lab.hosts[:2]
         for rank, host in enumerate(hosts):
@@ -269,7 +269,7 @@ def test_the_pods_of_a_rayjob_train(lab: Lab, monkeypatch: pytest.MonkeyPatch) -
     section = {"image": "mine", "cpus": 2, "memory": "4Gi", "env": {**ENV, "MINE": VALUE}}
     config = load_config({**run, "launch": {"kuberay": section}})
     rendered = get_target("kuberay").render(make_request(config, target="kuberay", name="one", cwd=lab.shared))
-    spec = yaml.safe_load(rendered.file("rayjob.yaml").text)["spec"]
+    spec = yaml.safe_load(rendered.files["rayjob.yaml"])["spec"]
     pods = spec["rayClusterSpec"]
     assert pods["authOptions"] == {"mode": "token"}
     head, worker, other = lab.hosts

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import tempfile
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -27,13 +28,12 @@ class Nodes:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.asked = 0
-        self.disconnected = 0
+        self.connected: list[Any] = []
         cluster = SimpleNamespace(wait_until_known=lambda wait: None)
         monkeypatch.setattr(ready, "find_cluster", lambda **_: cluster)
         monkeypatch.setattr(ready, "list_nodes", self.list_nodes)
         monkeypatch.setattr(ready, "describe", lambda found, num_slots: f"{found.num_slots} of {num_slots}")
-        monkeypatch.setattr(ready, "connect", lambda cluster, log_to_driver: None)
-        monkeypatch.setattr(ready, "disconnect", self.disconnect)
+        monkeypatch.setattr(ready, "connected", lambda cluster: nullcontext(self.connected.append(cluster)))
         monkeypatch.setattr(ready, "run_on", self.run_on)
         monkeypatch.setattr(ready, "answers_of", lambda calls, wait, to: (calls, {}))
         monkeypatch.setattr(ready.Wait, "sleep", lambda wait, seconds: None)
@@ -42,9 +42,6 @@ class Nodes:
         self.asked += 1
         nodes = [SimpleNamespace(node_id=str(rank), host=f"node{rank}", address="", slots=1) for rank in (0, 1)]
         return SimpleNamespace(num_slots=min(self.asked, 2), alive=nodes[: self.asked])
-
-    def disconnect(self) -> None:
-        self.disconnected += 1
 
     def run_on(self, node_id: str, function: Callable[[], str], *, env: dict[str, str]) -> str:
         return function()
@@ -59,7 +56,7 @@ def test_every_node_is_prepared_once_all_slots_are_there(tmp_path: Path, monkeyp
     made = config(prepare={"each_node": [f"echo node >> '{log}'"], "once": [f"echo once >> '{log}'"]})
     ready.make_ready(made, made.cluster)
     assert log.read_text().split() == ["node", "node", "once"]
-    assert nodes.asked == 2 and nodes.disconnected == 1
+    assert nodes.asked == 2 and len(nodes.connected) == 1
 
 
 @pytest.mark.slow
@@ -72,7 +69,7 @@ def test_a_node_that_cannot_be_prepared_is_named_with_its_last_lines(
         ready.make_ready(made, made.cluster)
     said = capsys.readouterr().err
     assert "node1" in said and "the disk is full" in said and "status 3" in said
-    assert nodes.disconnected == 1
+    assert len(nodes.connected) == 1
 
 
 def test_a_run_that_the_doctor_would_not_start_is_not_started(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -86,7 +86,7 @@ def test_gpus_are_those_of_the_run_file_and_logical_slots_need_none(tmp_path: Pa
 def test_a_shell_can_read_the_scripts(tmp_path: Path, section: dict[str, Any]) -> None:
     made = rendered(tmp_path, env={"X": HOSTILE}, **section)
     for name in ("job.sh", "node.sh"):
-        subprocess.run(["bash", "-n"], input=made.file(name).text, text=True, check=True)
+        subprocess.run(["bash", "-n"], input=made.files[name], text=True, check=True)
 
 
 # With programs in place of Slurm's
@@ -373,7 +373,8 @@ def test_on_a_machine_of_another_cluster_the_job_is_not_taken_for_ended(tmp_path
     tools.program("squeue", "exit 0")
     for use in (lambda: stop("one"), lambda: Slurm().status(record), lambda: start(Slurm(), request, made)):
         with pytest.raises(
-            LaunchError, match="in the Slurm cluster 'east', and here it is 'west'; run this on a machine of east"
+            LaunchError,
+            match="in the Slurm cluster 'east', but the current one is 'west'; run this on a machine of east",
         ):
             use()
     assert find_record("one") is not None and (tools.queue / "41").exists()
@@ -398,7 +399,7 @@ def test_a_run_that_was_stopped_by_its_user_or_has_failed_is_not_requeued(tmp_pa
 
 def test_a_folder_that_nodes_do_not_see_is_said(tmp_path: Path, tools: Tools) -> None:
     made = rendered(tmp_path)
-    done = subprocess.run(["bash"], input=made.file("job.sh").text, capture_output=True, text=True)
+    done = subprocess.run(["bash"], input=made.files["job.sh"], capture_output=True, text=True)
     assert done.returncode == 1 and "set ROLLCALL_LAUNCHES to a folder that all nodes share" in done.stderr
 
 
@@ -441,9 +442,9 @@ def test_enroot_is_an_option_of_srun(tmp_path: Path) -> None:
         tmp_path, launch={"container": {"runtime": "enroot", "image": "nvcr.io#a/b:1", "mounts": ["/data"]}}
     )
     made = Slurm().render(request)
-    (line,) = [line for line in made.file("job.sh").text.splitlines() if line.startswith("nodes() { exec srun ")]
+    (line,) = [line for line in made.files["job.sh"].splitlines() if line.startswith("nodes() { exec srun ")]
     words = shlex.split(line)
     assert "--container-image=nvcr.io#a/b:1" in words and f"--container-workdir={tmp_path}" in words
     (mounts,) = [word for word in words if word.startswith("--container-mounts=")]
     assert "/data:/data" in mounts and f"{request.folder}:{request.folder}" in mounts
-    assert "rollcall node" in made.file("node.sh").text
+    assert "rollcall node" in made.files["node.sh"]

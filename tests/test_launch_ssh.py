@@ -264,7 +264,9 @@ def test_a_node_that_does_not_start_takes_all_of_it_down(
     """The other host waits for it, and is let go."""
     (hosts / "a/waits-node").touch()
     (hosts / "b/fails-node").write_text("Ray did not start: no space left on device")
-    with pytest.raises(LaunchError, match="1 host without a node:\n  b: failed with status 1\n    Ray did not start"):
+    with pytest.raises(
+        LaunchError, match="could not start a node on 1 host:\n  b: failed with status 1\n    Ray did not start"
+    ):
         start(request_on(tmp_path))
     last = [(hosts / name / "calls").read_text().splitlines()[-1] for name in HOSTS]
     assert last == ["down --cluster one --keep-logs"] * 2
@@ -275,7 +277,9 @@ def test_a_node_that_does_not_start_takes_all_of_it_down(
 def test_what_cannot_be_taken_down_stays_in_the_record(hosts: Path, tmp_path: Path) -> None:
     start(request_on(tmp_path))
     (hosts / "b/unreachable").write_text("No route to host")
-    with pytest.raises(LaunchError, match="not ended everywhere:\n  b: ssh cannot reach it"):
+    with pytest.raises(
+        LaunchError, match="not everything that was started could be stopped:\n  b: ssh cannot reach it"
+    ):
         verbs.stop("one")
     record = get_record("one")
     assert record.facts["up"] == ["b"] and record.state == "stopping"
@@ -365,7 +369,7 @@ def test_a_launch_that_is_killed_anywhere_is_cleaned_up_by_down(
     kill_at_write(when, monkeypatch, request_on(tmp_path))
     record = get_record("one")
     for look in (TARGET.logs, TARGET.follow):
-        with pytest.raises(LaunchError, match="run the same `rollcall launch` again"):
+        with pytest.raises(LaunchError, match="run the same `rollcall launch` command again"):
             look(record)
     verbs.stop("one")
     assert not list(hosts.glob("*/rank")) and find_record("one") is None
@@ -534,7 +538,7 @@ def test_any_value_survives_the_scripts(tmp_path: Path, hosts: Path, value: str,
     request = request_on(
         tmp_path, env={"MINE": value}, activate=str(place / "activate"), temp_dir=str(place), interface=interface
     )
-    script = TARGET.render(request).file("node-1.sh").text
+    script = TARGET.render(request).files["node-1.sh"]
     home = hosts / "a"
     (home / "bin/rollcall").write_text('#!/bin/sh\nprintf "%s\\0" "$MINE" "$@"\n')
     environment = {"HOME": str(home), "PATH": f"{home}/bin"}
@@ -551,10 +555,10 @@ def test_any_value_survives_the_scripts(tmp_path: Path, hosts: Path, value: str,
 
 def test_what_a_dry_run_shows_is_what_is_sent(hosts: Path, tmp_path: Path) -> None:
     rendered = TARGET.render(request_on(tmp_path))
-    assert {command.stdin for command in rendered.commands} <= {file.name for file in rendered.files}
+    assert {command.stdin for command in rendered.commands} <= rendered.files.keys()
     assert all(command.words[0] == "ssh" and "BatchMode=yes" in command.words for command in rendered.commands)
-    assert "--tied" in rendered.file("node-0.sh").text
-    assert yaml.safe_load(rendered.file("run.yaml").text)["run"]["name"] == "one"
+    assert "--tied" in rendered.files["node-0.sh"]
+    assert yaml.safe_load(rendered.files["run.yaml"])["run"]["name"] == "one"
 
 
 DOCKER = r"""#!/bin/bash
@@ -619,7 +623,7 @@ def test_containers_go_when_a_host_cannot_be_used(with_docker: Path, tmp_path: P
 
 def test_a_launcher_that_is_gone_gets_no_container(with_docker: Path, tmp_path: Path) -> None:
     """While the image was built. The script's stdin has ended."""
-    script = TARGET.render(in_containers(tmp_path)).file("container.sh").text
+    script = TARGET.render(in_containers(tmp_path)).files["container.sh"]
     environment = {"HOME": str(with_docker / "a"), "PATH": f"{with_docker}/a/bin"}
     assert subprocess.run(["bash", "-s"], input=script.encode(), env=environment).returncode == 1
     assert "run" not in docker(with_docker, "a")

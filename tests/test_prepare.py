@@ -66,7 +66,7 @@ def test_a_command_that_does_not_end_is_ended_with_all_it_has_started(
 ) -> None:
     monkeypatch.setattr(prepare, "END_S", 0.2)
     command = f"trap '' TERM; sh -c 'echo $$ > {tmp_path}/pid; sleep 600; true'; true"
-    with pytest.raises(ClusterError, match=r"prepare.once\[1\] has not ended, and prepare.timeout_s=1 is over: trap"):
+    with pytest.raises(ClusterError, match=r"prepare.once\[1\] did not finish within prepare.timeout_s=1: trap"):
         heard({"once": ["true", command], "timeout_s": 1.0}, once=True)
     give_up = time.monotonic() + 60
     while Process.of(int((tmp_path / "pid").read_text())) and time.monotonic() < give_up:

@@ -219,6 +219,6 @@ def test_what_is_not_of_the_model_is_not_uploaded(hub: Hub, model: Path, tmp_pat
         (model / name).symlink_to(tmp_path / "key")
     else:
         (model / name).write_text("a secret")
-    with pytest.raises(UploadError, match=f"{name} is not a file of a model"):
+    with pytest.raises(UploadError, match=f"{name} is not a model file"):
         upload(model, REPO)
     assert not hub.requests

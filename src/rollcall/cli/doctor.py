@@ -36,8 +36,7 @@ def doctor(
       rollcall doctor run.yaml run.dir=/shared/runs/x --json
     """
     from rollcall.config import load_config
-    from rollcall.launch.doctor.examine import examine, examine_machine
-    from rollcall.launch.doctor.show import show
+    from rollcall.launch.doctor.examine import examine, examine_machine, show
     from rollcall.nodes.cluster import find_cluster, wished_cluster
 
     path, changes = split_arguments(file, overrides)

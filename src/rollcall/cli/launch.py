@@ -102,7 +102,7 @@ def _when(record: LaunchRecord) -> str:
 
 def shown(rendered: Rendered, folder: Path) -> str:
     """Format for a person: each file with its path, then the commands in order."""
-    parts = [f"# file {folder / file.name}\n{file.text.rstrip()}\n" for file in rendered.files]
+    parts = [f"# file {folder / name}\n{text.rstrip()}\n" for name, text in rendered.files.items()]
     commands = [f"# {each.what}\n{each}" for each in rendered.commands]
     notes = [f"# note: {note}" for note in rendered.notes]
     problems = [f"# problem: {problem}" for problem in rendered.problems]

@@ -16,7 +16,7 @@ from rollcall.cli.cluster import Cluster
 from rollcall.observe.progress import format_duration
 
 if TYPE_CHECKING:
-    from rollcall.launch.processes import Report, Result
+    from rollcall.launch.processes import Answers, Result
     from rollcall.process.debug.board import Waiting
 
 Where = Annotated[
@@ -62,7 +62,7 @@ def stacks(
         raise typer.Exit(FAILED)
 
 
-def _show(found: Report) -> None:
+def _show(found: Answers) -> None:
     from rollcall.process.groups.reachable import as_text
 
     for host, own in found.hosts.items():

@@ -9,7 +9,7 @@ from typing import Any
 
 from rollcall.config.launch import DstackSection
 from rollcall.launch.record import LaunchRecord
-from rollcall.launch.rendered import Command, Rendered, RenderedFile, node_lines, yaml_text
+from rollcall.launch.rendered import Command, Rendered, node_lines, yaml_text
 from rollcall.launch.target import (
     IN_IMAGE,
     RUN_FILE,
@@ -19,7 +19,6 @@ from rollcall.launch.target import (
     ask_json,
     left_here,
     run,
-    unlike_slots,
 )
 from rollcall.nodes.node_shell import TOKEN
 
@@ -40,19 +39,27 @@ class Dstack(ToolTarget):
     def render(self, request: LaunchRequest) -> Rendered:
         section = request.section(DstackSection)
         words = ("dstack", "apply", "--yes", "--detach", "--force", "-f", str(request.folder / TASK))
-        wrong = unlike_slots(section.resources.get("gpu"), request.cluster, key="launch.dstack.resources.gpu")
         lost = (
             f"run.dir={request.config.run.dir} is lost with the machines: name a volume in launch.dstack.volumes, and put run.dir "
             "on it"
         )
         return Rendered(
-            files=(request.run_file, RenderedFile(name=TASK, text=yaml_text(_task(request, section)))),
+            files={
+                RUN_FILE: request.run_file,
+                TASK: yaml_text(_task(request, section, name=self.tool_name(request.name))),
+            },
             commands=(Command(words=words, what="start the task"),),
-            notes=(*wrong, *([] if section.volumes else [lost]), *left_here(request, advice=IN_IMAGE)),
+            notes=(*([] if section.volumes else [lost]), *left_here(request, advice=IN_IMAGE)),
         )
 
     def tool_name(self, name: str) -> str:
-        return dstack_name(name)
+        """Return a valid dstack name: lower case, at least two characters, starting with a letter.
+
+        >>> [Dstack().tool_name(name) for name in ("My_run", "7", "a")]
+        ['my-run', 'run-7', 'run-a']
+        """
+        text = name.lower().replace("_", "-")
+        return text if text[0].isalpha() and len(text) > 1 else f"run-{text}"
 
     def place(self) -> str:
         return _listed().get("project", "")
@@ -81,17 +88,7 @@ def _listed() -> dict[str, Any]:
     return ask_json("dstack", "ps", "--json", what="list dstack's runs") or {}
 
 
-def dstack_name(name: str) -> str:
-    """Return a valid dstack name: lower case, at least two characters, starting with a letter.
-
-    >>> dstack_name("My_run"), dstack_name("7"), dstack_name("a")
-    ('my-run', 'run-7', 'run-a')
-    """
-    text = name.lower().replace("_", "-")
-    return text if text[0].isalpha() and len(text) > 1 else f"run-{text}"
-
-
-def _task(request: LaunchRequest, section: DstackSection) -> dict[str, Any]:
+def _task(request: LaunchRequest, section: DstackSection, *, name: str) -> dict[str, Any]:
     lines = node_lines(
         run_file=shlex.quote(THERE),
         cluster=request.name,
@@ -104,7 +101,7 @@ def _task(request: LaunchRequest, section: DstackSection) -> dict[str, Any]:
     )
     task: dict[str, Any] = {
         "type": "task",
-        "name": dstack_name(request.name),
+        "name": name,
         "nodes": request.cluster.num_nodes,
         "image": section.image,
         "env": [TOKEN, *section.secrets],

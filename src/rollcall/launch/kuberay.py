@@ -15,8 +15,8 @@ from typing import Any
 from rollcall.base.wait import Wait, say
 from rollcall.config.launch import KuberaySection
 from rollcall.launch.record import LaunchError, LaunchRecord
-from rollcall.launch.rendered import RUN_FILE_VARIABLE, Command, Rendered, RenderedFile, yaml_text
-from rollcall.launch.target import IN_IMAGE, LaunchRequest, Seen, ToolTarget, ask, ask_json, left_here, run
+from rollcall.launch.rendered import RUN_FILE_VARIABLE, Command, Rendered, yaml_text
+from rollcall.launch.target import IN_IMAGE, RUN_FILE, LaunchRequest, Seen, ToolTarget, ask, ask_json, left_here, run
 
 MANIFEST = "rayjob.yaml"
 KEEP_S = 600  # how long KubeRay keeps a run's pods after it has ended
@@ -41,7 +41,10 @@ class Kuberay(ToolTarget):
         lost = f"run.dir={request.config.run.dir} is lost with the pods, {KEEP_S // 60} minutes after the end"
         note = f"{lost}: name a volume claim in launch.kuberay.claims, and put run.dir on it"
         return Rendered(
-            files=(request.run_file, RenderedFile(name=MANIFEST, text=yaml_text(_job(request, section)))),
+            files={
+                RUN_FILE: request.run_file,
+                MANIFEST: yaml_text(_job(request, section, name=self.tool_name(request.name))),
+            },
             commands=(Command(words=words, what="create the RayJob"),),
             notes=(*(() if section.claims or section.ray_cluster else (note,)), *left_here(request, advice=IN_IMAGE)),
         )
@@ -50,7 +53,13 @@ class Kuberay(ToolTarget):
         ask(*rendered.commands[0].words, "--dry-run=server", what="let Kubernetes check the manifest")
 
     def tool_name(self, name: str) -> str:
-        return kube_name(name)
+        """Return a valid Kubernetes name: lower case, with only letters, digits and hyphens.
+
+        >>> Kuberay().tool_name("My_run")
+        'my-run'
+        """
+        text = re.sub(r"[^a-z0-9-]+", "-", name.lower()).strip("-")
+        return text if text[0].isalpha() else f"run-{text}"
 
     def kind(self, request: LaunchRequest) -> str:
         return request.section(KuberaySection).namespace
@@ -126,18 +135,8 @@ class Kuberay(ToolTarget):
         return ("kubectl", "--namespace", record.facts["kind"])
 
 
-def kube_name(name: str) -> str:
-    """Return a valid Kubernetes name: lower case, with only letters, digits and hyphens.
-
-    >>> kube_name("My_run")
-    'my-run'
-    """
-    text = re.sub(r"[^a-z0-9-]+", "-", name.lower()).strip("-")
-    return text if text[0].isalpha() else f"run-{text}"
-
-
-def _job(request: LaunchRequest, section: KuberaySection) -> dict[str, Any]:
-    run_file = request.run_file.text.encode()
+def _job(request: LaunchRequest, section: KuberaySection, *, name: str) -> dict[str, Any]:
+    run_file = request.run_file.encode()
     if len(run_file) > MOST_BYTES:
         raise LaunchError(
             f"the run file has {len(run_file)} bytes, and KubeRay can pass on {MOST_BYTES} at most; make it shorter"
@@ -161,7 +160,7 @@ def _job(request: LaunchRequest, section: KuberaySection) -> dict[str, Any]:
         if submitter := _submitter(section):
             spec["submitterPodTemplate"] = submitter
     labels = {"app": "rollcall", **section.labels}
-    metadata = {"name": kube_name(request.name), "namespace": section.namespace, "labels": labels}
+    metadata = {"name": name, "namespace": section.namespace, "labels": labels}
     return {"apiVersion": "ray.io/v1", "kind": "RayJob", "metadata": metadata, "spec": spec}
 
 

@@ -136,8 +136,8 @@ def _refuse_secrets(config: Config, *, target: str, profile: Mapping[str, str]) 
     ]
     if names:
         raise LaunchError(
-            f"{', '.join(dict.fromkeys(names))}: a rendered file would hold the secret's value; name the variable in "
-            f"cluster.env_pass, and in the target's own list of secrets, instead (a command can use it: `KEY=$KEY`)"
+            f"{', '.join(dict.fromkeys(names))}: a rendered file would contain the secret's value; instead, name the variable in "
+            f"cluster.env_pass and in the target's own list of secrets (a command can use it: `KEY=$KEY`)"
         )
 
 
@@ -161,8 +161,10 @@ def start(target: Target, request: LaunchRequest, rendered: Rendered) -> LaunchR
             record = new_record(request.name, target=target.name, run_dir="")
         else:
             _refuse(record, target=target, rendered=rendered)
-            was = f"was started at {record.started}" if record.state == "started" else "was cut off while it started"
-            say(f"{request.name!r} {was}: looking for what runs")
+            was = (
+                f"was started at {record.started}" if record.state == "started" else "was interrupted while it started"
+            )
+            say(f"{request.name!r} {was}; looking for what is running")
         record = record.having(run_dir=str(request.config.run.dir)).save()
         try:
             rendered.write(record.folder)
@@ -183,7 +185,9 @@ def _refuse(record: LaunchRecord, *, target: Target, rendered: Rendered) -> None
             f"`rollcall launch down {record.name}`"
         )
     if record.state == "stopping":
-        raise LaunchError(f"{record.name!r} is being stopped; run `rollcall launch down {record.name}` to its end")
+        raise LaunchError(
+            f"{record.name!r} is being stopped; run `rollcall launch down {record.name}` again to finish that"
+        )
     changed = rendered.changed_in(record.folder)
     used = target.in_use(record, changed) if changed and record.id is not None else ()
     if used:

@@ -54,6 +54,10 @@ class Answers:
     hosts: dict[str, Any]
     failed: dict[str, str]
 
+    def as_json(self) -> dict[str, Any]:
+        rows = [{"host": host, **asdict(one)} for host, own in self.hosts.items() for one in own]
+        return {"processes": rows, "failed": self.failed}
+
 
 def find_target(text: str | None, *, cluster: str | None = None) -> ProcessTarget:
     """Find what ``text`` names: a run directory or a cluster. ``cluster`` is the value of ``--cluster``."""
@@ -97,18 +101,15 @@ def ask_hosts(target: ProcessTarget, function: Callable[[], Any], *, timeout_s: 
     """Call ``function`` on all hosts at once, on a cluster in its own process. ``to`` says what the hosts are asked to do."""
     if target.cluster is None:
         return Answers(hosts={HERE: function()}, failed={})
-    from rollcall.process.ray.connect import connect, disconnect
+    from rollcall.process.ray.connect import connected
     from rollcall.process.ray.each_node import answers_of, run_on
     from rollcall.process.ray.members import ranked_nodes
 
-    connect(target.cluster, log_to_driver=False)
-    try:
+    with connected(target.cluster):
         nodes = {node.rank: node for node in ranked_nodes()}
         # Ray does not accept a partial.
         calls = {rank: run_on(node.node_id, lambda: function(), env={}) for rank, node in nodes.items()}
         answers, failures = answers_of(calls, wait=Wait(timeout_s), to=to)
-    finally:
-        disconnect()
     names = {rank: f"node {rank} ({node.address})" for rank, node in nodes.items()}
     return Answers(
         hosts={names[rank]: answer for rank, answer in sorted(answers.items())},
@@ -116,20 +117,10 @@ def ask_hosts(target: ProcessTarget, function: Callable[[], Any], *, timeout_s: 
     )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Report(Answers):
-    """The stacks of the processes on each host."""
-
-    def as_json(self) -> dict[str, Any]:
-        rows = [{"host": host, **asdict(one)} for host, own in self.hosts.items() for one in own]
-        return {"processes": rows, "failed": self.failed}
-
-
-def read_stacks(target: ProcessTarget, *, native: bool, timeout_s: float) -> Report:
+def read_stacks(target: ProcessTarget, *, native: bool, timeout_s: float) -> Answers:
     """Read the stacks of all threads in every process without stopping the process."""
     look = partial(stacks_here, run=target.run, native=native)
-    answers = ask_hosts(target, look, timeout_s=timeout_s, to="read the stacks of its processes")
-    return Report(hosts=answers.hosts, failed=answers.failed)
+    return ask_hosts(target, look, timeout_s=timeout_s, to="read the stacks of its processes")
 
 
 # Processes that wait in the debugger
@@ -140,18 +131,15 @@ def find_waiting(text: str | None) -> list[Waiting]:
     if (run_dir := run_dir_of(text)) is not None:
         found = read_board(run_dir)
     else:
-        from rollcall.process.ray.connect import connect, disconnect, read_waiting
+        from rollcall.process.ray.connect import connected, read_waiting
 
         cluster = wished_cluster(text)
         if cluster is None:
             raise ClusterError(
                 "this machine is not a node of a cluster, so name a run by its directory: `rollcall debug RUN_DIR`"
             )
-        connect(cluster, log_to_driver=False)
-        try:
+        with connected(cluster):
             found = read_waiting()
-        finally:
-            disconnect()
     return [one for one in found if is_there(one)]
 
 

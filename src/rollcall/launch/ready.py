@@ -15,14 +15,13 @@ from rollcall.base.errors import ClusterError
 from rollcall.base.wait import Wait, say
 from rollcall.config import Config, dump_config, load_config
 from rollcall.config.sections import ClusterSection
-from rollcall.launch.doctor.examine import examine
-from rollcall.launch.doctor.show import show
+from rollcall.launch.doctor.examine import examine, show
 from rollcall.launch.jobs.prepare import prepare_once
 from rollcall.launch.rendered import RUN_FILE_VARIABLE
 from rollcall.nodes.check import describe, list_nodes
 from rollcall.nodes.cluster import Cluster, find_cluster
 from rollcall.nodes.head import NodeInfo
-from rollcall.process.ray.connect import connect, disconnect
+from rollcall.process.ray.connect import connected
 from rollcall.process.ray.each_node import answers_of, run_on
 
 # How long to wait for all nodes: each prepares itself before it joins, and some may have to download a model first; a Kubernetes
@@ -36,7 +35,7 @@ def look_first(cluster: Cluster, config: Config) -> None:
     report = examine(cluster, config=config, quick=True)
     show(report)
     if report.breaks:
-        raise ClusterError("the run was not started: doctor has found what would break it (above)")
+        raise ClusterError("the run was not started: the doctor found what would break it (above)")
 
 
 def make_ready(config: Config, section: ClusterSection) -> None:
@@ -62,16 +61,13 @@ def _prepare(cluster: Cluster, nodes: list[NodeInfo], config: Config) -> None:
         last = ended.stdout.decode(errors="replace").strip().splitlines()[-15:]
         return "\n".join(last) or f"status {ended.returncode}" if ended.returncode else ""
 
-    connect(cluster, log_to_driver=False)
-    try:
+    with connected(cluster):
         calls = {rank: run_on(node.node_id, prepare, env={}) for rank, node in enumerate(nodes)}
         wait = Wait(config.prepare.timeout_s + 86_400.0)  # a stalled download gives up by itself
         answers, failures = answers_of(calls, wait=wait, to="prepare itself")
-    finally:
-        disconnect()
     wrong = {rank: why for rank, why in [*answers.items(), *failures.items()] if why}
     for rank, why in wrong.items():
-        say(f"{nodes[rank].host} ({nodes[rank].address}) could not prepare itself:\n{why}")
+        say(f"{nodes[rank].host} ({nodes[rank].address}) could not be prepared:\n{why}")
     if wrong:
         raise ClusterError("the run was not started: a node could not be prepared (above)")
 

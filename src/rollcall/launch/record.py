@@ -122,7 +122,7 @@ def find_record(name: str) -> LaunchRecord | None:
         return None
     except (ValueError, OSError) as error:
         raise LaunchError(
-            f"{path} is not a record of a launch ({reason(error)}); look for what it started by hand, then remove its folder"
+            f"{path} is not a valid launch record ({reason(error)}); stop by hand what this launch started, then remove its folder"
         ) from None
 
 
@@ -130,7 +130,7 @@ def get_record(name: str) -> LaunchRecord:
     record = find_record(name)
     if record is None:
         known = ", ".join(each.name for each in all_records(strict=False)) or "none"
-        raise LaunchError(f"nothing named {name!r} was launched from this machine; known: {known}")
+        raise LaunchError(f"no launch named {name!r} was started from this machine; there are: {known}")
     return record
 
 
@@ -171,13 +171,10 @@ def forget(record: LaunchRecord) -> None:
 @contextmanager
 def held(name: str) -> Iterator[None]:
     """Lock a launch, so that only one command at a time works on it."""
-    while True:
-        try:
-            lock = take_lock(own_folder(name) / "lock")
-            break
-        except FileNotFoundError:
-            continue  # the command that held the lock ended the launch and removed the folder
+    lock = take_lock(own_folder(name) / "lock")
     if lock is None:
-        raise LaunchError(f"another command works on launch {name!r} on this machine; wait for it, or stop it")
+        raise LaunchError(
+            f"another command is working on launch {name!r} on this machine; wait until it has finished, or stop it"
+        )
     with lock:
         yield

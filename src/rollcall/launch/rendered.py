@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import shlex
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +17,6 @@ from rollcall.launch.record import LaunchError
 
 VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 RUN_FILE_VARIABLE = "ROLLCALL_RUN_FILE_BASE64"  # contains the run file of a job that gets it in a variable
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RenderedFile:
-    name: str  # inside the launch's folder
-    text: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,27 +34,21 @@ class Command:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rendered:
-    files: tuple[RenderedFile, ...]
+    files: dict[str, str]  # texts by their names in the launch's folder
     commands: tuple[Command, ...]
     notes: tuple[str, ...] = ()  # what the user should know or do
     problems: tuple[str, ...] = ()  # reasons why a start would be refused
 
-    def file(self, name: str) -> RenderedFile:
-        return next(file for file in self.files if file.name == name)
-
     def write(self, folder: Path) -> None:
         """Write the files atomically: a job that is reading a file keeps the old version."""
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-        for file in self.files:
-            write_atomic(folder / file.name, file.text, durable=False, private=True)
+        for name, text in self.files.items():
+            write_atomic(folder / name, text, durable=False, private=True)
 
     def changed_in(self, folder: Path) -> list[str]:
         """Return the names of files that already exist in the folder with different content."""
-        found = [(file, folder / file.name) for file in self.files]
-        return [file.name for file, path in found if path.exists() and path.read_bytes() != file.text.encode()]
-
-    def as_json(self) -> dict[str, Any]:
-        return {**asdict(self), "files": {file.name: file.text for file in self.files}}
+        present = [name for name in self.files if (folder / name).exists()]
+        return [name for name in present if (folder / name).read_bytes() != self.files[name].encode()]
 
 
 def yaml_text(value: Any) -> str:

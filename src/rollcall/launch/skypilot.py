@@ -12,7 +12,7 @@ from typing import Any
 
 from rollcall.config.launch import SkypilotSection
 from rollcall.launch.record import LaunchError, LaunchRecord
-from rollcall.launch.rendered import Command, Rendered, RenderedFile, node_lines, yaml_text
+from rollcall.launch.rendered import Command, Rendered, node_lines, yaml_text
 from rollcall.launch.target import (
     RUN_FILE,
     LaunchRequest,
@@ -22,7 +22,6 @@ from rollcall.launch.target import (
     ask_json,
     left_here,
     run,
-    unlike_slots,
 )
 from rollcall.nodes.node_shell import TOKEN
 
@@ -50,26 +49,24 @@ class Skypilot(ToolTarget):
                 )
 
     def render(self, request: LaunchRequest) -> Rendered:
-        section = request.section(SkypilotSection)
+        section, name = request.section(SkypilotSection), self.tool_name(request.name)
         start = ("jobs", "launch", "--name") if section.managed else ("launch", "--cluster")
         secrets = [word for name in (TOKEN, *section.secrets) for word in ("--secret", name)]
-        words = ("sky", *start, sky_name(request.name), "--yes", "--detach-run", *secrets, str(request.folder / TASK))
-        asked, key = section.resources.get("accelerators"), "launch.skypilot.resources.accelerators"
+        words = ("sky", *start, name, "--yes", "--detach-run", *secrets, str(request.folder / TASK))
         kept = (
             f"after a preemption the run resumes from run.dir={request.config.run.dir}: keep it on a bucket or a volume"
         )
         return Rendered(
-            files=(request.run_file, RenderedFile(name=TASK, text=yaml_text(_task(request, section)))),
+            files={RUN_FILE: request.run_file, TASK: yaml_text(_task(request, section, name=name))},
             commands=(Command(words=words, what="start the task"),),
             notes=(
-                *unlike_slots(asked, request.cluster, key=key),
                 *([kept] if section.managed else []),
                 *([] if section.workdir else left_here(request, advice="set launch.skypilot.workdir to their folder")),
             ),
         )
 
     def tool_name(self, name: str) -> str:
-        return sky_name(name)
+        return name if name[0].isalpha() else f"run-{name}"  # SkyPilot's names start with a letter
 
     def kind(self, request: LaunchRequest) -> str:
         return JOB if request.section(SkypilotSection).managed else CLUSTER
@@ -121,12 +118,7 @@ def _cluster(found: dict[str, Any]) -> Seen:
     )
 
 
-def sky_name(name: str) -> str:
-    """Return a valid SkyPilot name, which starts with a letter."""
-    return name if name[0].isalpha() else f"run-{name}"
-
-
-def _task(request: LaunchRequest, section: SkypilotSection) -> dict[str, Any]:
+def _task(request: LaunchRequest, section: SkypilotSection, *, name: str) -> dict[str, Any]:
     lines = node_lines(
         run_file=f'"$HOME"/{FOLDER}/{RUN_FILE}',
         cluster=request.name,
@@ -136,7 +128,7 @@ def _task(request: LaunchRequest, section: SkypilotSection) -> dict[str, Any]:
         env={**request.node_env, **section.env},
     )
     task: dict[str, Any] = {
-        "name": sky_name(request.name),
+        "name": name,
         "num_nodes": request.cluster.num_nodes,
         "resources": dict(section.resources),
         "secrets": dict.fromkeys([TOKEN, *section.secrets]),

@@ -26,7 +26,7 @@ from rollcall.base.words import visible
 from rollcall.config.launch import SlurmSection
 from rollcall.launch.container import container_of, mounts_of
 from rollcall.launch.record import LaunchError, LaunchRecord
-from rollcall.launch.rendered import VARIABLE, Command, Rendered, RenderedFile, node_lines, shell_path
+from rollcall.launch.rendered import VARIABLE, Command, Rendered, node_lines, shell_path
 from rollcall.launch.target import RUN_FILE, LaunchRequest, Seen, ToolTarget, ask
 from rollcall.nodes.rendezvous import Rendezvous
 
@@ -62,8 +62,7 @@ class Slurm(ToolTarget):
 
     def render(self, request: LaunchRequest) -> Rendered:
         section = request.section(SlurmSection)
-        node = RenderedFile(name=NODE, text=_node(request, section))
-        job = RenderedFile(name=JOB, text=_job(request, section))
+        files = {RUN_FILE: request.run_file, NODE: _node(request, section), JOB: _job(request, section)}
         script = str(request.folder / JOB)
         if section.attach is None:
             words, what = ("sbatch", "--parsable", *_options(request, section), script), "submit the batch job"
@@ -72,7 +71,7 @@ class Slurm(ToolTarget):
             words = ("bash", script)
             what = f"start the nodes inside job {section.attach}, in the background, with {log} as its output"
         command = Command(words=words, what=what)
-        return Rendered(files=(request.run_file, node, job), commands=(command,), notes=_notes(request, section))
+        return Rendered(files=files, commands=(command,), notes=_notes(request, section))
 
     def validate(self, rendered: Rendered) -> None:
         words = rendered.commands[0].words

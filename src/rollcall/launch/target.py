@@ -29,10 +29,9 @@ from rollcall.config import Config
 from rollcall.config.launch import LaunchSection, TargetSection
 from rollcall.config.run import dump_given
 from rollcall.config.sections import ClusterSection
-from rollcall.launch.jobs.package import own_modules
-from rollcall.launch.jobs.paths import resolve_paths
+from rollcall.launch.jobs.package import own_modules, resolve_paths
 from rollcall.launch.record import ElsewhereError, LaunchError, LaunchRecord, launch_token
-from rollcall.launch.rendered import Rendered, RenderedFile
+from rollcall.launch.rendered import Rendered
 from rollcall.nodes.node_shell import TOKEN
 
 RUN_FILE = "run.yaml"
@@ -75,9 +74,9 @@ class LaunchRequest:
         return {"HIP_VISIBLE_DEVICES": cards, "HSA_NO_SCRATCH_RECLAIM": "1", **self.profile}
 
     @property
-    def run_file(self) -> RenderedFile:
+    def run_file(self) -> str:
         """The run file for the nodes, with overrides applied and without its `launch` section."""
-        return RenderedFile(name=RUN_FILE, text=dump_given(self.config, without={"launch"}))
+        return dump_given(self.config, without={"launch"})
 
 
 class Target(Protocol):
@@ -198,7 +197,7 @@ class ToolTarget(Target):
         there = [each for each in self.seen(record) if each.is_there]
         if any(record.id is None or not self.is_own(record, each) for each in there):
             raise LaunchError(
-                f"{self.title} has {self.tool_name(record.name)!r} already, and this launch has not started it; give another --name, "
+                f"{self.title} already has {self.tool_name(record.name)!r}, which this launch did not start; give another --name, "
                 "or end that one first"
             )
         if busy := next((each for each in there if each.is_busy), None):
@@ -235,15 +234,17 @@ class ToolTarget(Target):
             while any(each.id in ids and each.is_there for each in self.seen(record)):
                 if not wait.again(f"waiting for {self.title} to end {name!r}", after_s=ASK_EVERY_S):
                     raise LaunchError(
-                        f"{self.title} was asked to end {name!r} and has not after {wait.timeout_s:g} s; see `{self.look}`, then "
+                        f"{self.title} was asked to end {name!r}, which is still there after {wait.timeout_s:g} s; see `{self.look}`, then "
                         "run this again"
                     )
         if len(ids) < len(there):
-            say(f"{self.title} has another {name!r}, which this launch has not started; it is left running")
+            say(f"{self.title} has another {name!r}, which this launch did not start; it is left running")
 
     def require_started(self, record: LaunchRecord) -> None:
         if record.id is None:
-            raise LaunchError(f"{record.name!r} has started nothing yet; run the same `rollcall launch` again")
+            raise LaunchError(
+                f"{record.name!r} has not started anything yet; run the same `rollcall launch` command again"
+            )
         self.refuse_elsewhere(record)
 
     def own(self, record: LaunchRecord) -> list[Seen]:
@@ -267,19 +268,8 @@ class ToolTarget(Target):
         then = record.facts.get("place")
         if then and (now := self.place()) not in ("", then):
             raise ElsewhereError(
-                f"{record.name!r} was launched in {self.place_words} {then!r}, and here it is {now!r}; {self.place_advice.format(then)}"
+                f"{record.name!r} was launched in {self.place_words} {then!r}, but the current one is {now!r}; {self.place_advice.format(then)}"
             )
-
-
-def unlike_slots(asked: object, cluster: ClusterSection, *, key: str) -> tuple[str, ...]:
-    """Return a note if a number of GPUs such as ``H100:8`` differs from the number of slots on each node."""
-    found = re.search(r"(?:^|:)(\d+)$", str(asked))
-    if cluster.accelerator != "gpu" or found is None or set(cluster.slots_per_node) == {int(found[1])}:
-        return ()
-    slots = ", ".join(map(str, sorted(set(cluster.slots_per_node))))
-    return (
-        f"{key}={asked} gives each node {found[1]} GPUs, and the run file has {slots} slots on each; make them the same",
-    )
 
 
 # Running the tools' commands
@@ -345,7 +335,7 @@ def _run(words: Sequence[str], what: str, *, timeout_s: float | None, **how: Any
             "it is installed"
         ) from None
     except subprocess.TimeoutExpired:
-        raise LaunchError(f"cannot {what}: `{shlex.join(words)}` has not ended after {timeout_s:.0f} s") from None
+        raise LaunchError(f"cannot {what}: `{shlex.join(words)}` did not finish within {timeout_s:.0f} s") from None
 
 
 def _last(printed: str) -> str:

@@ -25,7 +25,6 @@ from rollcall.base.wait import Wait, say
 from rollcall.base.words import counted
 from rollcall.checkpoint.run_dir import newest_step
 from rollcall.config import Config, load_config
-from rollcall.config.sections import ClusterSection
 from rollcall.launch.jobs.prepare import prepare_node
 from rollcall.launch.jobs.submit import Job, Jobs, reach
 from rollcall.launch.ready import JOIN_S, look_first
@@ -36,7 +35,7 @@ from rollcall.nodes.foreground import hold
 from rollcall.nodes.ray_start import find_slots
 from rollcall.nodes.rendezvous import Rendezvous
 from rollcall.nodes.state import NodeRecord
-from rollcall.process.ray.connect import connect, disconnect
+from rollcall.process.ray.connect import connected
 from rollcall.process.ray.each_node import answers_of, run_on
 
 ENDED = "rollcall-run-ended"  # contains the exit status, in Ray's folder on each node
@@ -51,7 +50,11 @@ class WholeRun:
     def __init__(self, run_file: Path) -> None:
         self._run_file = run_file
         self._config = load_config(run_file)
-        self._cluster = cluster_of(self._config)
+        if self._config.cluster is None:
+            raise ConfigError(
+                "--run needs a run file with a `cluster:` section: num_nodes, num_gpus_per_node and where roles sit"
+            )
+        self._cluster = self._config.cluster
 
     @property
     def num_nodes(self) -> int:
@@ -112,14 +115,6 @@ def _status_in(ended: Path) -> int | None:
     return int(ended.read_text())
 
 
-def cluster_of(config: Config) -> ClusterSection:
-    if config.cluster is None:
-        raise ConfigError(
-            "--run needs a run file with a `cluster:` section: num_nodes, num_gpus_per_node and where roles sit"
-        )
-    return config.cluster
-
-
 def drive(cluster: str, run_file: Path, *, timeout_s: float) -> int:
     """Do rank 0's part: check, examine, submit, follow, and tell all nodes how the run ended."""
     try:
@@ -136,7 +131,8 @@ def drive(cluster: str, run_file: Path, *, timeout_s: float) -> int:
 
 def _run(cluster: str, config: Config, *, timeout_s: float) -> int:
     ours = OurCluster(cluster)
-    wait_for_slots(ours, num_slots=cluster_of(config).num_slots, timeout_s=timeout_s)
+    assert config.cluster is not None, "checked by the node that started this process"
+    wait_for_slots(ours, num_slots=config.cluster.num_slots, timeout_s=timeout_s)
     look_first(ours, config)
     jobs = reach(cluster, address=None, rendezvous=None)
     running = [job for job in _known(jobs) if job.run_dir == str(config.run.dir) and not job.is_over]
@@ -156,7 +152,7 @@ def _note_reached(cluster: str, run_dir: Path) -> None:
         text = f"step {newest_step(run_dir) or 0}, with {num_bytes} bytes of groups"
         write_atomic(Rendezvous(Path(root), cluster).reached_file, text)
     except OSError as error:  # the run has stopped and saved anyway
-        say(f"how far the run has come is not noted: {error}")
+        say(f"cannot record how far the run has come: {error}")
 
 
 def _known(jobs: Jobs) -> list[Job]:
@@ -181,10 +177,9 @@ def _tell_nodes(cluster: str, status: int) -> None:
     try:
         ours = OurCluster(cluster)
         nodes = [node for node in ours.ask().nodes if node.alive and node.rank]
-        connect(ours, log_to_driver=False)
-        calls = {node.rank: run_on(node.node_id, leave(node.temp_dir), env={}) for node in nodes if node.rank}
-        _, failures = answers_of(calls, wait=Wait(30.0), to="hear that the run is over")
-        disconnect()
+        with connected(ours):
+            calls = {node.rank: run_on(node.node_id, leave(node.temp_dir), env={}) for node in nodes if node.rank}
+            _, failures = answers_of(calls, wait=Wait(30.0), to="hear that the run is over")
     except ClusterError as error:
         failures = {0: str(error)}
     for rank, why in failures.items():

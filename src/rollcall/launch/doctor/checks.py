@@ -7,10 +7,10 @@ If nodes differ, the odd one out is the node that differs from the majority; in 
 from __future__ import annotations
 
 import ipaddress
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import mode
-from typing import Literal, TypeVar
+from typing import Literal
 
 from rollcall.base.errors import PlacementError
 from rollcall.base.words import counted, ranges
@@ -22,12 +22,11 @@ from rollcall.nodes.head import NodeInfo
 from rollcall.plan.judge import plan_run
 from rollcall.plan.memory import GIB
 
-MUST_AGREE = ("rollcall-rl", "torch", "transformers", "ray")
+MUST_AGREE = ("rollcall-rl", "torch", "transformers")  # Ray refuses a node with another Python or Ray
 MIN_FREE = GIB  # free space that a disk needs if the run writes to it
 LAST_PORT = 65535
 
 Severity = Literal["breaks", "warns"]
-T = TypeVar("T", bound=Hashable)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -135,12 +134,7 @@ def judge_plan(config: Config, nodes: Sequence[NodeFacts]) -> Iterator[Finding]:
 
 
 def judge_versions(nodes: Sequence[NodeFacts]) -> Iterator[Finding]:
-    """Name the nodes whose Python, packages or torch build differ from the others'."""
-    usual = _majority(nodes, lambda node: node.python.rpartition(".")[0])
-    for node in nodes:
-        if not node.python.startswith(f"{usual}."):
-            fix = f"make {node.executable} again with Python {usual}"
-            yield find(node, f"Python {node.python}, the others have {usual}; {fix}")
+    """Name the nodes whose packages or torch build differ from the others'."""
     for name in MUST_AGREE:
         usual = _majority(nodes, lambda node, name=name: node.packages[name])
         for node in nodes:
@@ -156,7 +150,7 @@ def judge_versions(nodes: Sequence[NodeFacts]) -> Iterator[Finding]:
             yield find(node, f"{what}; reinstall it from the index the other nodes used")
 
 
-def _majority(nodes: Sequence[NodeFacts], value: Callable[[NodeFacts], T]) -> T:
+def _majority(nodes: Sequence[NodeFacts], value: Callable[[NodeFacts], str | None]) -> str | None:
     """Return the most common value among nodes; in a tie, the head's if it is one of them."""
     return mode(value(node) for node in sorted(nodes, key=lambda node: not node.is_head))
 
@@ -166,7 +160,7 @@ def judge_torch(node: NodeFacts) -> Iterator[Finding]:
     if node.packages["torch"] is None:
         yield find(node, f"torch is not installed; run `{node.executable} -m pip install torch`")
     elif node.gpus and node.torch_build == "the CPU":
-        what = f"{node.gpus[0].name} is there, and torch {node.packages['torch']} is a build for CPUs"
+        what = f"{node.gpus[0].name} is there, but torch {node.packages['torch']} is a build for CPUs"
         yield find(node, f"{what}; reinstall it from an index with CUDA builds")
 
 
@@ -176,18 +170,18 @@ def judge_disks(node: NodeFacts, *, checkpoint_bytes: int | None) -> Iterator[Fi
         named = f"{disk.path} ({disk.purpose})"
         if disk.free < need:
             whose = "one checkpoint of this run takes" if need > MIN_FREE else "a run needs at least"
-            what = f"{named} has {disk.free / GIB:.1f} GiB free; {whose} {need / GIB:.1f} GiB"
-            yield find(node, f"{what}: free some, or choose another")
+            what = f"{named} has {disk.free / GIB:.1f} GiB free, but {whose} {need / GIB:.1f} GiB"
+            yield find(node, f"{what}; free some, or choose another folder")
 
 
 def judge_memory(node: NodeFacts) -> Iterator[Finding]:
     if node.memory_available < 0.05 * node.memory_total:  # Ray's own limit
         free = f"{node.memory_available / GIB:.1f} of {node.memory_total / GIB:.1f} GiB"
-        what = f"only {free} of memory are available, and Ray kills workers"
-        yield find(node, f"{what}; `ps aux --sort=-rss | head` shows who holds it")
+        what = f"only {free} of memory is available, so Ray would kill workers"
+        yield find(node, f"{what}; `ps aux --sort=-rss | head` shows what uses it")
     if node.gpus and node.shm_total < 128 << 20:  # a container has 64 MiB by default
         shm = f"/dev/shm holds {node.shm_total / (1 << 20):.0f} MiB, too little for NCCL"
-        yield find(node, f"{shm}; mount it larger, or start the container with --shm-size=16g")
+        yield find(node, f"{shm}; make it larger, or start the container with --shm-size=16g")
 
 
 def judge_fit(node: NodeFacts, state_bytes: int | None) -> Iterator[Finding]:
@@ -195,8 +189,8 @@ def judge_fit(node: NodeFacts, state_bytes: int | None) -> Iterator[Finding]:
     if state_bytes is not None and state_bytes * 4 / 3 > node.memory_available:
         yield find(
             node,
-            f"weights, gradients and optimizer state take {state_bytes * 4 / 3 / GIB:.1f} GiB, and {node.memory_available / GIB:.1f} "
-            "GiB of memory are available; train an adapter (model.lora.rank=16), or a smaller model",
+            f"weights, gradients and optimizer state take {state_bytes * 4 / 3 / GIB:.1f} GiB, but only {node.memory_available / GIB:.1f} "
+            "GiB of memory is available; train an adapter (model.lora.rank=16), or a smaller model",
         )
 
 
@@ -209,7 +203,7 @@ def judge_gpus(node: NodeFacts) -> Iterator[Finding]:
     for gpu in node.gpus:
         card = f"GPU {gpu.index} ({gpu.name})"
         if gpu.memory_used > GIB:
-            held = f"{card} has {gpu.memory_used / GIB:.1f} GiB in use; `nvidia-smi -i {gpu.index}` shows by whom"
+            held = f"{card} has {gpu.memory_used / GIB:.1f} GiB in use; `nvidia-smi -i {gpu.index}` shows which process uses it"
             yield find(node, held, severity="warns")  # the user's own run may be using it and about to end
 
 
@@ -265,5 +259,5 @@ def judge_shared(
 
 def judge_bandwidth(*, backend: str, bytes_per_s: float) -> Iterator[Finding]:
     if bytes_per_s < {"gloo": 0.1e9, "nccl": 1e9}[backend]:
-        what = f"the nodes all-reduce at {bytes_per_s / 1e9:.2f} GB/s over {backend}; give `rollcall node` the fast --interface"
+        what = f"an all-reduce between the nodes reaches only {bytes_per_s / 1e9:.2f} GB/s over {backend}; start the nodes with --interface and the fast network"
         yield find(None, what, severity="warns")

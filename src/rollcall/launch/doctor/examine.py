@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from pydantic import TypeAdapter
+from rich.text import Text
 
 from rollcall.base.errors import ClusterError, SizesUnknown
 from rollcall.base.wait import Wait, say
@@ -29,15 +30,15 @@ from rollcall.nodes.check import Roster, list_nodes
 from rollcall.nodes.cluster import Cluster
 from rollcall.nodes.door import new_secret
 from rollcall.nodes.head import NodeInfo
-from rollcall.plan.memory import element_size, read_sizes
-from rollcall.process.ray.connect import connect, disconnect
+from rollcall.plan.draw import make_console
+from rollcall.plan.memory import GIB, element_size, read_sizes
+from rollcall.process.ray.connect import connected
 from rollcall.process.ray.each_node import Pinned, answers_of
 from rollcall.reward.confine import available
 
 STAGE_S = 90.0  # for a probe to start and report its facts, or to try the other nodes
 REACH_S = 3.0  # for one connection
 MEASURE_S = 120.0  # mostly for importing torch on a busy node
-MAX_PAIRS_NODES = 16  # up to this many nodes, every node connects to every other
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,11 +124,8 @@ def checkpoint_bytes(config: Config | None) -> int | None:
 
 def examine(cluster: Cluster, *, config: Config | None, quick: bool = False) -> Diagnosis:
     """Examine a cluster's nodes. ``quick`` skips the all-reduce, which imports torch on every node; the rest takes seconds."""
-    connect(cluster, log_to_driver=False)
-    try:
+    with connected(cluster):  # the probes end with the connection
         return _Examination(cluster, list_nodes(cluster), config=config).run(quick=quick)
-    finally:
-        disconnect()  # stops the probes too
 
 
 class _Examination:
@@ -189,8 +187,7 @@ class _Examination:
             others = partners(rank, sorted(listening))
             return [(other, self.infos[other].address, port) for other in others for port in listening[other]]
 
-        arguments, timeout_s = (lambda rank: [targets(rank), REACH_S]), STAGE_S + 2 * REACH_S * MAX_PAIRS_NODES
-        failed = self._ask_all("connect to the others", "reach", arguments, timeout_s=timeout_s)
+        failed = self._ask_all("connect to the others", "reach", lambda rank: [targets(rank), REACH_S])
         self.findings += checks.judge_reach(nodes, failed=failed)
 
     def _shared_folder(self, nodes: Sequence[NodeFacts]) -> str | None:
@@ -255,9 +252,64 @@ class _Examination:
 
 
 def partners(rank: int, ranks: Sequence[int]) -> list[int]:
-    """Return the ranks that a node connects to: all in a small cluster; the next four and rank 0 in a large one."""
-    others = [other for other in ranks if other != rank]
-    if len(ranks) <= MAX_PAIRS_NODES:
-        return others
-    after = [other for other in others if other > rank] + [other for other in others if other < rank]
-    return sorted({*after[:4], others[0]})
+    """Return the ranks that a node connects to: the next four and the first."""
+    others = [*(other for other in ranks if other > rank), *(other for other in ranks if other < rank)]
+    return sorted({*others[:4], ranks[0]} - {rank})
+
+
+# What the user sees: a line for each node, the measurements, the findings, the verdict
+
+
+def show(diagnosis: Diagnosis) -> None:
+    console = make_console()
+    for node in diagnosis.nodes:
+        console.print(Text(f"{_where(diagnosis, node.rank, node.host)}: {_facts(node)}"), soft_wrap=True)
+    for text in _measured(diagnosis):
+        console.print(Text(text), soft_wrap=True)  # so that a command can be copied in one piece
+    for finding in diagnosis.findings:
+        style = "bold red" if finding.severity == "breaks" else "yellow"
+        text = f"  {_where(diagnosis, finding.node, finding.host)}: {finding.what}"
+        console.print(Text.assemble((finding.severity, style), text), soft_wrap=True)
+    console.print(_verdict(diagnosis))
+
+
+def _where(diagnosis: Diagnosis, rank: int | None, host: str | None) -> str:
+    if diagnosis.cluster is None:
+        return "this machine"
+    return "cluster" if rank is None else f"rank {rank} {host or ''}".rstrip()
+
+
+def _facts(node: NodeFacts) -> str:
+    disk = min(node.disks, key=lambda disk: disk.free)
+    return ", ".join(
+        [
+            f"Python {node.python}",
+            f"torch {node.packages['torch']} for {node.torch_build}",
+            f"{len(node.gpus)} x {node.gpus[0].name}" if node.gpus else "no GPU",
+            f"{node.memory_available / GIB:.1f} of {node.memory_total / GIB:.1f} GiB of memory available",
+            f"{disk.free / GIB:.1f} GiB free in {disk.path}",
+        ]
+    )
+
+
+def _measured(diagnosis: Diagnosis) -> list[str]:
+    lines = []
+    if diagnosis.shared is not None:
+        lines.append(f"shared folder {diagnosis.shared}: what each node writes is seen everywhere")
+    if diagnosis.bytes_per_s is not None:
+        lines.append(f"all-reduce between nodes ({diagnosis.backend}): {diagnosis.bytes_per_s / 1e9:.2f} GB/s")
+    if diagnosis.firewall is not None:
+        lines.append(f"firewall, on each node as root (or start the nodes with --tls): {diagnosis.firewall}")
+    confined = ", ".join(f"{thing}: {state}" for thing, state in diagnosis.rewards.items())
+    lines.append(f"built-in rewards on this machine run with {confined}")
+    return lines
+
+
+def _verdict(diagnosis: Diagnosis) -> Text:
+    broken = sum(finding.severity == "breaks" for finding in diagnosis.findings)
+    warned = len(diagnosis.findings) - broken
+    if broken:
+        return Text(f"{broken} of these would break a run; {counted(warned, 'warning')}", style="bold red")
+    if warned:
+        return Text(f"a run can start; {counted(warned, 'warning')}", style="yellow")
+    return Text("all is well", style="bold green")

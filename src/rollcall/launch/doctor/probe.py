@@ -24,6 +24,8 @@ from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
+import psutil
+
 from rollcall.nodes.interfaces import interface_of
 
 GPU_FIELDS = ("index", "name", "memory.total", "memory.used")
@@ -39,9 +41,7 @@ class Probe:
     def facts(self, ask: dict[str, Any]) -> dict[str, Any]:
         """Collect the node's facts. ``ask`` names packages, disks (purpose to path) and paths that must exist."""
         gpus, complaint = read_gpus()
-        with open("/proc/meminfo") as file:  # psutil may be missing
-            memory = {name: int(amount.split()[0]) << 10 for name, amount in (line.split(":") for line in file)}
-        shm = os.statvfs("/dev/shm") if os.path.isdir("/dev/shm") else None
+        memory = psutil.virtual_memory()
         return {
             "host": socket.gethostname(),
             "python": platform.python_version(),
@@ -49,9 +49,9 @@ class Probe:
             "packages": {name: installed(name) for name in ask["packages"]},
             "torch_build": torch_build(),
             "disks": [disk(purpose, path) for purpose, path in ask["disks"].items()],
-            "memory_total": memory["MemTotal"],
-            "memory_available": memory["MemAvailable"],
-            "shm_total": shm.f_frsize * shm.f_blocks if shm else 0,
+            "memory_total": memory.total,
+            "memory_available": memory.available,
+            "shm_total": shutil.disk_usage("/dev/shm").total if os.path.isdir("/dev/shm") else 0,
             "gpus": gpus,
             "gpu_error": complaint,
             "missing_paths": [path for path in ask["paths"] if not os.path.exists(path)],
@@ -78,7 +78,7 @@ class Probe:
                 with socket.create_connection((address, port), timeout=timeout_s) as connection:
                     connection.settimeout(timeout_s)
                     if connection.recv(2) != b"ok":
-                        failed.append((rank, port, "somebody else answers there"))
+                        failed.append((rank, port, "another program answers there"))
             except OSError as error:
                 failed.append((rank, port, str(error)))
         return failed
@@ -172,7 +172,7 @@ def _accept(listener: socket.socket) -> None:
 def _unseen(folder: str, name: str) -> str | None:
     try:
         with open(os.path.join(folder, name)) as file:
-            return None if file.read() == name else "it has another text"
+            return None if file.read() == name else "its content differs"
     except OSError as error:
         return _why(error)
 

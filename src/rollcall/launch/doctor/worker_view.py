@@ -12,7 +12,7 @@ from rollcall.config import ClusterSection
 from rollcall.nodes.cluster import Cluster
 from rollcall.nodes.declared import NODE_OWN, Variable, declared, for_ray, seen_here
 from rollcall.nodes.node_shell import UNDECLARED
-from rollcall.process.ray.connect import connect, disconnect
+from rollcall.process.ray.connect import connected
 from rollcall.process.ray.each_node import answers_of, run_on
 from rollcall.process.ray.members import ranked_nodes
 
@@ -39,8 +39,7 @@ class NodeView:
 
 def view_workers(cluster: Cluster, section: ClusterSection | None, *, submitted: Mapping[str, str]) -> list[NodeView]:
     """Return a view for every node of the cluster, by rank. The error names ranks that did not answer in time."""
-    connect(cluster, log_to_driver=False)
-    try:
+    with connected(cluster):
         nodes = {node.rank: node for node in ranked_nodes()}
         wanted = {rank: declared(section, submitted=submitted, node_rank=rank) for rank in nodes}
         calls = {}
@@ -48,8 +47,6 @@ def view_workers(cluster: Cluster, section: ClusterSection | None, *, submitted:
             env = for_ray({name: each.value for name, each in variables.items()})
             calls[rank] = run_on(nodes[rank].node_id, seen_here, env=env)
         answers, failures = answers_of(calls, wait=Wait(ANSWER_S), to="say what its workers see")
-    finally:
-        disconnect()
     if failures:
         why = "; ".join(f"node {rank}: {reason}" for rank, reason in sorted(failures.items()))
         raise ClusterError(f"{why}; see `rollcall status`")

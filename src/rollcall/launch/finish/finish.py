@@ -21,7 +21,7 @@ from rollcall.checkpoint.merge.merge import DTYPES, merge
 from rollcall.checkpoint.run_dir import run_file_of
 from rollcall.checkpoint.store import describe_files
 from rollcall.checkpoint.verify import mark_of, verify, why_not_verified
-from rollcall.config import FinishSection, load_config
+from rollcall.config import Config, load_config
 from rollcall.launch.finish.gather import gather, is_here, parts_elsewhere
 from rollcall.launch.finish.nodes_of import find_nodes
 from rollcall.launch.finish.upload import Uploaded, upload
@@ -81,38 +81,26 @@ def finish(
     """Finish a run. ``run``: a run directory or run file. ``hosts``: hosts to ask for parts over ssh, as in ``find_nodes``."""
     file, values = run_file_of(run)
     config = load_config(file, list(overrides), defaults=dict(values))
-    run_dir = config.run.dir.absolute()
-    work = _Work(
-        run_dir=run_dir,
-        checkpoint=checkpoint_at(run_dir),
-        section=config.finish,
-        hosts=hosts,
-        dry_run=dry_run,
-        progress=progress,
-        notes=_read_notes(run_dir / NOTES),
-    )
+    work = _Work(config, hosts=hosts, dry_run=dry_run, progress=progress)
     # The order matters: each step uses the result of the one before it.
     steps = (work.gather(), work.merge(), work.verify(), work.upload())
     return FinishedRun(
-        run_dir=run_dir, checkpoint=work.checkpoint, model=work.model, steps=steps, uploaded=work.uploaded
+        run_dir=work.run_dir, checkpoint=work.checkpoint, model=work.model, steps=steps, uploaded=work.uploaded
     )
 
 
-@dataclass(slots=True, kw_only=True)
 class _Work:
-    run_dir: Path
-    checkpoint: Path
-    section: FinishSection
-    hosts: Sequence[str]
-    dry_run: bool
-    progress: Progress
-    notes: dict[str, Any]
-    uploaded: Uploaded | None = None
-    begun: bool = False  # whether a step was done or would be, so that all later steps are too
-
-    @property
-    def model(self) -> Path:
-        return self.run_dir / MERGED
+    def __init__(self, config: Config, *, hosts: Sequence[str], dry_run: bool, progress: Progress) -> None:
+        self.run_dir = config.run.dir.absolute()
+        self.checkpoint = checkpoint_at(self.run_dir)
+        self.model = self.run_dir / MERGED
+        self.section, self.hosts, self.dry_run, self.progress = config.finish, hosts, dry_run, progress
+        self.uploaded: Uploaded | None = None
+        self.begun = False  # whether a step was done or would be, so that all later steps are too
+        try:
+            self.notes: dict[str, Any] = json.loads((self.run_dir / NOTES).read_bytes())
+        except (OSError, ValueError):  # the steps run again
+            self.notes = {}
 
     def gather(self) -> FinishStep:
         missing = [
@@ -193,14 +181,6 @@ class _Work:
     def _note(self, name: str, value: Any) -> None:
         self.notes[name] = value
         write_atomic(self.run_dir / NOTES, json.dumps(self.notes, indent=1))
-
-
-def _read_notes(path: Path) -> dict[str, Any]:
-    """Read the notes from earlier calls. Without notes the steps run again."""
-    try:
-        return json.loads(path.read_bytes())
-    except (OSError, ValueError):
-        return {}
 
 
 def _weights(model: Path) -> dict[str, Any]:

@@ -14,7 +14,7 @@ import threading
 from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -57,11 +57,6 @@ class NodePart:
 
     def __str__(self) -> str:
         return f"{self.name} of node {self.node} ({self.host}, {self.place})"
-
-    @property
-    def asked(self) -> dict[str, Any]:
-        """The fields that a node needs to find the part."""
-        return {"name": self.name, "place": self.place, "run": self.run, "size": self.size}
 
 
 @dataclass(slots=True, kw_only=True)
@@ -156,14 +151,14 @@ def _locked(checkpoint: Path) -> Iterator[None]:
         folder.mkdir(exist_ok=True)
         lock = take_lock(folder / "lock")
     if lock is None:
-        raise GatherError(f"{checkpoint} is being gathered by another process; wait for it")
+        raise GatherError(f"{checkpoint} is being gathered by another process; wait until it has finished")
     with lock:
         yield
 
 
 def _holders(nodes: Sequence[Node], parts: Sequence[NodePart]) -> tuple[dict[str, Node], list[str]]:
     """Return the node that has each part, and the reasons why nodes did not answer."""
-    asked = [part.asked for part in parts]
+    asked = [asdict(part) for part in parts]
     holders: dict[str, Node] = {}
     faults: list[str] = []
 
@@ -184,7 +179,7 @@ def _holders(nodes: Sequence[Node], parts: Sequence[NodePart]) -> tuple[dict[str
 def _refuse_absent(missing: Sequence[NodePart], holders: dict[str, Node], faults: Sequence[str]) -> None:
     absent = [part for part in missing if part.name not in holders]
     if absent:
-        lines = [f"no node has {part}, whole and in the run's folder" for part in absent[:5]]
+        lines = [f"no node has {part}, or only an incomplete copy" for part in absent[:5]]
         lines += [f"and {len(absent) - 5} more parts"] if len(absent) > 5 else []
         raise GatherError(
             "\n  ".join([f"{counted(len(absent), 'part')} cannot be gathered:", *lines, *faults])
@@ -273,7 +268,7 @@ class _Work:
 
     def _receive(self, node: Node, part: NodePart, begun: Path, digest: Any, *, offset: int) -> None:
         with plain_disk_errors(begun), begun.open("ab") as file:
-            for data in node.chunks(part.asked, offset=offset):
+            for data in node.chunks(asdict(part), offset=offset):
                 if self._stop.is_set():
                     raise _Stopped
                 file.write(data)
@@ -322,6 +317,6 @@ def _remove(
     removed: list[str] = []
     for node in {id(node): node for node in holders.values()}.values():
         own = [part for part in parts if holders.get(part.name) is node]
-        node.remove([part.asked for part in own])
+        node.remove([asdict(part) for part in own])
         removed += [part.name for part in own]
     return sorted(removed)

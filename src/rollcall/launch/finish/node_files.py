@@ -8,6 +8,7 @@ import json
 import os
 import re
 import sys
+from contextlib import suppress
 
 PART = re.compile(r"(?:model|actor|critic)/part-[0-9]+-of-[0-9]+\.[a-z]+")
 CHUNK_BYTES = 4 << 20
@@ -30,13 +31,12 @@ class NodeFiles:
 
     def present(self, parts: list) -> list:
         """Return the names of the parts that are here."""
-        return [part["name"] for part in parts if self._is_here(part)]
-
-    def _is_here(self, part: dict) -> bool:
-        try:
-            return os.path.getsize(checked(part)) == part["size"]
-        except (OSError, ValueError):
-            return False
+        found = []
+        for part in parts:
+            with suppress(OSError, ValueError):
+                if os.path.getsize(checked(part)) == part["size"]:
+                    found.append(part["name"])
+        return found
 
     def read(self, part: dict, offset: int, size: int) -> bytes:
         with open(checked(part), "rb") as file:

@@ -26,7 +26,7 @@ from rollcall.process.ray.members import ranked_nodes
 
 ANSWER_S = 120.0  # to wait for an answer or the next bytes
 AHEAD = 2  # chunks that are requested before they are needed
-Asked = Mapping[str, Any]  # a part: name, place, run, size
+Asked = Mapping[str, Any]  # a part, with at least its name, place, run and size
 
 
 class NodeError(ClusterError):
@@ -170,21 +170,14 @@ def find_nodes(run_dir: Path, *, hosts: Sequence[str]) -> list[Node]:
     try:
         connect(log_to_driver=False)
     except ClusterError as error:
-        launched = _launched(run_dir)
-        if not launched:
-            raise ClusterError(
-                f"the nodes of {run_dir} cannot be asked: {error}. Run this on a node of the cluster, or name the hosts that have "
-                "the parts: --hosts HOST,HOST"
-            ) from error
-        return [ThisNode(), *launched]
+        for record in all_records():
+            if SITE in record.facts and Path(record.run_dir).resolve() == run_dir.resolve():
+                site = Site.of_record(record)
+                hosts_of_launch = [SshNode(host=host, login=site.login, inside=site.inside) for host in site.hosts]
+                return [ThisNode(), *hosts_of_launch]
+        raise ClusterError(
+            f"the nodes of {run_dir} cannot be asked: {error}. Run this on a node of the cluster, or name the hosts that have "
+            "the parts: --hosts HOST,HOST"
+        ) from error
     there = [RayNodeFiles(node.node_id, where=f"node {node.rank} ({node.address})") for node in ranked_nodes()]
     return [ThisNode(), *there]
-
-
-def _launched(run_dir: Path) -> list[Node]:
-    """Return the hosts on which this machine launched the run over ssh."""
-    for record in all_records():
-        if SITE in record.facts and Path(record.run_dir).resolve() == run_dir.resolve():
-            site = Site.of_record(record)
-            return [SshNode(host=host, login=site.login, inside=site.inside) for host in site.hosts]
-    return []

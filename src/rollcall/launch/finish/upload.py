@@ -31,7 +31,6 @@ _ADVICE = {
     413: "the account has no room for it: free some, or choose another owner",
 }
 _STATUS = re.compile(r"HTTP status (?:client|server) error \((\d{3})")
-_WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "pytorch_model*.bin", "pytorch_model.bin.index.json")
 T = TypeVar("T")
 
 
@@ -58,17 +57,32 @@ def upload(model_dir: Path, repo: str, *, private: bool = False, revision: str |
     names = verified_files(model_dir)
     api = _client()
     branch = revision or "main"
-    _patiently(f"making {repo}", lambda: api.create_repo(repo, private=private or None, exist_ok=True))
-    if private and not _patiently(f"asking for {repo}", lambda: api.model_info(repo)).private:
+    _patiently(f"creating {repo}", lambda: api.create_repo(repo, private=private or None, exist_ok=True))
+    if private and not _patiently(f"looking up {repo}", lambda: api.model_info(repo)).private:
         raise UploadError(
             f"{repo} exists and is public, but --private was given; make it private on its settings page, or choose "
             "another name"
         )
     if branch != "main":
-        _patiently(f"making branch {branch}", lambda: api.create_branch(repo, branch=branch, exist_ok=True))
+        _patiently(f"creating branch {branch}", lambda: api.create_branch(repo, branch=branch, exist_ok=True))
     say(f"uploading {len(names)} files to {repo} ({branch})")
-    commit = _patiently(f"uploading to {repo}", lambda: _commit(api, model_dir, names, repo, branch))
-    held = _patiently(f"asking what {repo} holds", lambda: api.get_paths_info(repo, names, revision=commit.oid))
+    commit = _patiently(
+        f"uploading to {repo}",
+        lambda: api.upload_folder(
+            repo_id=repo,
+            folder_path=model_dir,
+            allow_patterns=names,
+            delete_patterns=[
+                "*.safetensors",
+                "*.safetensors.index.json",
+                "pytorch_model*.bin",
+                "pytorch_model.bin.index.json",
+            ],
+            commit_message="Upload a model trained with Rollcall",
+            revision=branch,
+        ),
+    )
+    held = _patiently(f"listing the files of {repo}", lambda: api.get_paths_info(repo, names, revision=commit.oid))
     sizes = {info.path: f"{info.size:,} bytes" for info in held}
     for name in names:
         here = f"{(model_dir / name).stat().st_size:,} bytes"
@@ -90,8 +104,7 @@ def verified_files(model_dir: Path) -> list[str]:
         )
     if (other := not_of_a_model(model_dir)) is not None:
         raise UploadError(
-            f"{other} is not a file of a model (it is hidden, a link, or of another kind), so nothing was uploaded; remove it from "
-            "there"
+            f"{other} is not a model file (it is hidden, a link, or of another kind), so nothing was uploaded; remove it"
         )
     if why := why_not_verified(model_dir):
         if not (model_dir / PROBE).is_file():
@@ -118,18 +131,6 @@ def _client() -> Any:
         raise UploadError("the hub needs a token to write: set HF_TOKEN, or log in with `hf auth login`")
     remember([token])
     return HfApi()
-
-
-def _commit(api: Any, model_dir: Path, names: list[str], repo: str, branch: str) -> Any:
-    """Commit all files at once and remove weights that an earlier model left there."""
-    return api.upload_folder(
-        repo_id=repo,
-        folder_path=model_dir,
-        allow_patterns=names,
-        delete_patterns=list(_WEIGHTS),
-        commit_message="Upload a model trained with Rollcall",
-        revision=branch,
-    )
 
 
 def _patiently(what: str, call: Callable[[], T]) -> T:

@@ -30,17 +30,6 @@ ASKED = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
 QUIET_S = 1.0  # an incomplete line is passed on after this time
 
 
-class ControllerKilledError(RuntimeError):
-    """The controller did not exit by itself."""
-
-
-def run(arguments: Sequence[str]) -> int:
-    """Run `rollcall train` with these arguments."""
-    trainer = load_config(arguments[0], list(arguments[1:])).trainer
-    budget = Budget(most=trainer.max_restarts, window_s=trainer.restart_window_s)
-    return supervise([sys.executable, "-m", "rollcall", "train", *arguments], budget=budget)
-
-
 def supervise(command: Sequence[str], *, budget: Budget) -> int:
     """Run the controller until it exits by itself or a signal stops it, and return its status."""
     asked: list[int] = []
@@ -69,11 +58,11 @@ def supervise(command: Sequence[str], *, budget: Budget) -> int:
             return 128 - status
         why = f"the controller was ended by {signal.Signals(-status).name}"
         try:
-            budget.spend(ControllerKilledError(why))
+            budget.spend(ClusterError(why))
         except RestartsSpentError as error:
             say(str(error))
             return 128 - status
-        say(f"{why}; it is started again and continues from the run directory")
+        say(f"{why}; starting it again; it continues from the run directory")
 
 
 def pass_on(child: subprocess.Popen[bytes]) -> None:
@@ -94,6 +83,8 @@ def pass_on(child: subprocess.Popen[bytes]) -> None:
 
 if __name__ == "__main__":
     try:
-        sys.exit(run(sys.argv[1:]))
+        trainer = load_config(sys.argv[1]).trainer
+        limit = Budget(most=trainer.max_restarts, window_s=trainer.restart_window_s)
+        sys.exit(supervise([sys.executable, "-m", "rollcall", "train", sys.argv[1]], budget=limit))
     except (ClusterError, ValueError) as problem:
         sys.exit(f"error: {problem}")

@@ -1,4 +1,4 @@
-"""Packages the code for a job: this ``rollcall``, the run file, and the modules that the run file names.
+"""What a job takes along: its code (this ``rollcall``, the run file, and the modules that it names), and paths that the nodes can find.
 
 Data, weights and version control stay where they are. The package is a zip archive, byte-identical for the same content, which
 Ray unpacks on each node as the job's working directory; its modules take precedence over those installed there.
@@ -14,11 +14,16 @@ import sys
 import sysconfig
 import zipfile
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
+
+import psutil
 
 from rollcall.base.errors import ClusterError
 from rollcall.base.words import size
-from rollcall.config import Config
+from rollcall.config import Config, parse_config
+from rollcall.config.checks import HUB
 from rollcall.config.environments import named_code
 from rollcall.model.files import resolve_model
 
@@ -50,7 +55,7 @@ def build_package(config: Config, *, run_file: str, folder: Path) -> bytes:
         biggest = sorted(sizes, key=lambda path: sizes[path], reverse=True)[:5]
         named = "\n".join(f"  {size(sizes[path]):>10}  {path}" for path in biggest)
         raise ClusterError(
-            f"the code of this run is {size(total)}, at most {size(MAX_BYTES)} travel with a job; the biggest files:\n{named}\n"
+            f"the code of this run is {size(total)}, but a job can take at most {size(MAX_BYTES)} along; the largest files:\n{named}\n"
             "keep data and weights in a folder that all nodes see, outside the modules that the run file names"
         )
     contents = {RUN_FILE: run_file.encode()} | {name: path.read_bytes() for name, path in files.items()}
@@ -96,7 +101,7 @@ def _module_files(module: str, *, folder: Path, asked: str) -> dict[str, Path]:
         origin = _find(name, search)
         if origin is None and len(seen) == 1:
             raise ClusterError(
-                f"{asked}: there is no module {name!r} in {folder}; submit from the directory that holds it"
+                f"{asked}: there is no module {name!r} in {folder}; submit from the folder that contains it"
             )
         if origin is None or any(origin.is_relative_to(place) for place in installed if place):
             continue  # part of an installed distribution, which the cluster's nodes have too
@@ -127,3 +132,69 @@ def _imported(path: Path) -> set[str]:
         elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
             names.add(node.module.partition(".")[0])
     return names
+
+
+# Paths in the run file, which refer to the cluster's file system
+#
+# An absolute path, a built-in task and a hub name stay as they are. A relative path is relative to the submitter's folder. It is made
+# absolute if the nodes see that folder at the same path: the submitter is a node, and the folder is on the same mount as the cluster's
+# rendezvous folder (or there is only this node). Otherwise it is refused: what it names is not there, and a run directory inside
+# Ray's own folders would be lost with the cluster.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shared:
+    """What the submitter, itself a node, knows about the cluster's shared files."""
+
+    num_nodes: int
+    folder: str | None  # a folder that all nodes see at the same path
+
+
+def resolve_paths(config: Config, *, folder: Path, shared: Shared | None) -> Config:
+    """Return the run's config with absolute paths. ``shared`` is None if the submitter is not a node of the cluster."""
+    run = config.model_dump(mode="json")
+    relative = [(key, place, name) for key, place, name in _paths(run) if _is_relative(place[name], key, folder)]
+    if not relative:
+        return config
+    is_seen = shared is not None and (
+        shared.num_nodes == 1 or (shared.folder is not None and mount_of(folder) == mount_of(Path(shared.folder)))
+    )
+    if not is_seen:
+        wrong = ", ".join(f"{key}={place[name]}" for key, place, name in relative)
+        key, place, name = relative[0]
+        raise ClusterError(
+            f"{wrong}: relative to {folder}, which the cluster's nodes cannot see; write paths as they are on the nodes, such as "
+            f"{key}=/SHARED/{place[name]}"
+        )
+    for _, place, name in relative:
+        kind = HUB if place[name].startswith(HUB) else ""
+        place[name] = f"{kind}{folder / place[name].removeprefix(kind)}"
+    # The dump has JSON types and contains the secrets in cluster.env.
+    return parse_config(run)
+
+
+def _paths(run: dict[str, Any]) -> list[tuple[str, dict[str, Any], str]]:
+    """Return each path as its key in the run file, the dict that contains it and the name there."""
+    found = [("run.dir", run["run"], "dir"), ("model.path", run["model"], "path")]
+    if run["model"]["lora"] and run["model"]["lora"]["path"]:
+        found.append(("model.lora.path", run["model"]["lora"], "path"))
+    found += [(f"data.{split}", run["data"], split) for split in ("train", "val") if run["data"][split]]
+    models = [(index, reward) for index, reward in enumerate(run["reward"]) if reward["type"] == "model"]
+    return found + [(f"reward.{index}.path", reward, "path") for index, reward in models]
+
+
+def _is_relative(text: str, key: str, folder: Path) -> bool:
+    if text.startswith(HUB):  # a dataset's name, or a folder with the layout of a dataset
+        name = text.removeprefix(HUB)
+        return not Path(name).is_absolute() and (name.startswith(".") or (folder / name).exists())
+    if text.startswith("builtin:") or Path(text).is_absolute():
+        return False
+    # A model is a folder here or a name on a hub.
+    return not key.endswith(".path") or text.startswith(".") or (folder / text).exists()
+
+
+def mount_of(path: Path) -> Path:
+    """Return the mount point above a path; a bind mount from the same file system counts too."""
+    path = path.resolve()
+    points = {Path(each.mountpoint) for each in psutil.disk_partitions(all=True)}
+    return next(place for place in (path, *path.parents) if place in points or place == place.parent)

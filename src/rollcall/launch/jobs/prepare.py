@@ -40,11 +40,11 @@ def run_commands(commands: Sequence[str], *, key: str, timeout_s: float) -> None
         status = _run(command, timeout_s=wait.left_s)
         if status is None:
             raise ClusterError(
-                f"{key}[{index}] has not ended, and prepare.timeout_s={timeout_s:g} is over: {command}; its own messages are above"
+                f"{key}[{index}] did not finish within prepare.timeout_s={timeout_s:g}: {command}; its output is above"
             )
         if status:
             how = f"was ended by signal {-status}" if status < 0 else f"ended with status {status}"
-            raise ClusterError(f"{key}[{index}] {how}: {command}; its own messages are above")
+            raise ClusterError(f"{key}[{index}] {how}: {command}; its output is above")
 
 
 def _run(command: str, *, timeout_s: float) -> int | None:

@@ -27,14 +27,13 @@ from rollcall.base.stop import status_words
 from rollcall.base.version import __version__
 from rollcall.base.wait import Wait, say
 from rollcall.config import Config, dump_config
-from rollcall.launch.jobs.package import RUN_FILE, build_package
-from rollcall.launch.jobs.paths import Shared, resolve_paths
+from rollcall.launch.jobs.package import RUN_FILE, Shared, build_package, resolve_paths
 from rollcall.nodes.address import leaves_loopback, split_address
 from rollcall.nodes.cluster import wished_cluster, wished_dashboard
 from rollcall.nodes.declared import SETUP_HOOK, job_env, process_token, sealed_values
 from rollcall.nodes.head import dashboard_url
 from rollcall.nodes.node_shell import TOKEN
-from rollcall.nodes.rendezvous import Head, Rendezvous
+from rollcall.nodes.rendezvous import Rendezvous
 from rollcall.nodes.state import NodeRecord, current_cluster, read_record, read_token, token_path
 
 if TYPE_CHECKING:  # it imports Ray, which reads variables at import
@@ -152,21 +151,17 @@ class Jobs:
         self._learn_secrets(job_id)
         return redact(self._client.call("get_job_logs", job_id))
 
-    def _wait_started(self, job_id: str) -> None:
-        wait = Wait(START_S, first_s=5.0, every_s=5.0)
-        while (job := self.job(job_id)).status == "PENDING":
-            if not wait.again(f"waiting for the head node to start the driver: {job.message}", after_s=0.3):
-                raise ClusterError(
-                    f"job {job_id} has not started within {START_S:.0f} s. Ray says: {job.message}\nIt is waiting for the head "
-                    "node to unpack the code and to start its driver; it stays queued: see `rollcall status`, or `rollcall "
-                    f"job stop {job_id}`"
-                )
-
     def follow(self, job_id: str, *, out: TextIO | None = None) -> Job:
         """Print the job's log on ``out`` (stdout) as it grows until the job is over, then return the finished job."""
         from rollcall.process.ray.job_client import Unreachable
 
-        self._wait_started(job_id)
+        wait = Wait(START_S, first_s=5.0, every_s=5.0)
+        while (job := self.job(job_id)).status == "PENDING":
+            if not wait.again(f"waiting for the head node to start the driver: {job.message}", after_s=0.3):
+                raise ClusterError(
+                    f"job {job_id} has not started within {START_S:.0f} s. Ray says: {job.message}\nThe head node has to unpack the "
+                    f"code and start the driver; the job stays queued: see `rollcall status`, or run `rollcall job stop {job_id}`"
+                )
         self._learn_secrets(job_id)
         redactor = Redactor()
         num_seen, heard, is_lost = 0, time.monotonic(), False
@@ -246,7 +241,9 @@ def reach(
     if head is not None and record is not None and record.cluster_id != head.cluster_id:
         record = None  # this machine belongs to a different cluster with that name
     if given := address or named:
-        url = _url(given)
+        url = (given if "://" in given else f"http://{given}").rstrip("/")
+        if not re.fullmatch(r"https?://[^/\s]+", url):
+            raise ClusterError(f"--address {given} is not the address of a dashboard; write http://HEAD:PORT")
         host = urllib.parse.urlsplit(url).hostname
         if record is not None and url != record.dashboard_url and host != split_address(record.head_address)[0]:
             record = None  # this node's token is sent only to its own cluster
@@ -257,7 +254,12 @@ def reach(
     elif head is None:
         raise ClusterError(f"no head of cluster {cluster!r} is published in {rendezvous}")
     else:
-        url = _published(head)
+        url = dashboard_url(head.dashboard, node_ip=None, head_address=head.address)
+        if url is None:
+            raise ClusterError(
+                f"the dashboard of cluster {head.cluster!r} listens only on the loopback of its head ({head.host}); run this "
+                "command on a node, or start the cluster with `rollcall node --dashboard-host`"
+            )
     token, source = _token(cluster, record=record, rendezvous=rendezvous, is_rays_own=named is not None)
     shared = None if record is None else Shared(num_nodes=record.num_nodes, folder=record.rendezvous)
     return Jobs(HttpClient(url, token=token, token_source=source), token=token, shared=shared)
@@ -300,24 +302,6 @@ def refuse_busy(run_dir: Path, jobs: Sequence[Job]) -> None:
         raise ClusterError(
             f"another process is training in run.dir={run_dir}: {holder}; wait for it or stop it, or choose another run.dir"
         )
-
-
-def _published(head: Head) -> str:
-    """Return the dashboard's address as other machines reach it."""
-    url = dashboard_url(head.dashboard, node_ip=None, head_address=head.address)
-    if url is None:
-        raise ClusterError(
-            f"the dashboard of cluster {head.cluster!r} listens only on the loopback of its head ({head.host}); run this "
-            "command on a node, or bring the cluster up with `rollcall node --dashboard-host`"
-        )
-    return url
-
-
-def _url(address: str) -> str:
-    url = address if "://" in address else f"http://{address}"
-    if not re.fullmatch(r"https?://[^/\s]+/?", url):
-        raise ClusterError(f"--address {address} is not the address of a dashboard; write http://HEAD:PORT")
-    return url.rstrip("/")
 
 
 def _token(

@@ -61,7 +61,7 @@ class Site:
     def of_record(cls, record: LaunchRecord) -> Site:
         if SITE not in record.facts:
             raise LaunchError(
-                f"{record.name!r} has started nothing yet; run the same `rollcall launch` again"
+                f"{record.name!r} has not started anything yet; run the same `rollcall launch` command again"
                 if record.target == "ssh"
                 else f"{record.name!r} was launched with {record.target}, not with ssh, so its hosts are not known here"
             )
@@ -108,11 +108,11 @@ class Site:
         """Return the site for the hosts themselves, where their containers are created and removed."""
         return replace(self, inside=())
 
-    def do(self, scripts: Mapping[str, str], *, failed: str, timeout_s: float | None = None) -> None:
+    def do(self, scripts: Mapping[str, str], *, to: str, timeout_s: float | None = None) -> None:
         """Send scripts that have to succeed on every host; if one fails, the others are stopped."""
         outcomes = self.send(scripts, timeout_s=timeout_s, tell=prefixed(self.hosts), together=True)
         if problems := [each.problem for each in outcomes if not each.is_good and not each.was_let_go]:
-            raise LaunchError("\n  ".join([f"{counted(len(problems), 'host')} {failed}:", *problems]))
+            raise LaunchError("\n  ".join([f"could not {to} on {counted(len(problems), 'host')}:", *problems]))
 
 
 def run_there(record: LaunchRecord, *, where: str, command: Sequence[str]) -> list[str]:

@@ -84,7 +84,7 @@ class Outcome:
         """The host's name, what went wrong there, and its last lines."""
         shown = "".join(f"\n    {redact(line)}" for line in self.lines[-12:])
         if self.status is None:
-            return f"{self.host}: not done in time{shown}"
+            return f"{self.host}: timed out{shown}"
         if self.was_reached:
             return f"{self.host}: failed with status {self.status}{shown}"
         advice = ""

@@ -26,11 +26,10 @@ from rollcall.base.wait import say
 from rollcall.base.words import counted
 from rollcall.config.launch import SshSection
 from rollcall.launch.container import container_of
-from rollcall.launch.jobs.package import build_package
-from rollcall.launch.jobs.paths import resolve_paths
+from rollcall.launch.jobs.package import build_package, resolve_paths
 from rollcall.launch.jobs.submit import Job, new_id
 from rollcall.launch.record import LaunchError, LaunchRecord, forget, get_record, launch_token
-from rollcall.launch.rendered import Command, Rendered, RenderedFile, exports, shell_path
+from rollcall.launch.rendered import Command, Rendered, exports, shell_path
 from rollcall.launch.ssh.machines import Site
 from rollcall.launch.ssh.shell import NO_FORWARDS, prefixed
 from rollcall.launch.ssh.tunnel import DASHBOARD, jobs_of
@@ -63,7 +62,7 @@ class Ssh(Target):
             "folder=$(mktemp -d) || exit 1",
             """trap 'rm -rf "$folder"' EXIT""",
             "run=$folder/run.yaml",
-            f'printf %s {shlex.quote(request.run_file.text)} > "$run" || exit 1',
+            f'printf %s {shlex.quote(request.run_file)} > "$run" || exit 1',
         )
         check = site.script(
             *with_run_file,
@@ -90,7 +89,7 @@ class Ssh(Target):
             steps.insert(0, (CONTAINER_FILE, hosts, "start the container", script))
             notes.insert(0, f"scripts after {CONTAINER_FILE} run in the container: `{shlex.join(site.inside)}`")
         return Rendered(
-            files=(request.run_file, *(RenderedFile(name=name, text=text) for name, _, _, text in steps)),
+            files={RUN_FILE: request.run_file, **{name: text for name, _, _, text in steps}},
             commands=tuple(
                 Command(words=site.login.words(host, *NO_FORWARDS), what=f"{what} ({host})", stdin=name)
                 for name, where, what, _ in steps
@@ -166,7 +165,7 @@ class Ssh(Target):
                 say(f"{record.id} could not be asked to save: {error}")
         if problems := _take_down(record):
             raise LaunchError(
-                "\n  ".join(["what was started is not ended everywhere:", *problems])
+                "\n  ".join(["not everything that was started could be stopped:", *problems])
                 + f"\nrun `rollcall launch down {record.name}` again when these hosts answer; for one that is gone for good, "
                 f"remove {record.folder}"
             )
@@ -174,7 +173,7 @@ class Ssh(Target):
 
 def _submitted(record: LaunchRecord, job: Job | None) -> Job:
     if job is None:  # the launch was interrupted before it submitted the run
-        raise LaunchError(f"{record.name!r} has not submitted its run; run the same `rollcall launch` again")
+        raise LaunchError(f"{record.name!r} has not submitted its run; run the same `rollcall launch` command again")
     return job
 
 
@@ -236,20 +235,20 @@ def _container_lines(request: LaunchRequest) -> list[str] | None:
 
 def _start_containers(site: Site, rendered: Rendered, record: LaunchRecord) -> LaunchRecord:
     """Start a container on each host, which stays until `down`. A container from an earlier command of this launch is kept."""
-    if not any(file.name == CONTAINER_FILE for file in rendered.files):
+    if CONTAINER_FILE not in rendered.files:
         return record
     say(f"starting {counted(len(site.hosts), 'container')}")
     before = "rollcall_again=yes\n" if record.facts.get(UP) else ""
     record = record.knowing(**{UP: list(site.hosts)}).having(id=record.id or "").save()
-    script = before + rendered.file(CONTAINER_FILE).text
-    site.outside().do(dict.fromkeys(site.hosts, script), failed="without a container")
+    script = before + rendered.files[CONTAINER_FILE]
+    site.outside().do(dict.fromkeys(site.hosts, script), to="start a container")
     return record
 
 
 def _look(site: Site, rendered: Rendered, record: LaunchRecord) -> str:
     """Return the address at which the head will listen, or raise an error that names every unusable host."""
     say(f"connecting to {counted(len(site.hosts), 'host')}")
-    outcomes = site.send(dict.fromkeys(site.hosts, rendered.file(LOOK).text), timeout_s=LOOK_S)
+    outcomes = site.send(dict.fromkeys(site.hosts, rendered.files[LOOK]), timeout_s=LOOK_S)
     problems: list[str] = []
     # All nodes in a Ray cluster need the same Python and Ray, and workers need the same torch to compute together.
     versions = {"rollcall": (__version__, "this machine")}
@@ -270,7 +269,7 @@ def _look(site: Site, rendered: Rendered, record: LaunchRecord) -> str:
                 f"{host}: a cluster named {record.name!r} runs there already, and this launch did not start it; give another --name"
             )
         if rank == 0 and here.is_alone and len(site.hosts) > 1:
-            problems.append(f"{host}: has no address that other machines reach; set launch.ssh.interface")
+            problems.append(f"{host}: has no address that other machines can reach; set launch.ssh.interface")
     if problems or head is None:
         used = f"{counted(len(problems), 'problem')} with the hosts, so nothing was started:"
         raise LaunchError("\n  ".join([used, *problems]))
@@ -283,22 +282,22 @@ def _prepare(request: LaunchRequest, site: Site, rendered: Rendered) -> None:
     say(f"preparing {counted(len(site.hosts), 'host')}")
     # The model cache's location and the hub's key are among the run's variables.
     variables = {**request.cluster.env, **passed(request.cluster, environ=os.environ)}
-    script = "\n".join([*exports(variables), rendered.file(PREPARE).text])
+    script = "\n".join([*exports(variables), rendered.files[PREPARE]])
     scripts = {**dict.fromkeys(site.hosts, script), site.hosts[0]: f"once=--once\n{script}"}
-    site.do(scripts, failed="not prepared")
+    site.do(scripts, to="run `rollcall prepare`")
 
 
 def _start_nodes(site: Site, rendered: Rendered, record: LaunchRecord) -> None:
     say(f"starting {counted(len(site.hosts), 'node')}")
     before = f"export {TOKEN}={launch_token(record.folder)}\nhead={shlex.quote(record.facts[HEAD])}\n"
-    scripts = {host: before + rendered.file(node_file(rank)).text for rank, host in enumerate(site.hosts)}
-    site.do(scripts, failed="without a node", timeout_s=900.0)  # `rollcall node` has its own, shorter limits
+    scripts = {host: before + rendered.files[node_file(rank)] for rank, host in enumerate(site.hosts)}
+    site.do(scripts, to="start a node", timeout_s=900.0)  # `rollcall node` has its own, shorter limits
 
 
 def _check(site: Site, rendered: Rendered, record: LaunchRecord, *, is_running: bool) -> LaunchRecord:
     tell, head = prefixed(site.hosts), site.hosts[0]
     [outcome] = site.send(
-        {head: ("goes_on=yes\n" if is_running else "") + rendered.file(CHECK).text},
+        {head: ("goes_on=yes\n" if is_running else "") + rendered.files[CHECK]},
         timeout_s=CHECK_S + LOOK_S + 600.0,
         tell=lambda host, line: None if line.startswith("{") else tell(host, line),  # leaves out the JSON answer
     )
@@ -338,7 +337,7 @@ def _undo(record: LaunchRecord, *, has_failed: bool) -> None:
         return
     say("taking down what was started")
     if problems := _take_down(record, keep_logs=has_failed):
-        say("\n  ".join(["what was started is not ended everywhere:", *problems]))
+        say("\n  ".join(["not everything that was started could be stopped:", *problems]))
         say(f"run `rollcall launch down {record.name}` when these hosts answer")
     else:
         forget(record)

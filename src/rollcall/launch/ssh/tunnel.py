@@ -82,7 +82,7 @@ def open_tunnel(record: LaunchRecord, *, local_port: int | None = None) -> Tunne
     """Open a tunnel to the head's dashboard."""
     site = Site.of_record(record)
     if DASHBOARD not in record.facts:
-        raise LaunchError(f"{record.name!r} has not started its nodes; run the same `rollcall launch` again")
+        raise LaunchError(f"{record.name!r} has not started its nodes; run the same `rollcall launch` command again")
     return Tunnel(site.login, host=site.hosts[0], port=record.facts[DASHBOARD], local_port=local_port)
 
 

@@ -12,7 +12,8 @@ import logging
 import os
 import re
 import socket
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, Literal
 
 from rollcall.base.errors import ClusterError
@@ -108,6 +109,16 @@ def connect(
     if is_heeding():
         cluster.note_driver()
     return cluster
+
+
+@contextmanager
+def connected(cluster: Cluster) -> Iterator[None]:
+    """Make this process a driver of the cluster while the block runs."""
+    connect(cluster, log_to_driver=False)
+    try:
+        yield
+    finally:
+        disconnect()
 
 
 def disconnect() -> None:
