@@ -30,7 +30,6 @@ from pathlib import Path
 
 from rollcall.base.atomic import create_atomic
 from rollcall.base.errors import ConfigError
-from rollcall.base.heartbeat import Heartbeat
 from rollcall.base.patience import persist, refusing
 from rollcall.base.process_table import STOPPED, Process, status_of
 from rollcall.base.redact import redact
@@ -43,6 +42,26 @@ SURE_S = WATCH_S / 2  # no other controller can have taken over this soon after 
 _LENGTH, _LONGEST_WAIT = 4096, 500  # bytes in a lease file; characters in it for what the holder waits for
 _KINDS = {"owner": str, "host": str, "pid": int, "place": str, "process_start": int, "since": str, "released": bool,
           "waits": str, "waits_since": int}  # fmt: skip
+
+
+class Heartbeat:
+    """Tells whether another process is alive, by a counter that it advances in a shared file. Pass each reading to ``see``; a new
+    owner restarts the watch. Only this process's clock is used: file times and other hosts' clocks cannot be trusted."""
+
+    def __init__(self) -> None:
+        self.has_moved = False  # since its owner was first seen
+        self._seen: tuple[str | None, int | None] = (None, None)
+        self._since = time.monotonic()
+
+    @property
+    def silent_s(self) -> float:
+        """Seconds since the counter moved, or since its owner was first seen."""
+        return time.monotonic() - self._since
+
+    def see(self, owner: str, counter: int) -> None:
+        if (owner, counter) != self._seen:
+            self.has_moved = owner == self._seen[0]
+            self._seen, self._since = (owner, counter), time.monotonic()
 
 
 def unguarded() -> None:

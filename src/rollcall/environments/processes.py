@@ -28,8 +28,7 @@ from contextlib import ExitStack, suppress
 from typing import Any
 
 from rollcall.base.errors import ConfigError
-from rollcall.base.limits import allow_files
-from rollcall.base.process_table import Process, descendants
+from rollcall.base.process_table import Process, allow_files, descendants
 from rollcall.config.environments import ClassEnvironment, StepEnvironment, kinds_of
 from rollcall.environments.calls import format_of
 from rollcall.environments.program import variables_of

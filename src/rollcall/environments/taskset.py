@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from rollcall.base.errors import ConfigError
-from rollcall.base.limits import allow_files
+from rollcall.base.process_table import allow_files
 from rollcall.base.wait import warn
 from rollcall.config.environments import VerifiersEnvironment
 from rollcall.environments.packages.verifiers import SETUP
