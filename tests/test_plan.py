@@ -25,7 +25,6 @@ from rollcall.learner.optimizer import Optimizer
 from rollcall.model.files import MODEL_DIR
 from rollcall.plan.activations import Recompute
 from rollcall.plan.draw import draw_text, node_runs
-from rollcall.plan.elastic import shrink
 from rollcall.plan.judge import RunPlan, plan_run
 from rollcall.plan.memory import (
     GIB,
@@ -37,7 +36,7 @@ from rollcall.plan.memory import (
     lever,
     read_sizes,
 )
-from rollcall.plan.placement import Role, roles_together
+from rollcall.plan.placement import Role, roles_together, shrink
 
 ROOT = Path(__file__).parents[1]
 QWEN: dict[str, Any] = dict(

@@ -14,7 +14,7 @@ from rollcall.base.words import counted, ranges
 from rollcall.config import ClusterSection, Config, RolloutSection
 from rollcall.config.checks import unused
 from rollcall.config.environments import AgentEnvironment, VerifiersEnvironment
-from rollcall.plan.engine import kv_is_open
+from rollcall.plan.choose import kv_is_open, on_kv, on_microbatch
 from rollcall.plan.memory import (
     GIB,
     PARTS,
@@ -28,7 +28,6 @@ from rollcall.plan.memory import (
 )
 from rollcall.plan.mesh import indivisible_heads, split_of
 from rollcall.plan.placement import HOLDERS, SCORERS, TRAINED, Plan, PlannedProcess, Role, plan_for, roles_together
-from rollcall.plan.room import on_kv, on_microbatch
 
 DEFAULT_CARD_GIB = 80.0
 WORTH_SAYING = 16 * GIB  # of host memory; nodes with accelerators have more

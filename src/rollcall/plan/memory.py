@@ -24,8 +24,7 @@ from rollcall.config.sections import DEFAULT_TOKENS
 from rollcall.model.files import MODEL_DIR, model_folder, read_model_config
 from rollcall.model.hub import cached_folder
 from rollcall.plan.activations import COMPILE_FROM, LOGITS_AT_ONCE, DecoderSizes, Passes, Recompute
-from rollcall.plan.choose import NO_KV, SAFE, Choice, choose
-from rollcall.plan.engine import EngineNeeds, kv_is_open
+from rollcall.plan.choose import NO_KV, SAFE, Choice, EngineNeeds, choose, kv_is_open
 from rollcall.plan.placement import HOLDERS, TRAINED, Mesh, Plan, Role, RoleGroup, roles_in_parts
 
 GIB = 1 << 30
