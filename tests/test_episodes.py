@@ -46,7 +46,7 @@ from rollcall.environments.processes import kind_of
 from rollcall.environments.protocol import EnvironmentFailed, EnvironmentLost, Message
 from rollcall.loop.attempts import RunError
 from rollcall.loop.data.load import DataError, PromptSet
-from rollcall.observe.transcript import transcript
+from rollcall.observe.samples import transcript
 from rollcall.reward.scorer import Scorer
 from rollcall.reward.trl import MESSAGES
 from rollcall.run.build import build_environments

@@ -324,7 +324,7 @@ LIVE = """
 import signal, subprocess, sys, time
 signal.signal(signal.SIGINT, signal.default_int_handler)
 from rollcall.observe.console import LiveConsole, make_console
-from rollcall.observe.prints import ChildPrints
+from rollcall.observe.logs import ChildPrints
 from rollcall.observe.progress import Progress
 try:
     with make_console(Progress(name="demo", num_steps=50)) as console:

@@ -215,6 +215,38 @@ def parse_config(raw: dict[str, Any]) -> Config:
         raise ConfigError(explain_all(error, Config)) from None
 
 
+_UNSPLIT = {
+    "sharding": "replicate",
+    "sharding_group_size": None,
+    "tensor_parallel_size": 1,
+    "sequence_parallel": False,
+    "context_parallel_size": 1,
+    "cpu_offload": False,
+    "compile": False,
+}
+
+
+def in_one_process(config: Config, *, keeps_dir: bool = True) -> Config:
+    """Return the same run without its cluster: nothing is split over processes or compiled, and the native engine samples.
+    Episodes run one at a time, so that a breakpoint stops in only one. Model, data, rewards, algorithm and sizes stay. The run
+    directory is a different one unless ``keeps_dir``, so the real run's checkpoints and journal stay as they are."""
+    environment, run_dir = config.environment, config.run.dir
+    if not keeps_dir:
+        run_dir = run_dir.with_name(f"{run_dir.name}-local-debug")
+    sections = {
+        "run": config.run.model_copy(update={"dir": run_dir}),
+        "cluster": None,
+        "launch": None,
+        "actor": config.actor.model_copy(update=_UNSPLIT),
+        **({"critic": config.critic.model_copy(update=_UNSPLIT)} if config.algorithm.name == "ppo" else {}),
+        "rollout": config.rollout.model_copy(update={"engine": "native", "compile": False}),
+        **({"environment": environment.model_copy(update={"max_running": 1})} if environment is not None else {}),
+        "trainer": config.trainer.model_copy(update={"elastic": None}),
+        "checkpoint": config.checkpoint.model_copy(update={"place": "shared"}),
+    }
+    return load_config(config.model_copy(update=sections).model_dump(warnings=False))
+
+
 def dump_config(config: Config) -> str:
     """Return the resolved run file as YAML. Reading it back returns the same config, except for redacted secrets."""
     return _dumped(public_dump(config))

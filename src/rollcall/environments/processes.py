@@ -36,7 +36,7 @@ from rollcall.environments.protocol import KIND, Environment, EnvironmentFailed,
 from rollcall.environments.zygote import MAX_ANSWER_BYTES
 from rollcall.nodes.framing import JSON
 from rollcall.nodes.processes import signal_processes
-from rollcall.observe.prints import ChildPrints
+from rollcall.observe.logs import ChildPrints
 from rollcall.process.debug.here import POST_MORTEM, DebugLine
 from rollcall.process.ending import how_it_ended
 from rollcall.process.here import LinkHere, SocketLink
