@@ -259,14 +259,7 @@ async def _evaluate(
         on_progress(num_done, len(prompts.prompts))
 
     try:
-        player = player_of(
-            config.environment,
-            environments,
-            tokenizer=tokenizer,
-            scorer=scorer,
-            max_prompt_tokens=config.data.max_prompt_tokens,
-            max_response_tokens=config.rollout.max_response_tokens,
-        )
+        player = player_of(config, environments, tokenizer=tokenizer, scorer=scorer)
         rollouts = Rollouts(engine=engine, rewards=Rewards(), player=player)
         work = evaluate(
             prompts.prompts,
