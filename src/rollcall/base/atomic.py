@@ -32,7 +32,7 @@ def write_atomic(path: Path, data: str | bytes, *, durable: bool = True, private
 
 @contextmanager
 def replacing(path: Path, *, durable: bool = True, private: bool = False) -> Iterator[BinaryIO]:
-    """Yield a file to write to. It replaces ``path`` if the block succeeds."""
+    """Yield a file to write to, which replaces ``path`` if the block succeeds."""
     tmp = _temporary(path)
     try:
         with open(os.open(tmp, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600 if private else 0o666), "wb") as file:

@@ -131,7 +131,7 @@ class Lease:
             if self._lost is None:
                 self._write(released=True)
         except OSError as error:
-            warn(f"{self._path}: the lease cannot be given back: {error}; the next controller waits {WATCH_S:g} s")
+            warn(f"{self._path}: cannot release the lease: {error}; the next controller will wait {WATCH_S:g} s")
         finally:
             os.close(self._fd)
 
@@ -149,7 +149,7 @@ class Lease:
             self._write(released=False)
         except OSError as error:
             if not self._has_failed:
-                warn(f"{self._path}: the lease cannot be renewed: {error.strerror}; trying again every {BEAT_S:g} s")
+                warn(f"{self._path}: cannot renew the lease: {error.strerror}; trying again every {BEAT_S:g} s")
             self._has_failed = True
             return
         self._has_failed = False
@@ -173,14 +173,14 @@ class Lease:
                 is_there = False
             newest = read_holder(self.run_dir)
         except OSError as error:
-            warn(f"{self._path}: the lease cannot be read: {error.strerror}")
+            warn(f"{self._path}: cannot read the lease: {error.strerror}")
             return
         if is_there and newest is not None and newest.number == self.me.number:
             return
         by = f"by {newest}" if newest is not None else "(its lease file is gone)"
         self._lost = (
             f"run.dir={self.run_dir} was taken over {by} while this process ({self.me.pid} on {self.me.host}) gave no sign of "
-            "life; this one stops and leaves the directory to the other"
+            "life; this process stops and leaves the directory to the other one"
         )
 
 
@@ -190,7 +190,7 @@ def hold(run_dir: Path) -> Iterator[Lease]:
     with refusing(run_dir, folder=run_dir.parent):
         run_dir.parent.mkdir(parents=True, exist_ok=True)
     if run_dir.exists() and not run_dir.is_dir():
-        raise ConfigError(f"run.dir={run_dir} is a file, and a run needs a folder; choose another run.dir")
+        raise ConfigError(f"run.dir={run_dir} is a file, but a run needs a folder; choose another run.dir")
     lease = _take(run_dir)
     try:
         yield lease
@@ -204,7 +204,9 @@ def _take(run_dir: Path) -> Lease:
         if holder is not None and not holder.is_gone:
             if holder.is_here:
                 _refuse(run_dir, holder)
-            warn(f"run.dir={run_dir} is held by {holder}; watching it for {WATCH_S:g} s to see whether it is alive")
+            warn(
+                f"run.dir={run_dir} is in use by {holder}; watching it for {WATCH_S:g} s to see whether it is still alive"
+            )
             _watch(run_dir, holder)
         if holder is not None and not holder.released:
             warn(f"run.dir={run_dir}: {holder} is gone; taking over")
