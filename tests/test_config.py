@@ -199,7 +199,7 @@ def test_a_wrong_value_is_refused_with_what_to_write(sections: dict[str, Any], m
         ('finish.max_shard_size="\\uD800"', r"finish.max_shard_size: '\\ud800' is not a size with a unit"),
         ("cluster.env={'A=B': x}", "a variable name is empty or contains '='"),
         ("cluster.num_nodes=99999999", "less than or equal to 100000"),
-        ("cluster={num_nodes: 90000, num_gpus_per_node: 90000}", "8,100,000,000 slots; a cluster has at most 100,000"),
+        ("cluster={num_nodes: 90000, num_gpus_per_node: 90000}", "8,100,000,000 slots, but a cluster can have at most 100,000"),
         ("actor={lr: 1, lr: 2}", "override 'actor={lr: 1, lr: 2}': lr appears twice"),
     ],
 )  # fmt: skip

@@ -77,7 +77,7 @@ def test_an_id_of_true_is_written_as_in_json(tmp_path: Path) -> None:
 
 
 def test_a_prompt_cannot_be_its_own_answer() -> None:
-    with pytest.raises(ConfigError, match=r"data\.answer_key=answer is data\.prompt_key too"):
+    with pytest.raises(ConfigError, match=r"data\.answer_key=answer is also data\.prompt_key"):
         load_config(None, ["data.prompt_key=answer"])
 
 

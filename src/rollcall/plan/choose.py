@@ -186,9 +186,9 @@ def on_microbatch(
     rows = -(-config.completions_per_step // (section.minibatches * num_ranks))
     passes = -(-rows * longest // tokens)
     if needed > room:
-        cost = f"and by estimate even that needs {size(needed)} where {size(max(room, 0))} are free"
+        cost = f"and even that needs an estimated {size(needed)}, while {size(max(room, 0))} are free"
     elif tokens < SMALL and passes > FEW:
-        cost = f"so an update of {counted(rows, 'completion')} takes up to {passes} passes, each too small for the card"
+        cost = f"so an update of {counted(rows, 'completion')} takes up to {passes} passes, each too small to keep the card busy"
     else:
         return None
     return f"{name}: a micro-batch has room for {tokens} tokens, {cost}. {_more_room(config)}"

@@ -105,7 +105,7 @@ def _parse_part(text: str, *, nodes: Nodes, given: str) -> _Part:
         raise PlacementError(f"{given}: {first}-{last} runs backwards; write {last}-{first}")
     if last >= nodes.num_slots:
         raise PlacementError(
-            f"{given} asks for slot {last}, but {nodes.sum()}, numbered 0 to {nodes.num_slots - 1}; "
+            f"{given} asks for slot {last}, but the cluster has {nodes.sum()}, numbered 0 to {nodes.num_slots - 1}; "
             f"stay below {nodes.num_slots}, or make the cluster larger (cluster.num_nodes)"
         )
     ranks = None
