@@ -573,7 +573,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Config:
 def test_a_run_directory_is_not_continued_by_another_run(finished: Config, override: str, key: str) -> None:
     folder = finished.run.dir
     before = journal_bytes(finished), metric_rows(finished), (folder / "run.yaml").read_text()
-    with pytest.raises(ConfigError, match=rf"other settings: {key}\. This cannot change.*--fresh"):
+    with pytest.raises(ConfigError, match=rf"different settings: {key}\. These cannot change.*--fresh"):
         finish(make_run(folder.parent, "trainer.steps=2", override))
     assert before == (journal_bytes(finished), metric_rows(finished), (folder / "run.yaml").read_text())
 

@@ -533,7 +533,7 @@ def test_episodes_that_all_failed_are_played_again_once_the_environment_is_put_r
     config = game(tmp_path, reward=reward)
     scripted(Scripted(broken))
     with pytest.raises(
-        RunError, match="(?s)the environment failed on all .* Correct the environment, .* are played again"
+        RunError, match="(?s)the environment failed on all .* Fix the environment, .* will be played again"
     ):
         finish(config)
     script = scripted(Scripted(letters_game, reward=lambda texts: float(len(texts))))

@@ -86,7 +86,7 @@ def test_what_names_no_dataset_is_refused_before_anything_is_read(
     (tmp_path / "a" / "b").mkdir(parents=True)
     monkeypatch.chdir(tmp_path / "a" / "b")
     monkeypatch.setattr("datasets.load_dataset", lambda *_, **__: pytest.fail("it was looked for"))
-    with pytest.raises(DataError, match="names no dataset; write OWNER/NAME"):
+    with pytest.raises(DataError, match="is not the name of a dataset; write OWNER/NAME"):
         load(f"hub:{name}")
 
 

@@ -172,7 +172,7 @@ class Controller:
         if self.steps_ahead and self.version == self.start_step:
             raise RunError(
                 f"the journal of {self.config.run.dir} has no complete step after step {self.start_step}, so there is nothing to "
-                "update with; fill it with --phase rollout, or run --phase both"
+                "train on; fill it with --phase rollout, or run --phase both"
             )
         if self.record.unsaved is not None:  # the journal ended here
             await self._save(self.record.unsaved)
@@ -221,8 +221,8 @@ class Controller:
         scored = time.perf_counter()
         if not any(sample.mask.any() for sample in samples):
             say(
-                f"step {batch.step} has nothing to train on: no reward scored a completion (each was None), or all episodes were cut "
-                "short or failed and environment.truncated, timed_out and failed leave them out (see the metrics under episode/). "
+                f"step {batch.step} has nothing to train on: all rewards returned None, or all episodes were truncated, timed out or "
+                "failed, and environment.truncated, timed_out and failed leave those out (see the metrics under episode/). "
                 "Weights, momentum and schedule do not change"
             )
             return Update(

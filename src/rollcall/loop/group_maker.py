@@ -83,7 +83,7 @@ class GroupMaker:
         if failed and not self._is_trained(batch.groups[0].draw):
             raise RunError(
                 f"step {batch.step}: {why_unscored(batch.groups, reward=min(failed), scorer=self._scorer)}\n"
-                f"Nothing was trained on them. {_what_to_do(min(failed))}"
+                f"The step was not trained. {_what_to_do(min(failed))}"
             )
 
     def _is_trained(self, draw: int) -> bool:
@@ -188,10 +188,10 @@ def is_finite(completion: Completion) -> bool:
 
 def _what_to_do(failed: str) -> str:
     if failed == ENVIRONMENT:
-        return "Correct the environment, then run the same command again (leave out --fresh): these episodes are played again"
+        return "Fix the environment, then run the same command again (leave out --fresh): these episodes will be played again"
     return (
-        "Correct the reward (`rollcall reward test RUN.yaml` tries it), then run the same command again (leave out --fresh): "
-        "the completions are kept and scored again"
+        "Fix the reward (`rollcall reward test RUN.yaml` tries it), then run the same command again (leave out --fresh): "
+        "the completions are kept and will be scored again"
     )
 
 

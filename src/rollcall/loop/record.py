@@ -95,9 +95,9 @@ class Saves:
                 raise KeyboardInterrupt
             if time.monotonic() > deadline:
                 raise CheckpointError(
-                    f"the checkpoint of step {step} is not written after a wait of {LONGEST_S / 3600:,.1f} hours: the disk, or a node "
-                    "that writes its part, does not answer; see whether checkpoint files can be written there, then run the same command "
-                    "again: it continues from the newest whole checkpoint"
+                    f"the checkpoint of step {step} is still not written after {LONGEST_S / 3600:,.1f} hours: the disk, or a node "
+                    "that writes a part of it, does not respond; check that checkpoint files can be written there, then run the same command "
+                    "again: it continues from the newest complete checkpoint"
                 )
         self.poll()
 
@@ -179,7 +179,7 @@ class Record:
             if (fault := disk_fault(error, near=directory)) is None:
                 raise
             warn(
-                f"{directory}: the token scores of step {batch.step} are left out ({fault.strerror}); the page shows its tokens "
+                f"{directory}: the token scores of step {batch.step} were not written ({fault.strerror}); the page shows its tokens "
                 "without the learner's numbers"
             )
 

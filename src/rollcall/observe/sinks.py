@@ -108,8 +108,8 @@ class WandbSink:
         except Exception as error:  # noqa: BLE001
             # Show only the type, because a login error message may contain a key.
             raise ValueError(
-                f"wandb could not start ({type(error).__name__}); run `wandb login`, set WANDB_MODE=offline, or take "
-                "wandb out of trainer.loggers"
+                f"wandb could not start ({type(error).__name__}); run `wandb login`, set WANDB_MODE=offline, or remove "
+                "wandb from trainer.loggers"
             ) from None
         # wandb drops rows whose step goes backwards, as in a replay. It keeps them if our step is a metric.
         self._run.define_metric("step")
@@ -133,7 +133,7 @@ def _wandb() -> Any:
         return importlib.import_module("wandb")
     except ImportError:
         raise ValueError(
-            "trainer.loggers has wandb, which is not installed; run: pip install wandb, or take it out of trainer.loggers"
+            "trainer.loggers has wandb, which is not installed; run: pip install wandb, or remove it from trainer.loggers"
         ) from None
 
 
@@ -144,7 +144,7 @@ def make_sinks(config: Config, run_dir: Path, resume_step: int | None) -> list[S
         try:
             sinks.append(TensorBoardSink(run_dir / "tensorboard", resume_step=resume_step))
         except ImportError:
-            warn("no TensorBoard curves: the package is not installed; run: pip install tensorboard")
+            warn("TensorBoard is not installed, so its curves are not written; run: pip install tensorboard")
     if "wandb" in config.trainer.loggers:
         sinks.append(WandbSink(config, run_dir))
     return sinks
@@ -165,7 +165,7 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
         row = parse_row(line)
         if row is None:
             # The last line has no newline if the process was killed while writing it; the replay writes it again.
-            warn(f"{path}, line {number} is not a row of metrics and is left out: {line!r:.60}")
+            warn(f"{path}, line {number} is not a row of metrics and is skipped: {line!r:.60}")
             continue
         rows.setdefault(row["step"], {}).update(row)
     return [rows[step] for step in sorted(rows)]
