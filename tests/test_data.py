@@ -165,7 +165,7 @@ def test_the_builtin_task_has_disjoint_splits() -> None:
         ([{"prompt": "a", "answer": [1]}], {}, "row 1: the answer is list ([1])"),
         ([{"prompt": "a", "prompt_messages": 1}], {}, "row 1 has a column 'prompt_messages', a name that Rollcall reserves; rename the "
          "column, such as data.columns: {prompt_messages: own_prompt_messages}"),
-        ([{"prompt": "a", "x": 1}], {"columns": {"x": "prompt_text"}}, "row 1 has a column 'prompt_text', a name that Rollcall keeps"),
+        ([{"prompt": "a", "x": 1}], {"columns": {"x": "prompt_text"}}, "row 1 has a column 'prompt_text', a name that Rollcall reserves"),
         (['{"prompt": "a", "x": ' + "9" * 9000 + "}"], {}, "row 1 is not valid JSON: Exceeds the limit (4300 digits)"),
         ([{"prompt": "abcdef"}], {"max_prompt_tokens": 4}, "the only prompt is longer than data.max_prompt_tokens=4; the shortest has 7"),
     ],

@@ -92,7 +92,7 @@ def test_secrets_of_workers_are_not_told(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("before", "after", "message"),
     [
-        ({}, {"data": {"prompts_per_step": 24}}, r"other settings: data\.prompts_per_step: 48 -> 24\. This"),
+        ({}, {"data": {"prompts_per_step": 24}}, r"different settings: data\.prompts_per_step: 48 -> 24\. These"),
         (
             {},
             {"actor": {"optimizer": {"name": "torch.optim.SGD"}}},
