@@ -64,10 +64,6 @@ class Heartbeat:
             self._seen, self._since = (owner, counter), time.monotonic()
 
 
-def unguarded() -> None:
-    """The check for a store that has no other writer."""
-
-
 class LeaseLostError(RuntimeError, ValueError):
     """Another controller owns this run directory now; this process has stopped writing."""
 

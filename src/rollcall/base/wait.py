@@ -118,15 +118,12 @@ class Wait:
             waited_s = round(self.waited_s)
             say(f"{text} ({waited_s} s)" if waited_s else text)
 
-    def sleep(self, seconds: float) -> None:
-        time.sleep(min(seconds, self.left_s))
-
     def again(self, text: str, *, after_s: float) -> bool:
         """Whether to look again: says what this waits for, if a message is due, and sleeps. False at once if the time is over."""
         if self.is_over:
             return False
         self.tell(text)
-        self.sleep(after_s)
+        time.sleep(min(after_s, self.left_s))
         return True
 
 

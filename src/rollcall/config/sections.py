@@ -124,10 +124,6 @@ class ClusterSection(Section):
         return sum(self.slots_per_node)
 
 
-def _dtype(given: Any) -> Any:
-    return DTYPE_ALIASES.get(given, given) if isinstance(given, str) else given
-
-
 class ModelSection(Section):
     path: Annotated[str, AfterValidator(check_home)] = field(
         "builtin:arithmetic",
@@ -135,7 +131,9 @@ class ModelSection(Section):
         "docs/models.md). `builtin:arithmetic` is a small model that comes with Rollcall: it adds numbers below 50, knows only digits, + and =, "
         "and has no chat template.",
     )
-    dtype: Annotated[Literal["auto", "float32", "bfloat16"], BeforeValidator(_dtype)] = field(
+    dtype: Annotated[
+        Literal["auto", "float32", "bfloat16"], BeforeValidator(lambda given: DTYPE_ALIASES.get(str(given), given))
+    ] = field(
         "auto",
         "Compute precision (`bf16` and `fp32` are accepted too). `auto`: bfloat16 on CUDA, float32 on a CPU. bfloat16 on a CPU "
         "needs hardware support for it.",

@@ -16,7 +16,6 @@ from typing import Any, Protocol
 
 from rollcall.base.append_file import AppendFile, lines_end, parse_row
 from rollcall.base.atomic import write_atomic
-from rollcall.base.errors import ConfigError
 from rollcall.base.patience import persist
 from rollcall.base.wait import warn
 from rollcall.config import Config, public_dump
@@ -99,10 +98,12 @@ class WandbSink:
     """Weights & Biases. The run id is stored in the run directory, so a resumed run continues the same page."""
 
     def __init__(self, config: Config, run_dir: Path) -> None:
-        wandb = _wandb()
+        wandb, id_file = _wandb(), run_dir / "wandb_id"
+        if not id_file.exists():
+            write_atomic(id_file, uuid.uuid4().hex[:8])
         try:
             self._run = wandb.init(
-                project="rollcall", name=config.run.name, id=_wandb_id(run_dir), resume="allow", dir=str(run_dir),
+                project="rollcall", name=config.run.name, id=id_file.read_text().strip(), resume="allow", dir=str(run_dir),
                 config=public_dump(config),
             )  # fmt: skip
         except Exception as error:  # noqa: BLE001
@@ -156,8 +157,6 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
         lines = path.read_bytes().split(b"\n")
     except FileNotFoundError:
         return []
-    except IsADirectoryError:
-        raise ConfigError(f"{path} is a folder, and a run keeps its metrics in a file there; move it away") from None
     rows: dict[int, dict[str, Any]] = {}
     for number, line in enumerate(lines, start=1):
         if not line:
@@ -174,11 +173,3 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
 def _finite(value: float) -> float | int | None:
     number = value if isinstance(value, int) else float(value)
     return number if math.isfinite(number) else None
-
-
-def _wandb_id(run_dir: Path) -> str:
-    path = run_dir / "wandb_id"
-    if not path.exists():
-        run_dir.mkdir(parents=True, exist_ok=True)
-        write_atomic(path, uuid.uuid4().hex[:8])
-    return path.read_text().strip()
