@@ -466,7 +466,7 @@ def test_a_token_id_that_no_model_has_is_refused(tmp_path: Path, monkeypatch: py
 def test_files_that_cannot_be_read_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="nothing.jsonl does not exist"):
         load(str(tmp_path / "nothing.jsonl"))
-    with pytest.raises(ValueError, match="'.csv'; data files are"):
+    with pytest.raises(ValueError, match="is not a data file: their names end in .jsonl"):
         load(a_file(tmp_path, "a,b\n", name="rows.csv"))
     with pytest.raises(ValueError, match="bad.parquet cannot be read past row 0: Parquet"):
         (tmp_path / "bad.parquet").write_text("no")

@@ -162,7 +162,7 @@ def test_a_tensor_group_on_two_nodes_is_noted() -> None:
         ({"actr": "all"}, ("'actr' in 'actr' is not a role; did you mean actor?",)),
         ({"actor,": "all"}, ("'' in 'actor,' is not a role", "actor, critic, reference, rollout, inference, reward")),
         ({"actor": "0..7"}, ("'0..7' is not a set of slots; write all, a slot (5)",)),
-        ({"actor": "0-3,,4-7"}, ("there is an empty part",)),
+        ({"actor": "0-3,,4-7"}, ("one part is empty",)),
         ({"actor": "-1"}, ("'-1' is not a set of slots",)),
         ({}, ("slots 0-7 without a role",)),
     ],

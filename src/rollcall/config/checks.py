@@ -37,9 +37,7 @@ def check_directory(path: Path) -> Path:
     """Expand ``~``, which would otherwise become a folder with that name."""
     expanded = Path(check_home(str(path))).expanduser() if str(path).startswith("~") else path
     if expanded.name in ("", ".."):
-        raise ValueError(
-            f"{str(path)!r} has other files in it; name a directory for this run alone, such as runs/first"
-        )
+        raise ValueError(f"{str(path)!r} contains other files; give this run its own directory, such as runs/first")
     return expanded
 
 

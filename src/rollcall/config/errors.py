@@ -51,7 +51,7 @@ def explain(item: Any, root: type[BaseModel]) -> str:
         case "union_tag_not_found":
             tag = item["ctx"]["discriminator"].strip("'")
             example = "class" if path == "environment" else "grpo" if tag == "name" else "exact"
-            return f"{path} has no {tag}; docs/configuration.md lists them; write for example {path}.{tag}={example}"
+            return f"{path} has no {tag}; write for example {path}.{tag}={example} (docs/configuration.md lists all)"
         case "union_tag_invalid":
             return _unknown_tag(path, item["ctx"])
         case "model_type" | "dict_type":

@@ -32,7 +32,7 @@ def _targets(given: Any) -> Any:
     if not given:
         raise ValueError(f"targets is empty, so there is nothing to train; write {some}")
     if twice := next((name for name in given if given.count(name) > 1), None):
-        raise ValueError(f"targets names {twice} twice; name it once")
+        raise ValueError(f"targets lists {twice} twice; list it once")
     return given
 
 

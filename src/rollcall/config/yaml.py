@@ -19,7 +19,9 @@ from rollcall.config.errors import MOST_SHOWN
 
 MAX_BYTES = 1 << 20  # the largest file; a run file has a few thousand bytes
 MAX_DEPTH = 40  # nesting of lists and mappings; a run file has 4 levels
-_TOO_DEEP = f"lists and maps are nested more than {MAX_DEPTH} deep, or one contains itself; a run file has 4"
+_TOO_DEEP = (
+    f"lists and maps are nested more than {MAX_DEPTH} deep, or one contains itself; a run file needs only 4 levels"
+)
 _OPEN_ALREADY = ("/dev/fd/", "/dev/stdin", "/proc/self/fd/")  # used by `<(command)`: somebody is writing there
 
 

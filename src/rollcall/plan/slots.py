@@ -97,7 +97,7 @@ def read_slots(text: str, *, nodes: Nodes, key: str) -> list[tuple[int, ...]]:
 def _parse_part(text: str, *, nodes: Nodes, given: str) -> _Part:
     match = _PART.fullmatch(text)
     if match is None:
-        what = f"{text!r} is not a set of slots" if text else "there is an empty part"
+        what = f"{text!r} is not a set of slots" if text else "one part is empty"
         raise PlacementError(f"{given}: {what}; {SLOT_SYNTAX}")
     everything, low, high, first_rank, last_rank = match.groups()
     first, last = (0, nodes.num_slots - 1) if everything else (int(low), int(high if high is not None else low))

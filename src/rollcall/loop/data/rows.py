@@ -52,9 +52,7 @@ def read_rows(source: str, *, split: Split = "train") -> Iterator[Row]:
         found = ", ".join(sorted(each.name for each in path.iterdir() if each.suffix in READERS)) or "no data file"
         raise DataError(f"{source} is a directory; give one file (it contains {found})")
     if path.suffix not in READERS:
-        raise DataError(
-            f"{source} ends in {path.suffix or 'nothing'!r}; data files are .jsonl, .json (JSON lines) or .parquet"
-        )
+        raise DataError(f"{source} is not a data file: their names end in .jsonl, .json (JSON lines) or .parquet")
     try:
         if not stat.S_ISREG(os.stat(path).st_mode):  # a pipe would block, and a device has no end
             raise DataError(f"data file {source} is a pipe or a device; write the rows to a regular file")
