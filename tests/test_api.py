@@ -113,7 +113,7 @@ def test_settings_are_given_as_dotted_keys_or_maps_and_checked_as_on_the_command
     changed = read_config(placed, changes={"cluster": {"component_placement": {"actor,rollout": "all"}}})
     assert changed.cluster is not None and list(changed.cluster.component_placement) == ["actor,rollout"]
     with pytest.raises(
-        rollcall.ConfigError, match=r"and what the call sets: trainer.stepz .*did you mean trainer.steps"
+        rollcall.ConfigError, match=r"with the call's changes: trainer.stepz .*did you mean trainer.steps"
     ):
         rollcall.train(file, trainer={"stepz": 3})
     with pytest.raises(rollcall.ConfigError, match=r"nowhere.yaml does not exist.*rollcall init"):
@@ -223,7 +223,9 @@ def test_an_empty_map_changes_nothing(tmp_path: Path) -> None:
 
 
 def test_a_dotted_key_in_a_map_is_refused_with_the_way_to_write_it() -> None:
-    with pytest.raises(rollcall.ConfigError, match="because of the dot; write steps under trainer"):
+    with pytest.raises(
+        rollcall.ConfigError, match="because a dot in a key is not a separator here; write steps under trainer"
+    ):
         read_config({"trainer.steps": 3})
 
 

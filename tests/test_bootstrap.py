@@ -697,7 +697,7 @@ def test_ray_stays_until_the_one_who_follows_the_run_has_printed_its_end(
     with speaking(held.append):
         assert hold_and_tell(signal.SIGTERM, until=until) == STOPPED
     assert held[0] == "SIGTERM" and held[2:4] == ["asked", "asked"] and held[-1] == "stopped"
-    assert "the run was stopped; what it finished is saved, and the same command continues (status 75)" in held[4]
+    assert "the run was stopped; its progress is saved, and the same command continues it (status 75)" in held[4]
     del held[:]
     assert hold_and_tell(signal.SIGTERM, until=lambda: None) is None, "no run, so nothing to wait for"
 

@@ -76,7 +76,7 @@ def test_little_room_is_accepted_only_with_what_it_costs_and_what_helps(
         return caplog.text
 
     assert (
-        "actor: a micro-batch has room for 10 tokens, and by estimate even that needs 1.01 MB where 0 bytes are free"
+        "actor: a micro-batch has room for 10 tokens, and even that needs an estimated 1.01 MB, while 0 bytes are free"
         in told()
     )
     assert (

@@ -107,15 +107,15 @@ def test_every_mistake_is_told_at_once() -> None:
         (dict(reward=[{"type": "regx", "pattern": "a"}]), "reward.0.type='regx' is not known; did you mean regex?"),
         (dict(reward=[{"weight": 1}]), "reward.0 has no type; .* reward.0.type=exact"),
         (dict(environment={"max_turns": 1}), "environment has no type; .* environment.type=class"),
-        (dict(environment={"type": "class", "path": ""}), "environment.path is empty; give module:Class"),
-        (dict(environment={"type": "step", "path": {"a": " "}}), "environment.path is empty; give module:Class"),
+        (dict(environment={"type": "class", "path": ""}), "environment.path is empty; write module:Class"),
+        (dict(environment={"type": "step", "path": {"a": " "}}), "environment.path is empty; write module:Class"),
         (dict(environment={"type": "class", "path": {"": "m:C", "b": "m:D"}}), "environment.path has a class without a name"),
-        (dict(environment={"type": "agent", "run": " "}), "environment.run is empty; give the command"),
-        (dict(environment={"type": "agent", "run": "x", "call_timeout_s": 5}), "environment.call_timeout_s=5 has no call"),
+        (dict(environment={"type": "agent", "run": " "}), "environment.run is empty; write the command"),
+        (dict(environment={"type": "agent", "run": "x", "call_timeout_s": 5}), "environment.call_timeout_s=5 has no effect"),
         (dict(algorithm={"name": "grop"}), "algorithm.name='grop' is not known; did you mean grpo?"),
         (dict(algorithm={"name": "zzz"}), "algorithm.name='zzz' is not known; there are grpo, dr_grpo, dapo"),
         (dict(algorithm={"kl_coef": 0.1}), "algorithm has no name; .* algorithm.name=grpo"),
-        (dict(reward=[]), "reward is empty; give at least one"),
+        (dict(reward=[]), "reward is empty; list at least one"),
         (
             dict(data={"prompts_per_step": 30}, actor={"minibatches": 4}),
             "data.prompts_per_step=30 cannot be split into actor.minibatches=4; use a divisor of 30",
@@ -134,24 +134,24 @@ def test_every_mistake_is_told_at_once() -> None:
         ),
         (
             dict(rollout={"top_p": 0.9}, algorithm={"name": "grpo", "old_logprobs": "engine"}),
-            "behaviour log-probs cannot stand in .* set algorithm.old_logprobs=learner, or top_p=1 and top_k=0",
+            "behaviour log-probs cannot replace .* set algorithm.old_logprobs=learner, or top_p=1 and top_k=0",
         ),
         (
             dict(rollout={"top_k": 5}, algorithm={"name": "grpo", "old_logprobs": "engine"}),
-            "behaviour log-probs cannot stand in",
+            "behaviour log-probs cannot replace",
         ),
         (
             dict(algorithm={"name": "cispo", "dual_clip": 3}),
-            "algorithm.dual_clip=3.0 bounds a ratio that carries the gradient, and cispo's does not; leave dual_clip out",
+            "algorithm.dual_clip=3.0 limits a ratio that carries the gradient, but cispo's ratio does not; remove dual_clip",
         ),
         (
             dict(algorithm={"name": "dapo", "overlong_buffer": 9}, rollout={"max_response_tokens": 8}),
             "algorithm.overlong_buffer=9 is longer than rollout.max_response_tokens=8, .* use at most 8",
         ),
-        (dict(finish={"max_shard_size": "5"}), "finish.max_shard_size: '5' is not a size with a unit; give one such as 5GB"),
+        (dict(finish={"max_shard_size": "5"}), "finish.max_shard_size: '5' is not a size with a unit; write for example 5GB"),
         (
             dict(cluster={"num_nodes": 2}, trainer={"elastic": {"min_nodes": 3}}),
-            "trainer.elastic.min_nodes=3, but the cluster has 2 nodes when all are there; use at most 2",
+            "trainer.elastic.min_nodes=3, but the whole cluster has only 2 nodes; use at most 2",
         ),
     ],
 )  # fmt: skip
@@ -163,43 +163,43 @@ def test_a_wrong_value_is_refused_with_what_to_write(sections: dict[str, Any], m
     ("override", "message"),
     [
         ("algorithm.mismatch_mask=[5, 0.5]", r"algorithm.mismatch_mask: \[5, 0.5\] leaves out .* such as \[0.5, 2\]"),
-        ("algorithm.mismatch_mask=[2, 3]", "with low below 1 and high above it"),
-        ("rollout.stop=['']", "rollout.stop: an empty text ends every completion .* leave it out"),
+        ("algorithm.mismatch_mask=[2, 3]", "with low below 1 and high above 1"),
+        ("rollout.stop=['']", "rollout.stop: an empty string ends every completion .* remove it"),
         ("rollout.kv_tokens=-5", "rollout.kv_tokens=-5: input should be greater than or equal to 1"),
         ("actor.betas=[2, 3]", "actor.betas.0=2: input should be less than 1"),
         ("actor.betas=[0.9, 1]", "actor.betas.1=1: input should be less than 1"),
         ("rollout.temperature=1e-30", "input should be greater than or equal to 0.001"),
         ("eval.temperature=1e-30", "eval.temperature=1e-30 is too close to 0; use 0"),
-        ("eval.samples_per_prompt=4", "eval.samples_per_prompt=4 completions at eval.temperature=0 are all the same"),
-        ("trainer.steps=true", "trainer.steps=true is yes or no; give a number"),
-        ("actor.betas=[yes, 0.9]", "is yes or no; give a number"),
+        ("eval.samples_per_prompt=4", "with eval.temperature=0, all eval.samples_per_prompt=4 completions of a prompt are the same"),
+        ("trainer.steps=true", "trainer.steps=true is a boolean; give a number"),
+        ("actor.betas=[yes, 0.9]", "is a boolean; give a number"),
         ("trainer.num_threads=100000", "less than or equal to 1024"),
-        ("trainer.steps=0x1" + "0" * 5000, "trainer.steps is a number of 20001 bits; the largest is"),
+        ("trainer.steps=0x1" + "0" * 5000, "trainer.steps is an integer of 20001 bits; the largest possible is"),
         ("data.max_prompt_tokens=1e400", "data.max_prompt_tokens=inf: input should be a finite number"),
         ("actor.optimizer.kwargs={momentum: .nan}", "actor.optimizer.kwargs.momentum=nan is not a finite number"),
-        ("reward.0.weight=1e300", r"reward.0.weight=1e\+300 is out of range; give a number that is 0 or between 1e-30 and 1e\+09"),
+        ("reward.0.weight=1e300", r"reward.0.weight=1e\+300 is out of range; give 0, or a number whose absolute value is between 1e-30 and 1e\+09"),
         ("reward.0.weight=-1e10", "is out of range"),
         ("algorithm.kl_coef=1e20", "is out of range"),
         ("actor.lr=1e-320", "is out of range"),
         ("actor.lr=1e9", "input should be less than or equal to 100"),
         ("actor.betas=[1e-40, 0.9]", "actor.betas.0=1e-40 is out of range"),
-        (".".join("a" * 500) + "=1", "has 500 parts; a key of a run file has at most 4"),
+        (".".join("a" * 500) + "=1", "has 500 parts, but keys of a run file have at most 4"),
         ("cluster." + ".".join("a" * 500) + "=1", "has 501 parts"),
         ("reward.0.weight=0", "every reward has weight 0"),
-        ("data.prompts_per_step=1000000000000", r"x rollout.samples_per_prompt=\d+ are \d+ completions a step; the most is"),
-        ("rollout.samples_per_prompt=1000000000000", "completions a step; the most is 10000000"),
-        ("rollout.top_k=1", "rollout.top_k=1 takes the likeliest token each time"),
+        ("data.prompts_per_step=1000000000000", r"x rollout.samples_per_prompt=\d+ are \d+ completions per step, more than the maximum"),
+        ("rollout.samples_per_prompt=1000000000000", "completions per step, more than the maximum of 10000000"),
+        ("rollout.top_k=1", "rollout.top_k=1 always takes the most likely token"),
         ("reward=[{type: regex, pattern: '('}]", r"reward.0.pattern: '\(' is not a Python regular expression"),
-        ("reward=[{type: regex, pattern: ''}]", "an empty pattern is found in every completion"),
+        ("reward=[{type: regex, pattern: ''}]", "an empty pattern matches every completion"),
         ("reward.0.timeout_s=1e30", "less than or equal to 1000000000"),
-        ("run.dir=/", "run.dir: '/' holds other things too"),
-        ("run.dir=.", "run.dir: '.' holds other things too"),
-        ('run.name="a\\0b"', "run.name holds a NUL"),
-        ('model.path="\\uD800"', "model.path holds a NUL or half a surrogate pair"),
+        ("run.dir=/", "run.dir: '/' contains other files"),
+        ("run.dir=.", "run.dir: '.' contains other files"),
+        ('run.name="a\\0b"', "run.name contains a NUL"),
+        ('model.path="\\uD800"', "model.path contains a NUL character or half a surrogate pair"),
         ('finish.max_shard_size="\\uD800"', r"finish.max_shard_size: '\\ud800' is not a size with a unit"),
-        ("cluster.env={'A=B': x}", "a variable's name is empty or has a '='"),
+        ("cluster.env={'A=B': x}", "a variable name is empty or contains '='"),
         ("cluster.num_nodes=99999999", "less than or equal to 100000"),
-        ("cluster={num_nodes: 90000, num_gpus_per_node: 90000}", "8,100,000,000 slots; a cluster has at most 100,000"),
+        ("cluster={num_nodes: 90000, num_gpus_per_node: 90000}", "8,100,000,000 slots, but a cluster can have at most 100,000"),
         ("actor={lr: 1, lr: 2}", "override 'actor={lr: 1, lr: 2}': lr appears twice"),
     ],
 )  # fmt: skip
@@ -209,7 +209,7 @@ def test_a_ruinous_value_is_refused_before_anything_starts(override: str, messag
 
 def test_two_settings_that_ruin_each_other_are_refused() -> None:
     message = refused_override("algorithm={name: ppo, dynamic_sampling: true}", "rollout.samples_per_prompt=1")
-    assert "every group is one; use 2 or more, or algorithm.dynamic_sampling=false" in message
+    assert "that is every group; use 2 or more, or algorithm.dynamic_sampling=false" in message
     message = refused_override("actor.lr=0.5", "actor.weight_decay=2")
     assert "actor.lr=0.5 x actor.weight_decay=2 is 1 or more" in message
 
@@ -355,11 +355,11 @@ def test_a_later_override_wins() -> None:
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("actor.lr", "override 'actor.lr' is not key=value; write for example actor.lr=1e-5"),
-        ("=3", "override '=3' is not key=value"),
-        ("reward.7.weight=1", "override 'reward.7.weight=1': 7 is not an index into a list of 1"),
-        ("reward.x=1", "override 'reward.x=1': x is not an index into a list of 1"),
-        ("actor.lr.x=1", "override 'actor.lr.x=1': lr is 0.0002 in the run file, not a section with keys"),
+        ("actor.lr", "override 'actor.lr' is not of the form key=value; write for example actor.lr=1e-5"),
+        ("=3", "override '=3' is not of the form key=value"),
+        ("reward.7.weight=1", "override 'reward.7.weight=1': 7 is not an index of a list with 1 item"),
+        ("reward.x=1", "override 'reward.x=1': x is not an index of a list with 1 item"),
+        ("actor.lr.x=1", "override 'actor.lr.x=1': lr is 0.0002 in the run file, which is not a section with keys"),
         ("rollout.max_tokens=9", "rollout.max_tokens is not a field; did you mean rollout.max_response_tokens?"),
         ("actor.lr=", "actor.lr=None: input should be a valid number"),
     ],
@@ -378,8 +378,8 @@ def test_the_number_formats_of_yaml_files_are_read(tmp_path: Path) -> None:
     ("text", "message"),
     [
         ("a: [1", "is not YAML"),
-        ("- 1\n- 2", r"must hold sections \(run, model, data, ...\), not list"),
-        ("", r"must hold sections .* not NoneType"),
+        ("- 1\n- 2", r"must contain sections \(run, model, data, ...\), not list"),
+        ("", r"must contain sections .* not NoneType"),
     ],
 )
 def test_a_file_that_is_no_run_file_is_refused(tmp_path: Path, text: str, message: str) -> None:
@@ -484,7 +484,7 @@ def test_what_is_no_count_to_a_person_is_refused_in_an_override_and_in_a_file(tm
 @pytest.mark.parametrize("text", ["on", "010", "2024-01-01"])
 def test_a_text_that_yaml_takes_for_something_else_is_refused_with_what_to_do(tmp_path: Path, text: str) -> None:
     (tmp_path / "run.yaml").write_text(f"run: {{name: {text}}}\n")
-    with pytest.raises(ConfigError, match="run.name=.* is not a text; put it in quotes"):
+    with pytest.raises(ConfigError, match="run.name=.* is not a string; put it in quotes"):
         load_config(tmp_path / "run.yaml")
     (tmp_path / "run.yaml").write_text(f"run: {{name: '{text}'}}\n")
     assert load_config(tmp_path / "run.yaml").run.name == text
@@ -497,7 +497,7 @@ def test_a_time_of_day_in_a_run_file_is_a_text(tmp_path: Path) -> None:
 
 def test_a_variable_that_is_too_long_to_print_is_refused(tmp_path: Path) -> None:
     (tmp_path / "run.yaml").write_text(f"cluster: {{env: {{TOKEN: 0x{'f' * 5000}}}}}")
-    with pytest.raises(ConfigError, match="cluster.env.TOKEN=<a number, not shown> is not a text"):
+    with pytest.raises(ConfigError, match="cluster.env.TOKEN=<a number, not shown> is not a string"):
         load_config(tmp_path / "run.yaml")
 
 

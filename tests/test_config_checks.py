@@ -20,29 +20,29 @@ CLUSTER = "cluster={num_gpus_per_node: 2, accelerator: cpu}"
     [
         (
             ["critic.lr=1", "critic.epochs=2"],
-            "critic.lr, critic.epochs are set and not used: algorithm.name=grpo has no critic; ppo has",
+            "critic.lr, critic.epochs are set but not used: algorithm.name=grpo has no critic (only ppo does)",
         ),
-        (["rollout.vllm.sleep=true"], "rollout.vllm.sleep is set and not used: rollout.engine is native, not vllm"),
+        (["rollout.vllm.sleep=true"], "rollout.vllm.sleep is set but not used: rollout.engine is native, not vllm"),
         (
             ["rollout.weights=file"],
-            "rollout.weights is set and not used: engine and learner are in one process and share the weights",
+            "rollout.weights is set but not used: engine and learner are in one process and share the weights",
         ),
         (
             ["trainer.elastic={min_nodes: 1}"],
-            "trainer.elastic is set and not used: the run has one node; it is for a cluster of several",
+            "trainer.elastic is set but not used: the run has one node, and this is for clusters of several",
         ),
         (
             ["cluster={ray_address: 'head:6379'}"],
-            "cluster.ray_address is set and not used: the run has one slot, which is this process",
+            "cluster.ray_address is set but not used: the run has one slot, so everything runs in this process",
         ),
         (
             ["algorithm.kl_in=reward", "algorithm.kl_estimator=k1"],
-            "algorithm.kl_estimator, algorithm.kl_in are set and not used: algorithm.kl_coef=0",
+            "algorithm.kl_estimator, algorithm.kl_in are set but not used: algorithm.kl_coef=0",
         ),
-        (["algorithm.max_refills=2"], "algorithm.max_refills is set and not used: algorithm.dynamic_sampling=false"),
+        (["algorithm.max_refills=2"], "algorithm.max_refills is set but not used: algorithm.dynamic_sampling=false"),
         (
             ["algorithm.overlong_penalty=2"],
-            "algorithm.overlong_penalty is set and not used: algorithm.overlong_buffer=0",
+            "algorithm.overlong_penalty is set but not used: algorithm.overlong_buffer=0",
         ),
     ],
 )

@@ -52,7 +52,7 @@ def test_a_byte_that_is_no_text_in_the_metrics_is_named_and_the_run_goes_on(
 ) -> None:
     add_line(run / "metrics.jsonl", b'{"step": 2, "x": "\xff"}')
     assert finish(again(whole, run))["steps"] == 3
-    assert "metrics.jsonl, line" in caplog.text and "is not a row of metrics and is left out" in caplog.text
+    assert "metrics.jsonl, line" in caplog.text and "is not a row of metrics and is skipped" in caplog.text
 
 
 @pytest.mark.parametrize("line", [b'{"phase": "sync", "step": 1, "sta', b"\0" * 40])
@@ -102,7 +102,7 @@ def test_a_damaged_run_file_is_named_by_train_and_eval_and_recover_does_without(
     whole: Path, run: Path, text: str
 ) -> None:
     (run / "run.yaml").write_text(text)
-    with pytest.raises(ConfigError, match=r"run/run\.yaml.*(.|\n)*this run's record of its settings; restore it"):
+    with pytest.raises(ConfigError, match=r"run/run\.yaml.*(.|\n)*records this run's settings; restore it"):
         finish(again(whole, run))
     with pytest.raises(ConfigError, match=r"run/run\.yaml"):
         plan_evaluation(run, overrides=[], data=None, samples=None, temperature=None, max_prompts=None)

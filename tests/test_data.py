@@ -77,7 +77,7 @@ def test_an_id_of_true_is_written_as_in_json(tmp_path: Path) -> None:
 
 
 def test_a_prompt_cannot_be_its_own_answer() -> None:
-    with pytest.raises(ConfigError, match=r"data\.answer_key=answer is data\.prompt_key too"):
+    with pytest.raises(ConfigError, match=r"data\.answer_key=answer is also data\.prompt_key"):
         load_config(None, ["data.prompt_key=answer"])
 
 
@@ -151,7 +151,7 @@ def test_the_builtin_task_has_disjoint_splits() -> None:
         ([{"prompt": "a"}, "\n", "[1]\n"], {}, "train.jsonl, row 3 is a list"),
         ([{"prompts": "a", "x": 1}], {}, "row 1 has no column 'prompt'; it has prompts, x; did you mean 'prompts'?"),
         ([{"question": "a", "solution": 1}], {}, "did you mean 'question'? set data.prompt_key=question"),
-        ([{"q": "a"}], {}, "it has q; name the right one in data.prompt_key"),
+        ([{"q": "a"}], {}, "it has q; set data.prompt_key to the right one"),
         ([{"prompt": "a"}, {"prompt": 5}], {}, "row 2: the prompt is int (5)"),
         ([{"prompt": None}], {}, "row 1: the prompt is NoneType"),
         ([{"prompt": []}], {}, "row 1: the prompt is an empty list"),
@@ -163,10 +163,10 @@ def test_the_builtin_task_has_disjoint_splits() -> None:
         ([{"prompt": "a"}], {"template": "Q:"}, "data.template='Q:' has no {prompt}"),
         ([{"prompt": "a"}], {"answer_key": "solution"}, "row 1 has no column 'solution'"),
         ([{"prompt": "a", "answer": [1]}], {}, "row 1: the answer is list ([1])"),
-        ([{"prompt": "a", "prompt_messages": 1}], {}, "row 1 has a column 'prompt_messages', a name that Rollcall keeps for itself; rename the "
+        ([{"prompt": "a", "prompt_messages": 1}], {}, "row 1 has a column 'prompt_messages', a name that Rollcall reserves; rename the "
          "column, such as data.columns: {prompt_messages: own_prompt_messages}"),
-        ([{"prompt": "a", "x": 1}], {"columns": {"x": "prompt_text"}}, "row 1 has a column 'prompt_text', a name that Rollcall keeps"),
-        (['{"prompt": "a", "x": ' + "9" * 9000 + "}"], {}, "row 1 is not JSON that can be read: Exceeds the limit (4300 digits)"),
+        ([{"prompt": "a", "x": 1}], {"columns": {"x": "prompt_text"}}, "row 1 has a column 'prompt_text', a name that Rollcall reserves"),
+        (['{"prompt": "a", "x": ' + "9" * 9000 + "}"], {}, "row 1 is not valid JSON: Exceeds the limit (4300 digits)"),
         ([{"prompt": "abcdef"}], {"max_prompt_tokens": 4}, "the only prompt is longer than data.max_prompt_tokens=4; the shortest has 7"),
     ],
 )  # fmt: skip
@@ -183,12 +183,12 @@ def test_a_wrong_file_is_refused_with_its_row(
     [
         ('{"prompt": "1", "answer": NaN}', "row 1: the answer is nan, which no completion can equal"),
         ('{"prompt": "1", "answer": -Infinity}', "row 1: the answer is -inf, which no completion can equal"),
-        ('{"prompt": "\\ud800", "answer": "1"}', r"row 1: prompt holds half a surrogate pair \(\\ud800\)"),
-        ('{"prompt": "1", "note": {"a": ["\\udfff"]}}', "row 1: note holds half a surrogate pair"),
-        ('{"prompt": "1", "\\ud800": 1}', "row 1: a column's name holds half a surrogate pair"),
-        ('{"prompt": "1", "answer": "1", "answer": "2"}', "row 1 has 'answer' twice in one object; leave one of them out"),
+        ('{"prompt": "\\ud800", "answer": "1"}', r"row 1: prompt contains half a surrogate pair \(\\ud800\)"),
+        ('{"prompt": "1", "note": {"a": ["\\udfff"]}}', "row 1: note contains half a surrogate pair"),
+        ('{"prompt": "1", "\\ud800": 1}', "row 1: a column's name contains half a surrogate pair"),
+        ('{"prompt": "1", "answer": "1", "answer": "2"}', "row 1 has the key 'answer' twice in one object; remove one of them"),
         ('{"prompt": "1", "note": [{"a": 1, "b": 2, "b": 3}]}', "row 1 has 'b' twice in one object"),
-        ('{"prompt": "1", "x": ' + "[" * 100_000, "row 1 is not JSON that can be read: maximum recursion depth"),
+        ('{"prompt": "1", "x": ' + "[" * 100_000, "row 1 is not valid JSON: maximum recursion depth"),
         ('{"prompt": "1", "x": ' + "[" * 60 + "]" * 60 + "}", "row 1: x has lists and maps nested more than 50 deep"),
         ('{"prompt": "1", "x": Infinity}', "row 1: x is infinite"),
         ('{"prompt": "1", "id": NaN}', "row 1: the id is nan"),
@@ -208,12 +208,12 @@ def test_a_value_that_would_fail_later_is_refused_by_row_and_column(tmp_path: Pa
     [
         ({"ground_truth": "1"}, {"answer": "exact"}, "did you mean 'ground_truth'? set data.answer_key=ground_truth"),
         ({"label": "1", "answers": "2"}, {"answer": "exact"}, "set data.answer_key=label"),
-        ({"x": "1"}, {"answer": "exact"}, "it has prompt, x; name the right one in data.answer_key"),
-        ({"answer": None}, {"answer": "math"}, "row 1: answer is empty, and the reward math needs it"),
-        ({"answer": " "}, {"answer": "math"}, "row 1: answer is empty, and the reward math needs it"),
-        ({"answer": "\u200b"}, {"answer": "math"}, "row 1: answer is empty, and the reward math needs it"),
+        ({"x": "1"}, {"answer": "exact"}, "it has prompt, x; set data.answer_key to the right one"),
+        ({"answer": None}, {"answer": "math"}, "row 1: answer is empty, but the reward math needs it"),
+        ({"answer": " "}, {"answer": "math"}, "row 1: answer is empty, but the reward math needs it"),
+        ({"answer": "\u200b"}, {"answer": "math"}, "row 1: answer is empty, but the reward math needs it"),
         ({"number": [1]}, {"numbers": "countdown"}, "row 1 has no column 'numbers', which the reward countdown needs; it has prompt, number; "
-         "rename one of them to it, such as data.columns: {number: numbers}"),
+         "rename one of them, such as with data.columns: {number: numbers}"),
     ],
 )  # fmt: skip
 def test_a_row_without_what_a_reward_needs_is_refused(
@@ -244,7 +244,9 @@ def test_answers_under_another_name_and_of_any_value_are_answers(tmp_path: Path)
     data = DataSection(answer_key="solution")
     found = load_prompts(source, data=data, tokenizer=a_tokenizer(), needs={"answer": "exact"})
     assert [prompt.answer for prompt in found.prompts] == ["0", "false"]
-    with pytest.raises(DataError, match="builtin:environment has rows without 'answer', which the reward exact needs"):
+    with pytest.raises(
+        DataError, match="rows of builtin:environment have no column 'answer', which the reward exact needs"
+    ):
         load_prompts("builtin:environment", data=data, tokenizer=a_tokenizer(), needs={"answer": "exact"})
 
 
@@ -269,10 +271,10 @@ NOT_UTF8 = pyarrow.array([b"1", b"\xff\xfe"]).view(pyarrow.string())
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        (pyarrow.array([None, 0], type=pyarrow.timestamp("us", tz="Mars/Olympus")), r"has a value that Python cannot hold \(timestamp\[us, tz=Mars/Olympus\]\)"),
-        (pyarrow.array([0, 2**62], type=pyarrow.timestamp("us")), r"has a value that Python cannot hold \(timestamp\[us\]\): "),
-        (pyarrow.array([0, 2**62], type=pyarrow.duration("s")), r"has a value that Python cannot hold \(duration\[s\]\): "),
-        (NOT_UTF8, r"has a value that Python cannot hold \(string\): 'utf-8' codec"),
+        (pyarrow.array([None, 0], type=pyarrow.timestamp("us", tz="Mars/Olympus")), r"has a value that Python cannot represent \(timestamp\[us, tz=Mars/Olympus\]\)"),
+        (pyarrow.array([0, 2**62], type=pyarrow.timestamp("us")), r"has a value that Python cannot represent \(timestamp\[us\]\): "),
+        (pyarrow.array([0, 2**62], type=pyarrow.duration("s")), r"has a value that Python cannot represent \(duration\[s\]\): "),
+        (NOT_UTF8, r"has a value that Python cannot represent \(string\): 'utf-8' codec"),
     ],
     ids=["zone", "timestamp", "duration", "text"],
 )  # fmt: skip
@@ -456,7 +458,7 @@ def test_parquet_maps_structs_and_lists_come_as_they_are(tmp_path: Path) -> None
 def test_a_token_id_that_no_model_has_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(PreTrainedTokenizerFast, "__call__", lambda *_, **__: {"input_ids": [[1, 2**31]]})
     with pytest.raises(
-        DataError, match="row 1: the tokenizer gives the token id 2147483648, and no model has ids past"
+        DataError, match="row 1: the tokenizer returns the token id 2147483648, but no model has ids above"
     ):
         load(a_file(tmp_path, {"prompt": "a"}))
 
@@ -464,14 +466,14 @@ def test_a_token_id_that_no_model_has_is_refused(tmp_path: Path, monkeypatch: py
 def test_files_that_cannot_be_read_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="nothing.jsonl does not exist"):
         load(str(tmp_path / "nothing.jsonl"))
-    with pytest.raises(ValueError, match="'.csv'; data files are"):
+    with pytest.raises(ValueError, match="is not a data file: their names end in .jsonl"):
         load(a_file(tmp_path, "a,b\n", name="rows.csv"))
     with pytest.raises(ValueError, match="bad.parquet cannot be read past row 0: Parquet"):
         (tmp_path / "bad.parquet").write_text("no")
         load(str(tmp_path / "bad.parquet"))
-    with pytest.raises(ValueError, match="is a directory; name one file"):
+    with pytest.raises(ValueError, match="is a directory; give one file"):
         load(str(tmp_path))
-    with pytest.raises(ValueError, match="there are builtin:arithmetic and"):
+    with pytest.raises(ValueError, match="those are builtin:arithmetic and"):
         load("builtin:algebra")
     with pytest.raises(ValueError, match="row 1 is not JSON"):
         (tmp_path / "latin.jsonl").write_bytes('{"prompt": "é"}'.encode("latin-1"))

@@ -26,7 +26,7 @@ from rollcall.base.stop import Stop, Stopped
 from rollcall.base.wait import Wait
 from rollcall.cli.main import app
 from rollcall.config import load_config
-from rollcall.config.one_process import in_one_process
+from rollcall.config.run import in_one_process
 from rollcall.nodes.framing import json_frame
 from rollcall.process.debug import attach, here
 from rollcall.process.debug.attach import End, converse, is_there, reach, wait

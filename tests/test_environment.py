@@ -234,5 +234,5 @@ def test_secrets_that_no_token_can_seal_are_refused_with_what_to_do(monkeypatch:
 
 
 def test_a_run_file_names_a_node_that_is_not_there() -> None:
-    with pytest.raises(ValueError, match="node_env has node 2"):
+    with pytest.raises(ValueError, match="node_env names node 2"):
         parse_config({"cluster": {"num_nodes": 2, "node_env": {2: {"A": "b"}}}})

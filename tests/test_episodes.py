@@ -46,7 +46,7 @@ from rollcall.environments.processes import kind_of
 from rollcall.environments.protocol import EnvironmentFailed, EnvironmentLost, Message
 from rollcall.loop.attempts import RunError
 from rollcall.loop.data.load import DataError, PromptSet
-from rollcall.observe.transcript import transcript
+from rollcall.observe.samples import transcript
 from rollcall.reward.trl import MESSAGES
 from rollcall.run.build import build_environments
 from rollcall.view.audit import audit
@@ -532,7 +532,7 @@ def test_episodes_that_all_failed_are_played_again_once_the_environment_is_put_r
     config = game(tmp_path, reward=reward)
     scripted(Scripted(broken))
     with pytest.raises(
-        RunError, match="(?s)the environment failed on all .* Correct the environment, .* are played again"
+        RunError, match="(?s)the environment failed on all .* Fix the environment, .* will be played again"
     ):
         finish(config)
     script = scripted(Scripted(letters_game, reward=lambda texts: float(len(texts))))

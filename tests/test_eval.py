@@ -131,7 +131,7 @@ def test_several_samples_give_pass_at_k_and_are_not_greedy(tmp_path: Path) -> No
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        ({"samples": 4, "temperature": 0.0}, "samples_per_prompt=4 completions at eval.temperature=0 are all the same"),
+        ({"samples": 4, "temperature": 0.0}, "all eval.samples_per_prompt=4 completions of a prompt are the same"),
         ({"data": None}, "data.val is null, so there is nothing to evaluate on; add --data FILE"),
     ],
 )

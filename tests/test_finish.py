@@ -111,7 +111,7 @@ def test_what_cannot_be_finished_is_said(run: Trained, tmp_path: Path) -> None:
         finish(run.dir)
     with pytest.raises(ConfigError, match="does not exist"):
         finish(tmp_path / "nowhere")
-    with pytest.raises(ConfigError, match="is not the name of a repository; write OWNER/NAME"):
+    with pytest.raises(ConfigError, match="is not a repository name; write OWNER/NAME"):
         finish(run.dir, overrides=["finish.upload.repo=../x"])
 
 

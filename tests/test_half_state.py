@@ -109,10 +109,10 @@ def test_a_part_without_rows_has_state_of_the_same_kind() -> None:
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"optimizer": {"state": "bfloat16", "name": "torch.optim.SGD"}}, "is for torch.optim.AdamW"),
+        ({"optimizer": {"state": "bfloat16", "name": "torch.optim.SGD"}}, "works only with torch.optim.AdamW"),
         (
             {"optimizer": {"state": "bfloat16", "kwargs": {"amsgrad": True}}},
-            "does not go with optimizer.kwargs.amsgrad",
+            "does not work with optimizer.kwargs.amsgrad",
         ),
         ({"optimizer": {"state": "bfloat16"}, "master_weights": False}, "state is bfloat16 already"),
         ({"optimizer": {"state": "bfloat16"}, "cpu_offload": True, "sharding": "fsdp"}, "in host memory"),

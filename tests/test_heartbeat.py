@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import pytest
 
-from rollcall.base import heartbeat
-from rollcall.base.heartbeat import Heartbeat
+from rollcall.base import lease
+from rollcall.base.lease import Heartbeat
 
 
 def test_a_counter_that_moves_is_told_from_a_new_owner_and_from_one_that_stands(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     now = 0.0
-    monkeypatch.setattr(heartbeat.time, "monotonic", lambda: now)
+    monkeypatch.setattr(lease.time, "monotonic", lambda: now)
     beat = Heartbeat()
     beat.see("a", 7)
     now = 5.0

@@ -86,7 +86,7 @@ def test_what_names_no_dataset_is_refused_before_anything_is_read(
     (tmp_path / "a" / "b").mkdir(parents=True)
     monkeypatch.chdir(tmp_path / "a" / "b")
     monkeypatch.setattr("datasets.load_dataset", lambda *_, **__: pytest.fail("it was looked for"))
-    with pytest.raises(DataError, match="names no dataset; write OWNER/NAME"):
+    with pytest.raises(DataError, match="is not the name of a dataset; write OWNER/NAME"):
         load(f"hub:{name}")
 
 
@@ -101,7 +101,7 @@ def test_columns_of_a_file_are_renamed_too_and_keys_of_the_hub_do_nothing_there(
     file.write_text(json.dumps({"q": "1+1=", "answer": "2"}) + "\n")
     assert load(str(file), columns={"q": "prompt"}).prompts[0].text == "1+1="
     config = load_config(None, [f"data.train={file}", "data.split=test", "data.subset=main"])
-    assert unused(config) == ["data.split, data.subset are set and not used: data.train is not a hub: dataset"]
+    assert unused(config) == ["data.split, data.subset are set but not used: data.train is not a hub: dataset"]
 
 
 def test_no_progress_bar_is_shown_in_silence_and_the_users_choice_stays(

@@ -168,7 +168,7 @@ def test_a_list_says_what_has_ended_and_what_cannot_be_known(tmp_path: Path, mon
     new_record("lost", target="ssh", run_dir="/r").having(state="started").save()
     rows = {line.split()[0]: line for line in answered("list")[1].splitlines()}
     assert rows["ended"].endswith(
-        "it was stopped; what it finished is saved, and the same command continues (status 75)"
+        "it was stopped; its progress is saved, and the same command continues it (status 75)"
     )
     assert "not known: 'lost' has not started anything yet" in rows["lost"]
 

@@ -204,8 +204,8 @@ def test_the_state_after_the_end_is_the_jobs_own_status_or_slurms_account(tmp_pa
     (tools.queue / "41").unlink()
     assert Slurm().status(record) == "job 41 is TIMEOUT, exit code 0:0"
     for status, words in (
-        (0, "ended well"),
-        (75, "was stopped; what it finished is saved, and the same command continues"),
+        (0, "succeeded"),
+        (75, "was stopped; its progress is saved, and the same command continues it"),
         (143, "was ended by SIGTERM"),
         (1, "failed"),
     ):

@@ -116,7 +116,7 @@ def test_a_job_of_three_nodes_trains_and_leaves_nothing(slurm: SlurmLab) -> None
     assert done.returncode == 0, done.stdout + done.stderr + slurm.tell()
     assert len(set(re.findall(r"prepared by (node\d)", done.stdout))) == 3 and done.stdout.count("once by") == 2
     assert launch.trained() == list(range(1, STEPS + 1))
-    assert "it ended well (status 0)" in launch.rollcall("status", "train").stdout
+    assert "it succeeded (status 0)" in launch.rollcall("status", "train").stdout
     slurm.wait_until(lambda: not left_on(slurm), f"nothing runs: {left_on(slurm)}")
     assert launch.rollcall("down", "train").returncode == 0
     print(json.dumps({"seconds": json.loads((launch.folder / "run/summary.json").read_text())["seconds"]}))

@@ -270,7 +270,7 @@ def test_a_lease_that_cannot_be_renewed_is_told_once(
                 patched.setattr(module.os, "pwrite", refuse)
                 lease._beat()
                 lease._beat()
-            assert caplog.text.count("cannot be renewed: Read-only file system; trying again every") == count
+            assert caplog.text.count("cannot renew the lease: Read-only file system; trying again every") == count
             lease._beat()
 
 
@@ -288,5 +288,5 @@ def test_a_folder_that_takes_no_lease_is_named_with_what_to_do(tmp_path: Path, m
 
 def test_a_run_directory_that_is_a_file_is_refused(tmp_path: Path) -> None:
     (tmp_path / "run").touch()
-    with pytest.raises(ConfigError, match="is a file, and a run needs a folder"), hold(tmp_path / "run"):
+    with pytest.raises(ConfigError, match="is a file, but a run needs a folder"), hold(tmp_path / "run"):
         pass

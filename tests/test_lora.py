@@ -952,13 +952,13 @@ def test_an_adapter_is_not_trained_further_on_another_model(tmp_path: Path) -> N
             ["model.lora.targets=[lm_head]"],
             r"model.lora.targets: 'lm_head' cannot have an adapter; write all_linear, or a list",
         ),
-        (["model.lora.targets=q_proj"], r"model.lora.targets: 'q_proj' is a text; write a list: \[q_proj\]$"),
-        (["model.lora.targets='q_proj, v_proj'"], r"is a text; write a list: \[q_proj, v_proj\]$"),
-        (["model.lora.rank=513", "rollout.engine=vllm"], r"model.lora.rank=513 is more than vLLM takes \(512\)"),
+        (["model.lora.targets=q_proj"], r"model.lora.targets: 'q_proj' is a string; write a list: \[q_proj\]$"),
+        (["model.lora.targets='q_proj, v_proj'"], r"is a string; write a list: \[q_proj, v_proj\]$"),
+        (["model.lora.rank=513", "rollout.engine=vllm"], r"model.lora.rank=513 is more than vLLM allows \(512\)"),
         (["model.lora.targets=[]"], "nothing to train"),
         (["model.lora.targets=[q_proj,q_proj]"], "q_proj twice"),
         (["model.lora.rank=8", "algorithm.name=ppo"], "critic"),
-        (["model.lora.path=~nobody-of-this-name/x"], "model.lora.path: .* home of an unknown user"),
+        (["model.lora.path=~nobody-of-this-name/x"], "model.lora.path: .* home directory of an unknown user"),
     ],
 )
 def test_a_lora_section_that_cannot_work_is_refused(overrides: list[str], words: str) -> None:
@@ -983,7 +983,7 @@ def test_a_run_is_not_the_model_of_an_adapter_but_its_checkpoint_is(tmp_path: Pa
 
 @pytest.mark.parametrize("key", ["model.path", "run.dir"])
 def test_a_home_of_nobody_is_refused(key: str) -> None:
-    with pytest.raises(ConfigError, match=f"{key}: .* home of an unknown user; write the path in full"):
+    with pytest.raises(ConfigError, match=f"{key}: .* home directory of an unknown user; write the full path"):
         load_config(None, [f"{key}=~nobody-of-this-name/x"])
 
 

@@ -52,13 +52,11 @@ def write_rows(path: Path, rows: list[dict[str, Any]]) -> Path:
 # Names
 
 
-def test_documented_names_pass_and_others_are_refused_with_the_nearest() -> None:
+def test_documented_names_pass_and_others_are_refused() -> None:
     check_names([name for name in METRICS if "<" not in name])
     check_names(["reward/exact", "reward_errors/my_module:score"])
-    with pytest.raises(ValueError, match="'train/reward_men' is not documented; did you mean train/reward_mean"):
-        check_names(["train/reward_men"])
-    for name in ("loss", "train/", "reward/"):
-        with pytest.raises(ValueError, match="not documented"):
+    for name in ("train/reward_men", "loss", "train/", "reward/"):
+        with pytest.raises(ValueError, match="not documented; add it to rollcall.observe.metrics.METRICS"):
             check_names([name])
 
 
@@ -324,7 +322,7 @@ LIVE = """
 import signal, subprocess, sys, time
 signal.signal(signal.SIGINT, signal.default_int_handler)
 from rollcall.observe.console import LiveConsole, make_console
-from rollcall.observe.prints import ChildPrints
+from rollcall.observe.logs import ChildPrints
 from rollcall.observe.progress import Progress
 try:
     with make_console(Progress(name="demo", num_steps=50)) as console:

@@ -615,13 +615,13 @@ def test_the_order_of_cut_rows_is_a_permutation(field: str) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        (dict(sequence_parallel=True), "raise tensor_parallel_size, or leave sequence_parallel out"),
-        (dict(sharding_group_size=2), "write sharding=hsdp, or leave it out"),
-        (dict(cpu_offload=True), "write sharding=fsdp"),
+        (dict(sequence_parallel=True), "raise tensor_parallel_size, or remove sequence_parallel"),
+        (dict(sharding_group_size=2), "set sharding=hsdp, or remove sharding_group_size"),
+        (dict(cpu_offload=True), "set sharding=fsdp"),
         (dict(lr=1e-3, optimizer=dict(kwargs=dict(lr="1e-4"))), "optimizer.kwargs.lr=1e-4 contradicts lr=0.001"),
         (dict(lr=1e-3, optimizer=dict(kwargs=dict(lr=1e-4))), "optimizer.kwargs.lr=0.0001 contradicts lr=0.001"),
-        (dict(optimizer=dict(kwargs=dict(foreach=True, fused=True))), "foreach and fused both true"),
-        (dict(optimizer=dict(kwargs=dict(maximize=True))), "optimizer.kwargs.maximize=True does not fit"),
+        (dict(optimizer=dict(kwargs=dict(foreach=True, fused=True))), "sets both foreach and fused"),
+        (dict(optimizer=dict(kwargs=dict(maximize=True))), "optimizer.kwargs.maximize=True is not supported"),
         (dict(train_global_batch_size=96), "48 x 8 / 1 = 384 completions; write actor.minibatches=4"),
         (dict(train_global_batch_size=100), "write actor.train_global_batch_size=384"),
         (dict(max_total_sequence_length=100), "512 \\+ 8 = 520; lower one of them"),

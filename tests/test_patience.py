@@ -70,7 +70,7 @@ class Rescue(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         text = record.getMessage()
-        if "waiting until it can" in text:
+        if "retrying until it succeeds" in text:
             self.said.append(text)
             if len(self.said) == 1:
                 threading.Timer(0.1, self.action).start()  # so that it is tried again in vain first

@@ -125,7 +125,7 @@ def test_the_eval_split_only_evaluates_the_newest_checkpoint(tmp_path: Path) -> 
 
 
 def test_splits_that_make_no_sense_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="--split eval goes with --phase rollout"):
+    with pytest.raises(ConfigError, match="--split eval works only with --phase rollout"):
         Bounds(phase=Phase.UPDATE, split=Split.EVAL)
     with pytest.raises(ConfigError, match="data.val is not set"):
         finish(make_run(tmp_path), bounds=Bounds(phase=Phase.ROLLOUT, split=Split.EVAL))

@@ -115,7 +115,7 @@ def test_context_groups_are_made_of_tensor_groups() -> None:
     assert plan.meshes[Role.INFERENCE] == Mesh(data=2, context=2, tensor=1)
     assert plan.meshes[Role.ROLLOUT] == Mesh(data=8, tensor=1) and plan.notes == ()
     over = make_plan([3, 3], {"actor": "all"}, context_parallel={Role.ACTOR: 2})
-    assert any("1 of 3 context groups of actor (the first: 1) are on two nodes" in note for note in over.notes)
+    assert any("1 of 3 context groups of actor (the first is number 1) span two nodes" in note for note in over.notes)
 
 
 def test_a_product_of_sizes_that_does_not_divide_is_refused_with_the_sum() -> None:
@@ -130,13 +130,16 @@ def test_a_product_of_sizes_that_does_not_divide_is_refused_with_the_sum() -> No
 def test_roles_that_divide_sequences_share_all_processes_or_none() -> None:
     placement: dict[str, str | int] = {"actor": "0-3", "inference": "2-5", "rollout": "all"}
     message = refusal(EIGHT, placement, context_parallel={Role.ACTOR: 2, Role.INFERENCE: 2})
-    assert "gives actor 4 and inference 4 processes, 2 of them the same; give both the same slots, or none" in message
+    assert (
+        "gives actor 4 and inference 4 processes, but they share only 2; give both the same slots, or separate"
+        in message
+    )
     assert make_plan(EIGHT, placement).meshes[Role.INFERENCE].data == 4
 
 
 def test_a_tensor_group_on_two_nodes_is_noted() -> None:
     plan = make_plan([6, 6], {"actor,rollout": "all"}, **needs("actor", "rollout", actor=4))
-    assert any("1 of 3 tensor groups of actor (the first: 1) are on two nodes" in note for note in plan.notes)
+    assert any("1 of 3 tensor groups of actor (the first is number 1) span two nodes" in note for note in plan.notes)
 
 
 @pytest.mark.parametrize(
@@ -159,7 +162,7 @@ def test_a_tensor_group_on_two_nodes_is_noted() -> None:
         ({"actr": "all"}, ("'actr' in 'actr' is not a role; did you mean actor?",)),
         ({"actor,": "all"}, ("'' in 'actor,' is not a role", "actor, critic, reference, rollout, inference, reward")),
         ({"actor": "0..7"}, ("'0..7' is not a set of slots; write all, a slot (5)",)),
-        ({"actor": "0-3,,4-7"}, ("there is an empty part",)),
+        ({"actor": "0-3,,4-7"}, ("one part is empty",)),
         ({"actor": "-1"}, ("'-1' is not a set of slots",)),
         ({}, ("slots 0-7 without a role",)),
     ],
@@ -196,12 +199,12 @@ def test_a_tensor_size_that_splits_processes_is_refused() -> None:
 def test_roles_that_a_run_needs_and_does_not_place_join_the_actor() -> None:
     plan = make_plan(EIGHT, {"rollout": "0-5", "actor": "6-7"}, **needs("actor", "rollout", "reference"))
     assert slots_of(plan, "reference") == [(6,), (7,)]
-    assert any(note.startswith("reference is not placed, so it lives in the actor's processes") for note in plan.notes)
+    assert any(note.startswith("reference is not placed, so it runs in the actor's processes") for note in plan.notes)
 
 
 def test_a_critic_that_a_run_needs_and_does_not_place_is_refused() -> None:
     message = refusal(EIGHT, {"rollout": "0-5", "actor": "6-7"}, **needs("actor", "rollout", "critic"))
-    assert "places rollout and actor, and algorithm.name=ppo needs a critic too" in message
+    assert "places rollout and actor, but algorithm.name=ppo also needs a critic" in message
     assert "'actor,critic'" in message
 
 
@@ -209,7 +212,7 @@ def test_a_critic_that_a_run_needs_and_does_not_place_is_refused() -> None:
 def test_no_run_goes_without_actor_and_rollout(missing: str) -> None:
     placed = "rollout" if missing == "actor" else "actor"
     message = refusal(EIGHT, {placed: "all"}, **needs("actor", "rollout"))
-    assert f"places {placed}, and every run needs {missing}; write for example 'actor,rollout: all'" in message
+    assert f"places {placed}, but every run needs {missing}; write for example 'actor,rollout: all'" in message
 
 
 def test_a_role_the_run_does_not_have_is_left_out_with_a_note() -> None:
@@ -257,7 +260,7 @@ def test_a_resolved_run_file_with_uneven_nodes_reads_back(tmp_path: Any) -> None
 
 
 def test_the_environment_of_a_node_that_does_not_exist_is_refused() -> None:
-    with pytest.raises(ConfigError, match="node_env has node 2; nodes are 0 to 1"):
+    with pytest.raises(ConfigError, match="node_env names node 2, but the nodes are 0 to 1"):
         parse_config({"cluster": {"num_nodes": 2, "node_env": {2: {"A": "1"}}}})
 
 

@@ -25,7 +25,6 @@ from rollcall.learner.optimizer import Optimizer
 from rollcall.model.files import MODEL_DIR
 from rollcall.plan.activations import Recompute
 from rollcall.plan.draw import draw_text, node_runs
-from rollcall.plan.elastic import shrink
 from rollcall.plan.judge import RunPlan, plan_run
 from rollcall.plan.memory import (
     GIB,
@@ -37,7 +36,7 @@ from rollcall.plan.memory import (
     lever,
     read_sizes,
 )
-from rollcall.plan.placement import Role, roles_together
+from rollcall.plan.placement import Role, roles_together, shrink
 
 ROOT = Path(__file__).parents[1]
 QWEN: dict[str, Any] = dict(
@@ -133,8 +132,8 @@ def test_a_model_in_the_hub_cache_needs_no_download(tmp_path: Path, monkeypatch:
 @pytest.mark.parametrize(
     ("fields", "words"),
     [
-        ('{"model_type": "mamba"}', "is a model of type mamba, whose memory cannot be estimated"),
-        ('{"model_type": "llama"}', "does not hold a model's sizes: KeyError 'hidden_size'"),
+        ('{"model_type": "mamba"}', "describes a model of type mamba, whose memory cannot be estimated"),
+        ('{"model_type": "llama"}', "does not contain a model's sizes: KeyError 'hidden_size'"),
         ("{", "cannot be read: Expecting"),
         ("[]", "is not a model's config.json"),
     ],
@@ -276,7 +275,7 @@ def test_what_does_not_fit_is_refused_with_the_sum_and_the_lever(tmp_path: Path)
     run = make_run(tmp_path, {"actor,rollout": "all"}, card_gib=16, actor=fixed)
     (problem,) = run.problems
     over = run.memory[0].total / GIB - 16
-    assert problem.startswith(f"slots 0-7 (actor, rollout): {16 + over:.1f} GiB needed, the card has 16.0 GiB")
+    assert problem.startswith(f"slots 0-7 (actor, rollout): {16 + over:.1f} GiB needed, but the card has 16.0 GiB")
     assert f"{over:.1f} GiB too much" in problem and "actor.tokens_per_microbatch" in problem
     lower = {"sharding": "fsdp", "tokens_per_microbatch": 2048}
     lowered = make_run(tmp_path, {"actor,rollout": "all"}, card_gib=16, actor=lower)
@@ -340,7 +339,7 @@ def test_a_row_that_fits_no_other_way_waits_in_host_memory(tmp_path: Path) -> No
     assert run.problems == () and actor.tokens >= 32768
     assert run.sizes is not None and actor.parked >= actor.tokens * run.sizes.layers * run.sizes.hidden * 2
     assert set(run.host.values()) == {2 * READ_AT_ONCE + actor.parked}
-    assert any("their inputs wait in host memory (auto, by estimate)" in note for note in run.notes)
+    assert any("from inputs in host memory (auto, estimated)" in note for note in run.notes)
     on_card = make_run(
         tmp_path, {"actor,rollout": "all"}, nodes=[1], card_gib=card, actor={"activation_checkpointing": True}, **long
     )
@@ -360,10 +359,10 @@ def test_the_lever_is_that_of_the_largest_part() -> None:
     saving = RoleMemory(role=Role.CRITIC, activations=2, weights=1, recompute=Recompute.YES)
     assert lever(saving) == "lower critic.tokens_per_microbatch"
     row = lever(replace(saving, tokens=9, longest=9))
-    assert row.startswith("set critic.activation_checkpointing=offload, divide the longest rows with critic.context")
+    assert row.startswith("set critic.activation_checkpointing=offload, split the longest rows with critic.context")
     least = lever(replace(saving, tokens=9, longest=9, recompute=Recompute.ON_HOST))
-    assert least.startswith("divide the longest rows with critic.context_parallel_size")
-    assert "holds the whole model" in lever(RoleMemory(role=Role.ROLLOUT, weights=2, kv=1))
+    assert least.startswith("split the longest rows with critic.context_parallel_size")
+    assert "has a copy of the whole model" in lever(RoleMemory(role=Role.ROLLOUT, weights=2, kv=1))
     assert lever(RoleMemory(role=Role.ACTOR, optimizer=2)) == "give actor more slots"
     assert lever(RoleMemory(role=Role.ACTOR, optimizer=2, copied=True)) == "set actor.sharding=fsdp"
 
@@ -372,8 +371,8 @@ def test_heads_that_do_not_split_over_a_process_are_refused(tmp_path: Path) -> N
     vllm = {"engine": "vllm", "vllm": {"tensor_parallel_size": 4}}
     run = make_run(tmp_path, {"actor": "0-3", "rollout": "4-7:0"}, rollout=vllm)
     assert run.problems == (
-        "rollout splits the model over 4 slots, but it has 14 attention heads: 14 = 4 x 3 + 2; use slots per process (or "
-        "tensor_parallel_size) that divide 14",
+        "rollout splits the model over 4 slots, but it has 14 attention heads: 14 = 4 x 3 + 2; use a number of slots per process (or a "
+        "tensor_parallel_size) that divides 14",
     )
 
 
@@ -427,9 +426,9 @@ def test_what_a_context_size_cannot_divide_is_refused(tmp_path: Path) -> None:
     ("placement", "rollout", "words"),
     [
         ({"actor": "0-3", "rollout": "4-7"}, {"engine": "vllm", "vllm": {"tensor_parallel_size": 2}}, "0-7:0-3"),
-        ({"actor": "0-3", "rollout": "4-7:0-1"}, {"engine": "vllm"}, "tensor_parallel_size=1 divides an engine over 1"),
+        ({"actor": "0-3", "rollout": "4-7:0-1"}, {"engine": "vllm"}, "tensor_parallel_size=1 splits an engine over 1"),
         ({"actor": "0-3", "rollout": "4-7:0-1"}, {}, "rollout.engine=vllm and rollout.vllm.tensor_parallel_size=2"),
-        ({"actor": "0-3", "rollout": "4-5", "inference": "6-7:0"}, {}, "inference has processes of 2 slots, and it uses one"),
+        ({"actor": "0-3", "rollout": "4-5", "inference": "6-7:0"}, {}, "inference has 2 slots per process, but it uses one"),
     ],
 )  # fmt: skip
 def test_slots_that_an_engine_would_miss_or_leave_idle_are_refused(
@@ -463,7 +462,7 @@ def test_slots_that_wait_for_each_other_are_noted(tmp_path: Path) -> None:
     def words(placement: dict[str, str | int], **sections: Any) -> str:
         return " ".join(make_run(tmp_path, placement, **sections).notes)
 
-    assert "staleness=1 lets both work at once" in words(apart)
+    assert "staleness=1 lets both work at the same time" in words(apart)
     assert "every rollout process also trains" in words(together, trainer=ahead)
     assert "staleness" not in words(apart, trainer=ahead) + words(together)
     assert "staleness" not in words({"actor": "0-3", "rollout": "all"}) + words(
@@ -474,10 +473,10 @@ def test_slots_that_wait_for_each_other_are_noted(tmp_path: Path) -> None:
 def test_inference_that_nobody_asks_is_noted(tmp_path: Path) -> None:
     apart: dict[str, str | int] = {"rollout": "0-3", "inference": "4-5", "actor": "6-7"}
     idle = make_run(tmp_path, apart, trainer={"staleness": 1})
-    assert any(note.startswith("inference has slots 4-5 and nothing to do") for note in idle.notes)
+    assert any(note.startswith("inference has slots 4-5 but nothing to do") for note in idle.notes)
     asked = make_run(tmp_path, apart, trainer={"staleness": 1}, actor={"minibatches": 2})
     certain = make_run(tmp_path, apart, trainer={"staleness": 1}, reward=[{"type": "self_certainty"}])
-    sizes = ("actor: 32768 tokens in a micro-batch (auto, by estimate)",)
+    sizes = ("actor: 32768 tokens in a micro-batch (auto, estimated)",)
     assert asked.notes[1:] == certain.notes[1:] == sizes  # the first is of the card
 
 
@@ -489,7 +488,7 @@ def test_a_node_that_an_elastic_run_cannot_do_without_is_noted(tmp_path: Path) -
     stuck = words({"rollout": "0-1", "actor": "2-3"}, 1)
     assert "without node 0, the only one with rollout" in stuck and "without node 1, the only one with actor" in stuck
     assert "elastic" not in words({"rollout": "0,2", "actor": "1,3"}, 1)
-    assert "is the number of all nodes" in words({"rollout": "0,2", "actor": "1,3"}, 2)
+    assert "equals the number of nodes" in words({"rollout": "0,2", "actor": "1,3"}, 2)
 
 
 def test_the_map_shows_every_node_role_and_rank(tmp_path: Path) -> None:

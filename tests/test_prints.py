@@ -12,7 +12,7 @@ from scored import a_prompt, completions_of, in_a_directory_with
 
 from rollcall.base.redact import LONGEST_LINE, remember
 from rollcall.config import FunctionReward
-from rollcall.observe.prints import ChildPrints
+from rollcall.observe.logs import ChildPrints
 from rollcall.reward.scorer import Scorer
 
 MODULE = """

@@ -65,7 +65,7 @@ def test_what_is_written_in_another_way_has_not_changed(tmp_path: Path) -> None:
     a_run(tmp_path, model={"path": "m", "lora": {"rank": 4}})
     assert told(tmp_path, model={"path": "m/", "lora": {"rank": 4, "targets": linear}}) == []
     for other in ({"path": "m2", "lora": {"rank": 4}}, {"path": "m", "lora": {"rank": 4, "targets": linear[1:]}}):
-        with pytest.raises(ConfigError, match="holds a run with other settings"):
+        with pytest.raises(ConfigError, match="contains a run with different settings"):
             told(tmp_path, model=other)
 
 
@@ -92,7 +92,7 @@ def test_secrets_of_workers_are_not_told(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("before", "after", "message"),
     [
-        ({}, {"data": {"prompts_per_step": 24}}, r"other settings: data\.prompts_per_step: 48 -> 24\. This"),
+        ({}, {"data": {"prompts_per_step": 24}}, r"different settings: data\.prompts_per_step: 48 -> 24\. These"),
         (
             {},
             {"actor": {"optimizer": {"name": "torch.optim.SGD"}}},
@@ -135,7 +135,7 @@ def test_a_run_is_made_longer_but_never_shorter_than_it_is(tmp_path: Path) -> No
     assert told(tmp_path, trainer={"steps": 500}) == ["trainer.steps: 400 -> 500"]
     assert told(tmp_path, trainer={"steps": 7}) == ["trainer.steps: 400 -> 7"]
     with pytest.raises(
-        ConfigError, match=r"trainer\.steps=1, and the run in .* has trained 7 steps already; use 7 or more"
+        ConfigError, match=r"trainer\.steps=1, but the run in .* has already trained 7 steps; use 7 or more"
     ):
         told(tmp_path, trainer={"steps": 1})
     (tmp_path / "run" / "checkpoints" / "step-000020").mkdir(parents=True)

@@ -195,7 +195,7 @@ def test_a_run_scores_the_state_that_its_environments_were_left_in(tmp_path: Pat
             assert completion.episode is not None
             assert completion.episode.attributes == {"board": [[0, 2], [4, 8]], "score": 0.5, "best": 8}
     assert audit(config.run.dir).is_clean
-    with pytest.raises(ConfigError, match="the reward score_left takes environments, and there are none"):
+    with pytest.raises(ConfigError, match="the reward score_left reads the environment"):
         finish(make_run(tmp_path, *changes[:3], name="without", reward=reward))
     trial = try_rewards(config, [a_prompt()])
     assert trial.left_out == ["score_left"] and not trial.broken

@@ -147,7 +147,7 @@ def test_what_cannot_be_placed_or_held_is_refused_before_a_node_starts(monkeypat
     monkeypatch.setattr(module, "start_node", start)
     with pytest.raises(ConfigError, match="no cluster section"):
         simulate(parse_config({}))
-    with pytest.raises(PlacementError, match="2 of them the same"):
+    with pytest.raises(PlacementError, match="they share only 2"):
         simulate(make_config({"rollout": "all", "actor": "0-3", "critic": "0-1"}, algorithm={"name": "ppo"}))
     with pytest.raises(PlacementError, match="the native engine uses one slot per process"):
         simulate(make_config({"rollout": "0-1:0", "actor": "2-3"}))

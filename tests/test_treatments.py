@@ -280,9 +280,9 @@ TURNS = {"environment": {"type": "step", "path": "m:E"}}
 
 def test_advantages_of_turns_need_rewards_of_turns() -> None:
     assert parse_config({"algorithm": {"name": "grpo", "advantage": "turn", "gamma": 0.9}, **TURNS})
-    with pytest.raises(Exception, match="compares what the environment gives along the way"):
+    with pytest.raises(Exception, match="compares the environment's rewards for turns"):
         parse_config({"algorithm": {"name": "grpo", "advantage": "turn"}, "reward": [{"type": "exact"}], **TURNS})
-    with pytest.raises(Exception, match="add advantage: turn, or leave gamma out"):
+    with pytest.raises(Exception, match="add advantage: turn, or remove gamma"):
         parse_config({"algorithm": {"name": "grpo", "gamma": 0.9}})
 
 

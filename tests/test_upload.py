@@ -92,7 +92,7 @@ def test_a_wrong_model_never_leaves_this_machine(hub: Hub, model: Path, tmp_path
         upload(save_model(tmp_path / "base"), REPO)
     with pytest.raises(UploadError, match="is not a model directory"):
         upload(tmp_path, REPO)
-    with pytest.raises(ValueError, match="'gsm8k' is not the name of a repository; write OWNER/NAME"):
+    with pytest.raises(ValueError, match="'gsm8k' is not a repository name; write OWNER/NAME"):
         upload(model, "gsm8k")
     assert hub.repos == {} and hub.requests == []
 
@@ -191,7 +191,7 @@ def test_what_the_hub_holds_is_compared_with_what_was_sent(hub: Hub, model: Path
 def test_without_a_token_or_with_a_wrong_name_nothing_is_asked(
     hub: Hub, model: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    with pytest.raises(ValueError, match="is not the name of a repository"):
+    with pytest.raises(ValueError, match="is not a repository name"):
         upload(model, "../../etc")
     monkeypatch.delenv("HF_TOKEN")
     monkeypatch.setattr(huggingface_hub.constants, "HF_TOKEN_PATH", str(tmp_path / "no-token"))

@@ -47,9 +47,8 @@ from rollcall.checkpoint.run_dir import is_run
 from rollcall.observe.events import Events, Mark, MarkKind
 from rollcall.observe.live import Live, ProcessState, write_live
 from rollcall.observe.logs import keep_logs
+from rollcall.observe.samples import TOKEN_SCORES, episode_columns, write_token_scores
 from rollcall.observe.timeline import ATTEMPT_LOST, RUN_FAILED
-from rollcall.observe.token_scores import FOLDER, write_token_scores
-from rollcall.observe.transcript import episode_columns
 from rollcall.view.address import OPEN, Keys, PageRecord, parse_record
 from rollcall.view.curves import GROUPS, describe, group_of, thinned
 from rollcall.view.growing import MetricsTable
@@ -530,7 +529,7 @@ def test_a_token_has_its_numbers_and_special_tokens_are_known(tmp_path: Path) ->
     append_groups(run_dir, [group])
     logprobs = [one.logprobs + 0.25 for one in group.completions]
     entropy = [np.full(len(one.token_ids), 0.5, dtype=np.float32) for one in group.completions]
-    write_token_scores(run_dir / FOLDER, step=2, groups=[group], logprobs=logprobs, entropy=entropy)
+    write_token_scores(run_dir / TOKEN_SCORES, step=2, groups=[group], logprobs=logprobs, entropy=entropy)
     client = open_page(run_dir)
     found = client.get("/api/tokens", run=only_run(client), step=2, draw=5).json
     columns = found["columns"]

@@ -24,7 +24,7 @@ from rollcall.observe import live
 from rollcall.observe.calls import CallFile, RecordedCall
 from rollcall.observe.events import Events, Mark, MarkKind
 from rollcall.observe.live import Live, ProcessState, read_live, write_live
-from rollcall.observe.token_scores import FOLDER, write_token_scores
+from rollcall.observe.samples import TOKEN_SCORES, write_token_scores
 from rollcall.view.server import PageServer
 from rollcall.view.shown_runs import ShownRuns
 
@@ -240,7 +240,7 @@ def sums(run_dir: Path) -> None:
     rng, rows = np.random.default_rng(0), [one for group in groups for one in group.completions]
     logprobs = [one.logprobs + rng.normal(0, 0.08, len(one.logprobs)).astype(np.float32) for one in rows]
     entropy = [(-0.8 * one.logprobs + rng.exponential(0.2, len(one.logprobs))).astype(np.float32) for one in rows]
-    write_token_scores(run_dir / FOLDER, step=61, groups=groups, logprobs=logprobs, entropy=entropy)
+    write_token_scores(run_dir / TOKEN_SCORES, step=61, groups=groups, logprobs=logprobs, entropy=entropy)
 
 
 def test_a_sample_is_found_by_search_and_its_tokens_show_their_numbers(page: Any, tmp_path: Path) -> None:

@@ -24,9 +24,8 @@ def test_a_wait_speaks_first_after_a_while_and_then_now_and_then(monkeypatch: py
     monkeypatch.setattr(module, "time", clock)
     wait = Wait(20, first_s=2, every_s=5)
     with speaking(said.append):
-        while not wait.is_over:
-            wait.tell("waiting for rank 1")
-            wait.sleep(1)
+        while wait.again("waiting for rank 1", after_s=1):
+            pass
     assert said == [f"waiting for rank 1 ({seconds} s)" for seconds in (2, 7, 12, 17)]
     assert (wait.waited_s, wait.left_s, wait.until_word_s) == (20, SHORTEST_S, SHORTEST_S)
 

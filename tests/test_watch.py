@@ -17,8 +17,7 @@ import pytest
 
 from rollcall.base.errors import PlacementError
 from rollcall.config import ClusterSection
-from rollcall.plan.elastic import shrink
-from rollcall.plan.placement import Role, plan_placement
+from rollcall.plan.placement import Role, plan_placement, shrink
 from rollcall.process.groups.backend import Member, NodeSeats, WorkerSpec
 from rollcall.process.groups.gang import waits_words
 from rollcall.process.groups.host import marked_processes

@@ -29,5 +29,5 @@ def test_down_counts_what_it_stopped(monkeypatch: pytest.MonkeyPatch, count: int
 
 
 def test_a_cluster_of_one_node_is_named_as_one() -> None:
-    with pytest.raises(ConfigError, match=r"has 2 numbers for 1 node; give one each"):
+    with pytest.raises(ConfigError, match=r"has 2 numbers for 1 node; give one per node"):
         load_config(None, ["cluster={node_weights: [1, 2]}"])

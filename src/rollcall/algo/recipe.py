@@ -83,7 +83,7 @@ def compute_advantages(
     if algorithm.kl_in == "loss" or algorithm.kl_coef == 0:
         kl = None
     else:
-        assert kl is not None, f"{algorithm.name} takes the KL off the rewards; compute_advantages needs it"
+        assert kl is not None, f"{algorithm.name} subtracts the KL from the rewards, so compute_advantages needs it"
     if isinstance(algorithm, ReinforcePlusPlus | Ppo):
         return _batch_advantages(algorithm, rewards=rewards, masks=masks, kl=kl, values=values, turns=turns)
     if isinstance(algorithm, GroupAlgorithm) and algorithm.advantage == "turn":
@@ -174,7 +174,7 @@ def policy_loss(
 
     kl_in_loss = algorithm.kl_in == "loss" and algorithm.kl_coef > 0
     assert reference_logprobs is not None or not kl_in_loss, (
-        f"{algorithm.name} has its KL in the loss; give the reference"
+        f"{algorithm.name} adds the KL to the loss, so it needs the reference"
     )
     if reference_logprobs is not None:
         kl = losses.kl_estimate(logprobs, reference_logprobs, estimator=algorithm.kl_estimator)
@@ -182,7 +182,7 @@ def policy_loss(
         if kl_in_loss:
             loss = loss + algorithm.kl_coef * (kept * kl).sum()
     assert entropy is not None or algorithm.entropy_coef == 0, (
-        f"{algorithm.name} has an entropy bonus; give the entropy"
+        f"{algorithm.name} has an entropy bonus, so it needs the entropy"
     )
     if entropy is not None:
         measure("entropy", entropy)

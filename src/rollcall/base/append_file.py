@@ -43,20 +43,17 @@ class AppendFile:
                 fresh = self._open()
                 os.close(self._fd)
                 self._fd = fresh
-            self._drop_partial()
+            try:
+                os.ftruncate(self._fd, self._end)
+            except OSError as problem:
+                # Harmless: the next record overwrites it, and readers treat it as a torn tail.
+                warn(f"{self.path}: a partial record remains after offset {self._end}: {problem.strerror}")
             raise
         self._unsynced.append((self._end, record))
         self._end += len(record)
 
     def _open(self) -> int:
         return os.open(self.path, os.O_RDWR | os.O_CREAT, 0o644)
-
-    def _drop_partial(self) -> None:
-        try:
-            os.ftruncate(self._fd, self._end)
-        except OSError as error:
-            # Harmless: the next record overwrites it, and readers treat it as a torn tail.
-            warn(f"{self.path}: half a record stays after offset {self._end}: {error.strerror}")
 
     def sync(self) -> None:
         """Sync all appended records. If the disk refuses, raise; all of them are then still unsynced."""

@@ -2,18 +2,21 @@
 
 Each write goes to a temporary file next to the target, whose name begins with ``TEMPORARY``, and is renamed when it is
 complete. A failed write removes its temporary file; only a killed writer leaves one behind.
+
+Also lock files, which one process at a time can hold.
 """
 
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 import shutil
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import BinaryIO
+from typing import IO, BinaryIO
 
 from rollcall.base.patience import plain_disk_errors
 
@@ -29,7 +32,7 @@ def write_atomic(path: Path, data: str | bytes, *, durable: bool = True, private
 
 @contextmanager
 def replacing(path: Path, *, durable: bool = True, private: bool = False) -> Iterator[BinaryIO]:
-    """Yield a file to write to. It replaces ``path`` if the block succeeds."""
+    """Yield a file to write to, which replaces ``path`` if the block succeeds."""
     tmp = _temporary(path)
     try:
         with open(os.open(tmp, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600 if private else 0o666), "wb") as file:
@@ -109,6 +112,27 @@ def fsync(path: Path) -> None:
         os.fsync(fd)
     finally:
         os.close(fd)
+
+
+def take_lock(path: Path) -> IO[bytes] | None:
+    """Lock the file and return it; closing it releases the lock. Returns None if another process holds the lock. The holder may remove
+    the file along with its folder."""
+    while True:
+        file = path.open("ab")
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            # The last holder may have removed the file between open and lock; another process could then lock a new one.
+            if os.path.samestat(os.fstat(file.fileno()), os.stat(path)):
+                return file
+        except (BlockingIOError, PermissionError):  # PermissionError: on some network file systems
+            file.close()
+            return None
+        except FileNotFoundError:
+            pass  # removed: look again
+        except BaseException:
+            file.close()
+            raise
+        file.close()
 
 
 def _temporary(path: Path) -> Path:

@@ -141,7 +141,7 @@ def _plain(value: Any) -> Any:
     """Convert numpy values, which are common in Parquet rows."""
     if isinstance(value, np.generic | np.ndarray):
         return value.tolist()
-    raise TypeError(f"a value of type {type(value).__name__} is not JSON")
+    raise TypeError(f"a value of type {type(value).__name__} cannot be written as JSON")
 
 
 def _rows(rows: Sequence[Completion | Branch]) -> list[bytes]:

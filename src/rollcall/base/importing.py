@@ -48,7 +48,7 @@ def load_named(path: str, *, key: str, what: str, example: str) -> Any:
             raise ValueError(f"{key}={path!r}: {module_name} is a file; write {module_name[:-3]}:{attribute}") from None
         if missing and f"{module_name}.".startswith(f"{missing}."):
             raise ValueError(
-                f"{key}={path!r}: there is no module {missing!r}; start from the directory that holds it, or install it"
+                f"{key}={path!r}: there is no module {missing!r}; run the command from the directory that contains it, or install it"
             ) from None
         raise ValueError(f"{key}={path!r}: importing {module_name} failed\n{traceback.format_exc()}") from None
     for part in attribute.split("."):

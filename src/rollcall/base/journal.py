@@ -22,7 +22,6 @@ from typing import Any
 from rollcall.base.append_file import AppendFile, is_count, lines_end, parse_row
 from rollcall.base.errors import JournalError
 from rollcall.base.group_record import HEAD_BYTES, NOT_A_GROUP, decode, draw_of, encode, header_of, records
-from rollcall.base.lease import unguarded
 from rollcall.base.patience import persist
 from rollcall.base.types import Group
 from rollcall.base.wait import warn
@@ -52,17 +51,17 @@ class _Ledger:
         before = self.entries.get(entry.step)
         if before is not None and before != entry:
             raise JournalError(
-                f"{self.path}: step {entry.step} was trained on draws {list(before.draws)} (version {before.version}) "
-                f"and is now said to be trained on {list(entry.draws)} (version {entry.version}); a replay must "
-                "repeat the step: resume with the run file the run was started with, or start a new run directory"
+                f"{self.path}: step {entry.step} was trained on draws {list(before.draws)} (version {before.version}), but now it "
+                f"was trained on draws {list(entry.draws)} (version {entry.version}); a replay must repeat the step exactly: resume with "
+                "the original run file, or choose another run.dir"
             )
         if len(set(entry.draws)) < len(entry.draws):
             raise JournalError(f"{self.path}: step {entry.step} lists a draw twice: {list(entry.draws)}")
         for draw in entry.draws:
             if self._step_of.get(draw, entry.step) != entry.step:
                 raise JournalError(
-                    f"{self.path}: draw {draw} was trained in step {self._step_of[draw]} and is now in step "
-                    f"{entry.step}; no prompt may be trained twice: start a new run directory"
+                    f"{self.path}: draw {draw} was already trained in step {self._step_of[draw]}, and step {entry.step} contains it "
+                    "again; no prompt may be trained twice: choose another run.dir"
                 )
 
     def add(self, entry: TrainedStep) -> None:
@@ -81,7 +80,7 @@ class _Scan:
 class Journal(AbstractContextManager["Journal"]):
     """``guard`` is called before each write, and raises if this process may no longer write."""
 
-    def __init__(self, dir: Path, *, guard: Callable[[], None] = unguarded) -> None:
+    def __init__(self, dir: Path, *, guard: Callable[[], None] = lambda: None) -> None:
         self.dir = Path(dir)
         self._guard = guard
         self._closed = False
@@ -162,8 +161,8 @@ class Journal(AbstractContextManager["Journal"]):
         scan = _scan_groups(_read_bytes(path))
         for start, end in scan.damage:
             warn(
-                f"journal {path}: bytes {start} to {end} are damaged (checksum) and skipped; their groups are generated "
-                "again"
+                f"journal {path}: bytes {start} to {end} are damaged (wrong checksum) and are skipped; their groups will be "
+                "generated again"
             )
         groups: dict[int, Group] = {}
         for payload in scan.payloads:
@@ -171,8 +170,8 @@ class Journal(AbstractContextManager["Journal"]):
                 group = decode(payload)
             except NOT_A_GROUP as error:
                 warn(
-                    f"journal {path}: a record is not a group ({type(error).__name__}: {str(error):.80}) and is skipped; its "
-                    "group is generated again"
+                    f"journal {path}: a record is not a group ({type(error).__name__}: {str(error):.80}) and is skipped; the "
+                    "group will be generated again"
                 )
                 continue
             if group.draw in groups and not header_of(payload).get("scored_again"):
@@ -211,7 +210,7 @@ class Journal(AbstractContextManager["Journal"]):
             if row is None or not is_trained_row(row):
                 raise JournalError(
                     f"{self._trained_path}, line {number} is not a trained step: {line[:80]!r}; "
-                    "restore the file, or remove that line if the step it stood for is trained again"
+                    "restore the file, or delete this line if its step will be trained again"
                 )
             ledger.add(TrainedStep(step=row["step"], draws=tuple(row["draws"]), version=row["version"]))
         return ledger

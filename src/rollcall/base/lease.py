@@ -30,7 +30,6 @@ from pathlib import Path
 
 from rollcall.base.atomic import create_atomic
 from rollcall.base.errors import ConfigError
-from rollcall.base.heartbeat import Heartbeat
 from rollcall.base.patience import persist, refusing
 from rollcall.base.process_table import STOPPED, Process, status_of
 from rollcall.base.redact import redact
@@ -45,8 +44,24 @@ _KINDS = {"owner": str, "host": str, "pid": int, "place": str, "process_start": 
           "waits": str, "waits_since": int}  # fmt: skip
 
 
-def unguarded() -> None:
-    """The check for a store that has no other writer."""
+class Heartbeat:
+    """Tells whether another process is alive, by a counter that it advances in a shared file. Pass each reading to ``see``; a new
+    owner restarts the watch. Only this process's clock is used: file times and other hosts' clocks cannot be trusted."""
+
+    def __init__(self) -> None:
+        self.has_moved = False  # since its owner was first seen
+        self._seen: tuple[str | None, int | None] = (None, None)
+        self._since = time.monotonic()
+
+    @property
+    def silent_s(self) -> float:
+        """Seconds since the counter moved, or since its owner was first seen."""
+        return time.monotonic() - self._since
+
+    def see(self, owner: str, counter: int) -> None:
+        if (owner, counter) != self._seen:
+            self.has_moved = owner == self._seen[0]
+            self._seen, self._since = (owner, counter), time.monotonic()
 
 
 class LeaseLostError(RuntimeError, ValueError):
@@ -112,7 +127,7 @@ class Lease:
             if self._lost is None:
                 self._write(released=True)
         except OSError as error:
-            warn(f"{self._path}: the lease cannot be given back: {error}; the next controller waits {WATCH_S:g} s")
+            warn(f"{self._path}: cannot release the lease: {error}; the next controller will wait {WATCH_S:g} s")
         finally:
             os.close(self._fd)
 
@@ -130,7 +145,7 @@ class Lease:
             self._write(released=False)
         except OSError as error:
             if not self._has_failed:
-                warn(f"{self._path}: the lease cannot be renewed: {error.strerror}; trying again every {BEAT_S:g} s")
+                warn(f"{self._path}: cannot renew the lease: {error.strerror}; trying again every {BEAT_S:g} s")
             self._has_failed = True
             return
         self._has_failed = False
@@ -154,14 +169,14 @@ class Lease:
                 is_there = False
             newest = read_holder(self.run_dir)
         except OSError as error:
-            warn(f"{self._path}: the lease cannot be read: {error.strerror}")
+            warn(f"{self._path}: cannot read the lease: {error.strerror}")
             return
         if is_there and newest is not None and newest.number == self.me.number:
             return
         by = f"by {newest}" if newest is not None else "(its lease file is gone)"
         self._lost = (
             f"run.dir={self.run_dir} was taken over {by} while this process ({self.me.pid} on {self.me.host}) gave no sign of "
-            "life; this one stops and leaves the directory to the other"
+            "life; this process stops and leaves the directory to the other one"
         )
 
 
@@ -171,7 +186,7 @@ def hold(run_dir: Path) -> Iterator[Lease]:
     with refusing(run_dir, folder=run_dir.parent):
         run_dir.parent.mkdir(parents=True, exist_ok=True)
     if run_dir.exists() and not run_dir.is_dir():
-        raise ConfigError(f"run.dir={run_dir} is a file, and a run needs a folder; choose another run.dir")
+        raise ConfigError(f"run.dir={run_dir} is a file, but a run needs a folder; choose another run.dir")
     lease = _take(run_dir)
     try:
         yield lease
@@ -185,7 +200,9 @@ def _take(run_dir: Path) -> Lease:
         if holder is not None and not holder.is_gone:
             if holder.is_here:
                 _refuse(run_dir, holder)
-            warn(f"run.dir={run_dir} is held by {holder}; watching it for {WATCH_S:g} s to see whether it is alive")
+            warn(
+                f"run.dir={run_dir} is in use by {holder}; watching it for {WATCH_S:g} s to see whether it is still alive"
+            )
             _watch(run_dir, holder)
         if holder is not None and not holder.released:
             warn(f"run.dir={run_dir}: {holder} is gone; taking over")

@@ -59,14 +59,14 @@ def persist(action: Callable[[], T], *, path: Path, what: str, refuse: Callable[
             if waited_s >= DEADLINE_S or heeded().is_late:
                 waited = f" (waited {waited_s:.0f} s)" if waited_s >= 1 else ""
                 raise refuse(
-                    f"{why}{waited}; {_advice(fault)}, then run the same command again: it resumes, and what was written "
-                    "before is kept"
+                    f"{why}{waited}; {_advice(fault)}, then run the same command again: it resumes, and nothing that was "
+                    "written before is lost"
                 ) from error
             wait.note(why)
             if _is_word_due(disk):
                 free = None if on_node else free_bytes(path)
                 left = "" if free is None else f"; {free:,} bytes are left"
-                warn(f"{why}{left}; waiting until it can: {_advice(fault)}")
+                warn(f"{why}{left}; retrying until it succeeds: {_advice(fault)}")
             time.sleep(RETRY_S)
         else:
             if disk is not None and _said.pop(disk, None) is not None:

@@ -1,4 +1,4 @@
-"""The processes on this host, as psutil lists them.
+"""The processes on this host, as psutil lists them, and this process's limit on open files.
 
 Records on disk identify a process by its id and its start time since boot. psutil reports the start and the boot as wall-clock times.
 Both shift when somebody sets the clock, but their difference does not.
@@ -7,6 +7,7 @@ Both shift when somebody sets the clock, but their difference does not.
 from __future__ import annotations
 
 import os
+import resource
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -93,3 +94,13 @@ def environment_of(pid: int) -> dict[str, str] | None:
     except OSError:
         return None
     return {name: value for name, _, value in (line.partition("=") for line in lines)}
+
+
+def allow_files(count: int = 0) -> int:
+    """Raise this process's limit on open files to ``count`` plus 1024 for other files, as far as the system allows. Returns the limit."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = count + 1024 if hard == resource.RLIM_INFINITY else min(count + 1024, hard)
+    if soft == resource.RLIM_INFINITY or soft >= most:
+        return most if soft == resource.RLIM_INFINITY else soft
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+    return most

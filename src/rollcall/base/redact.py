@@ -203,7 +203,7 @@ def guard_streams() -> None:
 
 
 class OutputError(OSError):
-    """Standard output or standard error cannot be written."""
+    """Writing to standard output or standard error failed."""
 
 
 class GuardedStream:
@@ -235,7 +235,7 @@ class GuardedStream:
             raise  # the reader has stopped reading
         except OSError as error:
             name = "standard error" if self._stream is sys.__stderr__ else "standard output"
-            text = f"{name} cannot be written ({error.strerror}); free space where it goes, or direct it elsewhere"
+            text = f"cannot write to {name} ({error.strerror}); free space on its disk, or redirect it elsewhere"
             raise OutputError(error.errno, text) from None
 
     def __getattr__(self, name: str) -> Any:

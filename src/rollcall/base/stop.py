@@ -38,17 +38,17 @@ def status_words(status: int) -> str:
     """Describe how a run ended, from its command's exit status or a ``subprocess`` ``returncode``.
 
     >>> status_words(0), status_words(143), status_words(-9)
-    ('ended well (status 0)', 'was ended by SIGTERM (status 143)', 'was ended by SIGKILL (status 137)')
+    ('succeeded (status 0)', 'was ended by SIGTERM (status 143)', 'was ended by SIGKILL (status 137)')
     """
     status = 128 - status if status < 0 else status
     if status == STOPPED:
-        how = "was stopped; what it finished is saved, and the same command continues"
+        how = "was stopped; its progress is saved, and the same command continues it"
     elif status == INTERRUPTED:
-        how = "was interrupted by Ctrl-C; the same command continues"
+        how = "was interrupted by Ctrl-C; the same command continues it"
     elif status in (128 + number for number in signal.Signals):
         how = f"was ended by {signal.Signals(status - 128).name}"
     else:
-        how = "failed" if status else "ended well"
+        how = "failed" if status else "succeeded"
     return f"{how} (status {status})"
 
 

@@ -1,10 +1,10 @@
-"""Tells the user things (``say``), and waits with a time limit while reporting now and then what it waits for.
+"""Prints messages for the user (``say``), and waits with a time limit while reporting now and then what it waits for.
 
 A process has one output channel (voice). It is stderr, unless a block changes it with ``speaking``: a run's console prints through its
 panel. What a user has to know even in a quiet run is a warning (``warn``). Warnings go to the logger ``rollcall``, which the calling
 program may redirect.
 
-A process knows what it is waiting for (``waiting``): the holder of a run directory records it for `rollcall status`.
+A process keeps track of what it is waiting for (``waiting``): the holder of a run directory records it for `rollcall status`.
 """
 
 from __future__ import annotations
@@ -109,10 +109,6 @@ class Wait:
         with _lock:
             _waits.add(self)
 
-    @property
-    def is_noted(self) -> bool:
-        return time.monotonic() - self._noted < self._every_s + 5
-
     def tell(self, text: str) -> None:
         """Say what this waits for, if a message is due."""
         if self._stalls and (self.is_word_due or self.what):
@@ -122,15 +118,12 @@ class Wait:
             waited_s = round(self.waited_s)
             say(f"{text} ({waited_s} s)" if waited_s else text)
 
-    def sleep(self, seconds: float) -> None:
-        time.sleep(min(seconds, self.left_s))
-
     def again(self, text: str, *, after_s: float) -> bool:
         """Whether to look again: says what this waits for, if a message is due, and sleeps. False at once if the time is over."""
         if self.is_over:
             return False
         self.tell(text)
-        self.sleep(after_s)
+        time.sleep(min(after_s, self.left_s))
         return True
 
 
@@ -141,6 +134,6 @@ _lock = threading.Lock()
 def waiting() -> tuple[str, float] | None:
     """Return this process's longest current wait and its start (unix time), or `None` if it is not waiting."""
     with _lock:
-        found = [wait for wait in _waits if wait.is_noted]
+        found = [wait for wait in _waits if time.monotonic() - wait._noted < wait._every_s + 5]
     oldest = max(found, key=lambda wait: wait.waited_s, default=None)
     return None if oldest is None else (oldest.what, time.time() - oldest.waited_s)

@@ -57,7 +57,7 @@ def parse_size(text: str) -> int:
     power = "KMGT".index(match[2][0].upper()) + 1 if match and match[2] else 0
     num = int(float(match[1]) * (1024 if match[2] and "i" in match[2].lower() else 1000) ** power) if match else 0
     if num < 1:
-        raise ValueError(f"{text[:80]!r} is not a size with a unit; give one such as 5GB or 512MiB")
+        raise ValueError(f"{text[:80]!r} is not a size with a unit; write for example 5GB or 512MiB")
     return num
 
 

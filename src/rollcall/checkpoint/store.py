@@ -21,7 +21,6 @@ from typing import Any
 
 from rollcall.base.atomic import fsync_tree, staging, swap_in, write_atomic
 from rollcall.base.errors import CheckpointError
-from rollcall.base.lease import unguarded
 from rollcall.base.patience import persist
 from rollcall.base.wait import warn
 from rollcall.model.stored.files import StoredError, StoredFile, file_checksum
@@ -61,7 +60,7 @@ class Checkpoint:
 class CheckpointStore:
     """A run's checkpoints. ``guard`` is called before a checkpoint is put in place; it raises if this process may no longer write."""
 
-    def __init__(self, dir: Path, *, keep_last: int, keep_best: int, guard: Callable[[], None] = unguarded) -> None:
+    def __init__(self, dir: Path, *, keep_last: int, keep_best: int, guard: Callable[[], None] = lambda: None) -> None:
         self.dir = Path(dir)
         self.keep_last = keep_last
         self.keep_best = keep_best

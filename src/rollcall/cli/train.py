@@ -128,7 +128,7 @@ def train(
       rollcall train run.yaml --worker 2 --num-nodes 3 --rank-weights 2,1,1 --log-path /share/x
     """
     from rollcall.config.checks import say_unused
-    from rollcall.config.one_process import in_one_process
+    from rollcall.config.run import in_one_process
     from rollcall.nodes.cluster import wished_cluster
     from rollcall.nodes.declared import environment
     from rollcall.process.debug.here import POST_MORTEM

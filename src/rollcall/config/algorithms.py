@@ -13,8 +13,8 @@ def _around_one(bounds: tuple[float, float]) -> tuple[float, float]:
     low, high = bounds
     if not 0 <= low < 1 < high:
         raise ValueError(
-            f"[{low:g}, {high:g}] leaves out the ratio 1 of a policy that has not moved, or has its ends in the wrong order; "
-            "use [low, high] with low below 1 and high above it, such as [0.5, 2]"
+            f"[{low:g}, {high:g}] does not contain 1, the ratio of an unchanged policy; use [low, high] with low below 1 and high "
+            "above 1, such as [0.5, 2]"
         )
     return bounds
 
@@ -39,14 +39,17 @@ class AlgorithmBase(Section):
         2.0, "Truncated importance sampling: the loss is multiplied by min(old / behaviour, cap); `null`: off.", gt=0
     )
     mismatch_mask: Annotated[tuple[float, float], AfterValidator(_around_one)] | None = field(
-        None, "Leave tokens out of the loss whose old / behaviour ratio is outside [low, high]; `null`: none."
+        None,
+        "Leave out of the loss all tokens whose old / behaviour ratio is outside [low, high]; `null`: leave out none.",
     )
     dynamic_sampling: bool = field(
         False, "Leave out groups whose rewards (before `overlong_penalty`) are all equal, and draw more prompts."
     )
     max_refills: int = field(4, "How many times a step may draw more prompts for dynamic sampling.", ge=0)
     overlong_buffer: int = field(
-        0, "Over this number of tokens before the limit, a length penalty grows from 0 to `overlong_penalty`.", ge=0
+        0,
+        "Within this many tokens of the limit, a length penalty grows from 0 to `overlong_penalty`; 0: no penalty.",
+        ge=0,
     )
     overlong_penalty: float = field(1.0, "Length penalty at the token limit (soft overlong punishment).", ge=0)
 
@@ -60,8 +63,8 @@ class GroupAlgorithm(AlgorithmBase):
 
     advantage: Literal["episode", "turn"] = field(
         "episode",
-        "What is compared within a group. `episode`: the rewards of whole attempts. `turn`: for each turn the rewards from that turn "
-        "on, with those of the same turn in the other attempts; for environments that reward turns.",
+        "What is compared within a group. `episode`: the rewards of whole attempts. `turn`: the rewards from each turn on, compared with "
+        "those from the same turn on in the other attempts; for environments that reward turns.",
     )
     gamma: float = field(1.0, "Discount of rewards per turn, with `advantage: turn`.", ge=0, le=1)
 

@@ -34,7 +34,7 @@ class Section(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _no_yes_for_a_number(cls, data: Any) -> Any:
-        """Refuse true for a number (YAML reads `on` and `yes` as true, which counts as 1), and parse 1e3, a string in YAML."""
+        """Refuse true as a number (YAML reads `on` and `yes` as true, which Python takes for 1), and parse 1e3, which YAML reads as a string."""
         if not isinstance(data, dict):
             return data
         numbers = [
@@ -44,7 +44,7 @@ class Section(BaseModel):
             value = data[key]
             given = value if isinstance(value, list) else [value]
             if any(isinstance(each, bool) for each in given):
-                raise KeyProblem(key, f"={str(value).lower()} is yes or no; give a number")
+                raise KeyProblem(key, f"={str(value).lower()} is a boolean; give a number")
         return {**data, **{key: read_number(data[key]) for key in numbers}}
 
     @model_validator(mode="after")
@@ -59,8 +59,10 @@ class Section(BaseModel):
                     and value
                     and not SMALLEST_FLOAT <= abs(value) <= LARGEST_FLOAT
                 ):
-                    bounds = f"0 or between {SMALLEST_FLOAT:g} and {LARGEST_FLOAT:g} in size"
-                    raise KeyProblem(where, f"={value:g} is out of range; give a number that is {bounds}")
+                    bounds = f"between {SMALLEST_FLOAT:g} and {LARGEST_FLOAT:g}"
+                    raise KeyProblem(
+                        where, f"={value:g} is out of range; give 0, or a number whose absolute value is {bounds}"
+                    )
         return self
 
 
@@ -92,11 +94,13 @@ def _leaves(value: Any, where: str) -> Iterator[tuple[str, Any]]:
 
 def _check_leaf(where: str, value: Any) -> None:
     if isinstance(value, int) and abs(value) > LARGEST_INT:
-        raise KeyProblem(where, f" is a number of {value.bit_length()} bits; the largest is {LARGEST_INT}")
+        raise KeyProblem(where, f" is an integer of {value.bit_length()} bits; the largest possible is {LARGEST_INT}")
     if isinstance(value, float) and not math.isfinite(value):
-        raise KeyProblem(where, f"={value} is not a finite number; give one")
+        raise KeyProblem(where, f"={value} is not finite; give a finite number")
     if (isinstance(value, str) or hasattr(value, "__fspath__")) and NOT_FOR_FILES.search(str(value)):
-        raise KeyProblem(where, " holds a NUL or half a surrogate pair, which no file takes; leave it out")
+        raise KeyProblem(
+            where, " contains a NUL character or half a surrogate pair, which cannot be written to a file; remove it"
+        )
 
 
 def field(default: Any, meaning: str, **kwargs: Any) -> Any:

@@ -22,14 +22,14 @@ COLDEST = 0.001  # temperature; dividing an ordinary model's logits by less over
 
 def check_stops(stops: list[str]) -> list[str]:
     if "" in stops:
-        raise ValueError("an empty text ends every completion at its first token; leave it out")
+        raise ValueError("an empty string ends every completion at its first token; remove it")
     return stops
 
 
 def check_home(path: str) -> str:
     """Refuse ``~name`` for a user that does not exist on this machine."""
     if path.startswith("~") and os.path.expanduser(path) == path:
-        raise ValueError(f"{path!r} begins with the home of an unknown user; write the path in full")
+        raise ValueError(f"{path!r} begins with the home directory of an unknown user; write the full path")
     return path
 
 
@@ -37,23 +37,21 @@ def check_directory(path: Path) -> Path:
     """Expand ``~``, which would otherwise become a folder with that name."""
     expanded = Path(check_home(str(path))).expanduser() if str(path).startswith("~") else path
     if expanded.name in ("", ".."):
-        raise ValueError(f"{str(path)!r} holds other things too; name a directory for this run, such as runs/first")
+        raise ValueError(f"{str(path)!r} contains other files; give this run its own directory, such as runs/first")
     return expanded
 
 
 def check_variables(variables: dict[str, str]) -> dict[str, str]:
     for name in variables:
         if not name or "=" in name:
-            raise ValueError("a variable's name is empty or has a '=' in it; write NAME: value")
+            raise ValueError("a variable name is empty or contains '='; write NAME: value")
     return variables
 
 
 def check_variable_names(names: list[str]) -> list[str]:
     """Refuse values, because a secret that is written here would end up in files and arguments."""
     if any(not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name) for name in names):
-        raise ValueError(
-            "has an entry that is not the name of a variable; write only names, such as HF_TOKEN, without values"
-        )
+        raise ValueError("has an entry that is not a variable name; write only names, such as HF_TOKEN, without values")
     return names
 
 
@@ -63,7 +61,9 @@ def check_ruin(config: Any) -> None:
     _check_evaluation(config.eval)
     _check_decay(config)
     if all(reward.weight == 0 for reward in config.reward):
-        raise ConfigError("every reward has weight 0, so there is nothing to learn; give one of them another weight")
+        raise ConfigError(
+            "every reward has weight 0, so there is nothing to learn; give at least one a different weight"
+        )
 
 
 def unused(config: Any, *, in_folder: bool = False) -> list[str]:
@@ -73,20 +73,20 @@ def unused(config: Any, *, in_folder: bool = False) -> list[str]:
     ppo, native = algorithm.name == "ppo", config.rollout.engine == "native"
     data = config.data
     cases = [
-        ("critic", not ppo, f"algorithm.name={algorithm.name} has no critic; ppo has"),
+        ("critic", not ppo, f"algorithm.name={algorithm.name} has no critic (only ppo does)"),
         ("rollout.vllm", native, "rollout.engine is native, not vllm"),
         (
             "rollout.weights",
             one_process and not in_folder,
             "engine and learner are in one process and share the weights",
         ),
-        ("trainer.elastic", one_process and not in_folder, "the run has one node; it is for a cluster of several"),
+        ("trainer.elastic", one_process and not in_folder, "the run has one node, and this is for clusters of several"),
         (
             "cluster.ray_address",
             config.cluster is not None and (one_process or in_folder),
-            "roles run on nodes that share only a folder"
+            "nodes that share a folder do not use Ray"
             if in_folder
-            else "the run has one slot, which is this process",
+            else "the run has one slot, so everything runs in this process",
         ),
         ("data.split", not is_hub(data.train), "data.train is not a hub: dataset"),
         ("data.val_split", not is_hub(data.val), "data.val is not a hub: dataset"),
@@ -101,7 +101,7 @@ def unused(config: Any, *, in_folder: bool = False) -> list[str]:
         if is_idle:
             found.setdefault(why, []).extend(_changed(config, key))
     return [
-        f"{', '.join(keys)} {'is' if len(keys) == 1 else 'are'} set and not used: {why}"
+        f"{', '.join(keys)} {'is' if len(keys) == 1 else 'are'} set but not used: {why}"
         for why, keys in found.items()
         if keys
     ]
@@ -136,18 +136,18 @@ def _check_group_size(config: Any) -> None:
     prompts, samples = config.data.prompts_per_step, config.rollout.samples_per_prompt
     if prompts * samples > MOST_COMPLETIONS:
         raise ConfigError(
-            f"data.prompts_per_step={prompts} x rollout.samples_per_prompt={samples} are {prompts * samples} completions a step; "
-            f"the most is {MOST_COMPLETIONS}. Lower one of them"
+            f"data.prompts_per_step={prompts} x rollout.samples_per_prompt={samples} are {prompts * samples} completions per step, "
+            f"more than the maximum of {MOST_COMPLETIONS}; lower one of them"
         )
     if config.rollout.top_k == 1 and samples > 1:
         raise ConfigError(
-            f"rollout.top_k=1 takes the likeliest token each time, so the {samples} completions of a prompt are all the same "
-            "and there is nothing to learn; use rollout.top_k=0 (all tokens), or 2 or more"
+            f"rollout.top_k=1 always takes the most likely token, so the {samples} completions of a prompt are all the "
+            "same and there is nothing to learn; use rollout.top_k=0 (all tokens), or 2 or more"
         )
     if config.algorithm.dynamic_sampling and config.rollout.samples_per_prompt < 2:
         raise ConfigError(
             "algorithm.dynamic_sampling=true leaves out groups whose rewards are all equal, and with "
-            f"rollout.samples_per_prompt={config.rollout.samples_per_prompt} every group is one; use 2 or more, or "
+            f"rollout.samples_per_prompt={config.rollout.samples_per_prompt} that is every group; use 2 or more, or "
             "algorithm.dynamic_sampling=false"
         )
 
@@ -155,7 +155,7 @@ def _check_group_size(config: Any) -> None:
 def _check_evaluation(section: Any) -> None:
     if section.samples_per_prompt > 1 and section.temperature == 0:
         raise ConfigError(
-            f"eval.samples_per_prompt={section.samples_per_prompt} completions at eval.temperature=0 are all the same; use "
+            f"with eval.temperature=0, all eval.samples_per_prompt={section.samples_per_prompt} completions of a prompt are the same; use "
             "eval.samples_per_prompt=1, or an eval.temperature above 0"
         )
     if 0 < section.temperature < COLDEST:
@@ -170,7 +170,7 @@ def _check_decay(config: Any) -> None:
         if section.lr * section.weight_decay >= 1:
             raise ConfigError(
                 f"{name}.lr={section.lr:g} x {name}.weight_decay={section.weight_decay:g} is 1 or more, so each update would "
-                f"take all of a weight away; lower one of them (0.01 is a usual {name}.weight_decay)"
+                f"erase all weights; lower one of them (0.01 is a common {name}.weight_decay)"
             )
 
 
@@ -187,7 +187,7 @@ def lift_kwargs(data: Any) -> Any:
     own = {key: kwargs[key] for key in OWN_KEYS if key in kwargs}
     for key, value in own.items():
         if key in data and read_number(data[key]) != read_number(value):
-            raise ValueError(f"optimizer.kwargs.{key}={value} contradicts {key}={data[key]}; leave one of them out")
+            raise ValueError(f"optimizer.kwargs.{key}={value} contradicts {key}={data[key]}; remove one of them")
     rest = {key: value for key, value in kwargs.items() if key not in own}
     return {**data, **own, "optimizer": {**optimizer, "kwargs": rest}}
 
@@ -196,18 +196,18 @@ def check_section(section: Any) -> Any:
     """Refuse contradictions within one section."""
     if section.sequence_parallel and section.tensor_parallel_size == 1:
         raise ValueError(
-            "sequence_parallel=true divides the tokens between the ranks of a tensor group, and tensor_parallel_size=1 has "
-            "one; raise tensor_parallel_size, or leave sequence_parallel out"
+            "sequence_parallel=true splits the tokens over the ranks of a tensor group, but with tensor_parallel_size=1 there is "
+            "only one rank; raise tensor_parallel_size, or remove sequence_parallel"
         )
     if section.sharding_group_size is not None and section.sharding != "hsdp":
         raise ValueError(
-            f"sharding_group_size={section.sharding_group_size} is the size of a group of sharding=hsdp, and sharding is "
-            f"{section.sharding}; write sharding=hsdp, or leave it out"
+            f"sharding_group_size={section.sharding_group_size} applies only to sharding=hsdp, but sharding is "
+            f"{section.sharding}; set sharding=hsdp, or remove sharding_group_size"
         )
     if section.cpu_offload and section.sharding == "replicate":
         raise ValueError(
-            "cpu_offload=true keeps a sharded learner's state in host memory, and sharding is replicate; write "
-            "sharding=fsdp (one process may have it too)"
+            "cpu_offload=true keeps a sharded learner's state in host memory, but sharding is replicate; set "
+            "sharding=fsdp (it also works with one process)"
         )
     _check_kwargs(section.optimizer.kwargs)
     _check_state(section)
@@ -220,24 +220,24 @@ def _check_state(section: Any) -> None:
     if choice.state == "float32":
         return
     problems = {
-        f"is for torch.optim.AdamW, and optimizer.name is {choice.name}": choice.name != "torch.optim.AdamW",
-        f"does not go with optimizer.kwargs.{next(iter(choice.kwargs), '')}": choice.kwargs,
-        "goes with float32 weights, and master_weights=false keeps none for a bfloat16 model, whose state is bfloat16 already": (
+        f"works only with torch.optim.AdamW, but optimizer.name is {choice.name}": choice.name != "torch.optim.AdamW",
+        f"does not work with optimizer.kwargs.{next(iter(choice.kwargs), '')}": choice.kwargs,
+        "needs float32 weights, but with master_weights=false a bfloat16 model has none, and its state is bfloat16 already": (
             not section.master_weights
         ),
-        "saves memory of the card, and cpu_offload=true keeps the state in host memory": section.cpu_offload,
+        "saves GPU memory, but with cpu_offload=true the state is in host memory": section.cpu_offload,
     }
     for problem, is_there in problems.items():
         if is_there:
-            raise ValueError(f"optimizer.state={choice.state} {problem}; leave one of them out")
+            raise ValueError(f"optimizer.state={choice.state} {problem}; remove one of them")
 
 
 def _check_kwargs(kwargs: dict[str, Any]) -> None:
     if kwargs.get("foreach") and kwargs.get("fused"):
-        raise ValueError("optimizer.kwargs has foreach and fused both true, and torch takes one of them; drop one")
+        raise ValueError("optimizer.kwargs sets both foreach and fused, but torch accepts only one of them; remove one")
     for key in ("capturable", "differentiable", "maximize"):
         if kwargs.get(key):
-            raise ValueError(f"optimizer.kwargs.{key}={kwargs[key]} does not fit a training step here; leave it out")
+            raise ValueError(f"optimizer.kwargs.{key}={kwargs[key]} is not supported; remove it")
 
 
 def check_batches(config: Any, *, name: str) -> None:

@@ -11,58 +11,63 @@ from rollcall.config.base import LONGEST_S, KeyProblem, Section, field
 from rollcall.config.rewards import FunctionReward, Reward, VariableName
 
 Treatment = Literal["keep", "mask", "drop"]
-_TREATMENTS = (
-    "`keep`: train on it. `mask`: compare the others of its group with it, but do not train on it. `drop`: neither."
-)
+_TREATMENTS = "`keep`: train on them. `mask`: do not train on them, but compare the rest of their group with them. `drop`: ignore them."
 
 
 class EnvironmentBase(Section):
-    """Runs in separate processes, one for each running episode."""
+    """The keys that all environments share. An environment runs in separate processes, one for each running episode."""
 
-    max_turns: int = field(8, "Most turns of an episode.", ge=1)
+    max_turns: int = field(8, "Maximum number of turns in an episode.", ge=1)
     max_turn_tokens: int | None = field(
         None,
-        "Most tokens that the model may write in one turn; `null`: what `rollout.max_response_tokens`, which bounds all tokens of "
-        "an episode after its prompt, leaves.",
+        "Maximum number of tokens that the model may write in one turn. `null`: as many as are left of `rollout.max_response_tokens`, "
+        "which limits all tokens of an episode after its prompt.",
         ge=1,
     )
     call_timeout_s: float = field(
         30.0, "Time limit for one call of the environment, in seconds.", ge=0.001, le=LONGEST_S
     )
     episode_timeout_s: float = field(
-        3600.0, "Time limit for one episode, in seconds, with its waits for the engine.", ge=0.001, le=LONGEST_S
+        3600.0, "Time limit for one episode, in seconds, including its waits for the engine.", ge=0.001, le=LONGEST_S
     )
-    max_running: int = field(256, "Most episodes that run at the same time.", ge=1)
-    truncated: Treatment = field("keep", f"Episodes that a limit of turns or tokens ended. {_TREATMENTS}")
-    timed_out: Treatment = field("mask", "The same for episodes that took too long.")
-    failed: Treatment = field("mask", "The same for episodes whose environment raised, died or returned rubbish.")
+    max_running: int = field(256, "Maximum number of episodes that run at the same time.", ge=1)
+    truncated: Treatment = field(
+        "keep", f"What to do with episodes that the limit of turns or tokens ended. {_TREATMENTS}"
+    )
+    timed_out: Treatment = field("mask", "The same, for episodes that took too long.")
+    failed: Treatment = field(
+        "mask", "The same, for episodes whose environment raised, died or returned something invalid."
+    )
     env: list[VariableName] = field(
-        [], "Names of environment variables that it gets, besides `PATH`, `HOME`, the language and the like."
+        [],
+        "Names of environment variables that it gets, in addition to basic ones such as `PATH`, `HOME` and the language.",
     )
     memory_mb: int = field(4096, "Memory limit for each of its processes, in MB.", ge=64, le=1_000_000_000)
 
 
-_KWARGS = "Arguments of the class; with several classes a map from their names to the arguments of each."
+_KWARGS = "Arguments of the class. With several classes: a map from each class's name to its arguments."
 _PYTHON = (
-    "The Python that runs it, where a package needs a separate environment (3.11 or newer; Rollcall need not be installed in it); "
-    "`null`: this one."
+    "The Python that runs it, if it needs a separate environment (3.11 or newer; Rollcall need not be installed in it). `null`: the "
+    "Python that runs Rollcall."
 )
 
 
 def _check_paths(kwargs: dict[str, Any], path: Any) -> None:
     if path is not None and not (path and all(name.strip() for name in kinds_of(path).values())):
-        raise KeyProblem("path", " is empty; give module:Class")
+        raise KeyProblem("path", " is empty; write module:Class")
     if isinstance(path, dict) and not all(path):
-        raise KeyProblem("path", " has a class without a name; give the name that a row's environment column has")
+        raise KeyProblem(
+            "path", " has a class without a name; give it the name that rows have in their environment column"
+        )
     if path is None and kwargs:
-        raise KeyProblem("kwargs", " is given, and no class takes them; give path too")
+        raise KeyProblem("kwargs", " has no effect without a class; set path too")
     if not isinstance(path, dict):
         return
     for name, arguments in kwargs.items():
         if name not in path:
-            raise KeyProblem("kwargs", f".{name} is given, and path has {', '.join(path)}; use one of these names")
+            raise KeyProblem("kwargs", f".{name} is not a class in path; the names there are {', '.join(path)}")
         if not isinstance(arguments, dict):
-            raise KeyProblem("kwargs", f".{name} is not a map; give the arguments of {path[name]} by name")
+            raise KeyProblem("kwargs", f".{name} is not a map; write the arguments of {path[name]} as name: value")
 
 
 class ClassEnvironment(EnvironmentBase):
@@ -71,12 +76,12 @@ class ClassEnvironment(EnvironmentBase):
     type: Literal["class"] = "class"
     path: str | dict[str, str] | None = field(
         None,
-        "`module:Class`, importable from the working directory; or a map from names to classes, of which a row's `environment` "
-        "column names one.",
+        "`module:Class`, importable from the working directory; or a map from names to classes: each row then names one in its "
+        "`environment` column.",
     )
     kwargs: dict[str, Any] = field({}, _KWARGS)
     python: str | None = field(None, _PYTHON)
-    tools: list[str] = field([], "Functions that are tools too, each `module:function`.")
+    tools: list[str] = field([], "Functions that are tools as well, each as `module:function`.")
     call_format: Literal["auto", "hermes", "llama", "text"] = field(
         "auto",
         "How the model writes tool calls: `hermes` (`<tool_call>` JSON, as Qwen does), `llama` (JSON), `text` (`name(argument=1)` "
@@ -86,7 +91,7 @@ class ClassEnvironment(EnvironmentBase):
     @model_validator(mode="after")
     def _has_something(self) -> ClassEnvironment:
         if self.path is None and not self.tools:
-            raise KeyProblem("path", " is missing; give module:Class, or functions in tools")
+            raise KeyProblem("path", " is missing; set it to module:Class, or list functions in tools")
         _check_paths(self.kwargs, self.path)
         return self
 
@@ -96,7 +101,7 @@ class StepEnvironment(EnvironmentBase):
 
     type: Literal["step"] = "step"
     path: str | dict[str, str] = Field(
-        description="`module:Class`, or a map from names to classes, of which a row's `environment` column names one."
+        description="`module:Class`, or a map from names to classes: each row then names one in its `environment` column."
     )
     kwargs: dict[str, Any] = field({}, _KWARGS)
     python: str | None = field(None, _PYTHON)
@@ -111,7 +116,8 @@ def _refuse_call_timeout(section: EnvironmentBase) -> None:
     given, default = section.call_timeout_s, EnvironmentBase.model_fields["call_timeout_s"].default
     if given != default:
         raise KeyProblem(
-            "call_timeout_s", f"={given:g} has no call to limit: the program plays by itself; set episode_timeout_s"
+            "call_timeout_s",
+            f"={given:g} has no effect here, because the program makes no calls that could be limited; set episode_timeout_s",
         )
 
 
@@ -120,14 +126,14 @@ class AgentEnvironment(EnvironmentBase):
 
     type: Literal["agent"] = "agent"
     run: str = Field(
-        description="The command of one episode. It finds the address in OPENAI_BASE_URL, its key in OPENAI_API_KEY, and the row "
+        description="The command that plays one episode. It gets the API's address in OPENAI_BASE_URL, its key in OPENAI_API_KEY, and the row "
         "as JSON in ROLLCALL_ROW."
     )
 
     @model_validator(mode="after")
     def _has_a_command(self) -> AgentEnvironment:
         if not self.run.strip():
-            raise KeyProblem("run", " is empty; give the command of your program")
+            raise KeyProblem("run", " is empty; write the command that starts your program")
         _refuse_call_timeout(self)
         return self
 
@@ -137,8 +143,8 @@ class VerifiersEnvironment(EnvironmentBase):
 
     type: Literal["verifiers"] = "verifiers"
     config: dict[str, Any] = Field(
-        description="The `[env]` block of verifiers, such as `{taskset: {id: textarena, game: Hangman-v0}}`. A role that does not say "
-        "otherwise is played in a plain chat (harness `null`) on this machine, with `max_turns` turns."
+        description="The `[env]` block of verifiers, such as `{taskset: {id: textarena, game: Hangman-v0}}`. By default, a role is "
+        "played in a plain chat (harness `null`) on this machine, with `max_turns` turns."
     )
     python: str = Field(description="The Python that has verifiers and the taskset.")
 

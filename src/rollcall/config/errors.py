@@ -51,7 +51,7 @@ def explain(item: Any, root: type[BaseModel]) -> str:
         case "union_tag_not_found":
             tag = item["ctx"]["discriminator"].strip("'")
             example = "class" if path == "environment" else "grpo" if tag == "name" else "exact"
-            return f"{path} has no {tag}; docs/configuration.md lists them; write for example {path}.{tag}={example}"
+            return f"{path} has no {tag}; write for example {path}.{tag}={example} (docs/configuration.md lists all)"
         case "union_tag_invalid":
             return _unknown_tag(path, item["ctx"])
         case "model_type" | "dict_type":
@@ -60,7 +60,7 @@ def explain(item: Any, root: type[BaseModel]) -> str:
             keys = f"; its keys are {', '.join(inner.model_fields)}" if inner else ", such as {name: value}"
             return f"{given} is not a map{keys}"
         case "string_type" if isinstance(item["input"], bool | int | float | date):
-            return f"{given} is not a text; put it in quotes if it is meant as one"
+            return f"{given} is not a string; put it in quotes if it should be one"
         case "value_error":
             error = item["ctx"]["error"]
             joint = "." if isinstance(error, KeyProblem) else ": "
@@ -84,7 +84,7 @@ def shown(value: Any) -> str:
     return text if len(text) <= MOST_SHOWN else f"{text[:MOST_SHOWN]}..."
 
 
-_KINDS = {str: "text", list: "a list", dict: "a map", int: "a number", float: "a number", bool: "yes or no"}
+_KINDS = {str: "a string", list: "a list", dict: "a map", int: "a number", float: "a number", bool: "a boolean"}
 
 
 class _Short(reprlib.Repr):
@@ -115,7 +115,9 @@ def _unknown_key(path: str, names: list[str], root: type[BaseModel]) -> str:
     is_misspelt = near is not None and _ratio(given, near) >= WORDS_ALIKE
     if not is_misspelt and (elsewhere := _homes(given, root)):
         if path in elsewhere:  # in a mapping or a file, where a dot is no separator
-            return f"{path} is not a field, because of the dot; write {given} under {prefix}"
+            return (
+                f"{path} is not a field, because a dot in a key is not a separator here; write {given} under {prefix}"
+            )
         return f"{path} is not a field; did you mean {' or '.join(elsewhere)}?"
     hint = f"did you mean {prefix}{dot}{near}?" if near else f"the fields are {', '.join(names)}"
     return f"{path} is not a field; {hint}"

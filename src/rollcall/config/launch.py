@@ -26,25 +26,25 @@ class PrepareSection(Section):
     each_node: list[str] = field([], "Shell commands that every node runs before the run.")
     timeout_s: float = field(
         86_400.0,
-        "Seconds that the commands of each list have on a node. Then they are ended, and the run is not started.",
+        "Time limit in seconds for the commands of each list on a node. After it they are stopped, and the run does not start.",
         gt=0,
     )
     fetch_model: bool = field(
-        True, "Download the model and the reward models that are hub names, once on each node, before the run."
+        True, "Before the run, download the model and the reward models that are given by hub name, once on each node."
     )
 
 
 class ContainerSection(Section):
     runtime: Literal["docker", "podman", "apptainer", "enroot"] = field(
-        "docker", "What runs the container; `enroot` is for slurm, through its pyxis plugin."
+        "docker", "What runs the container. `enroot` works with slurm only, through its pyxis plugin."
     )
     image: str = Field(description="Image to run.")
-    build: Path | None = field(None, "Folder with a Dockerfile. The image is built from it on a node that lacks it.")
+    build: Path | None = field(None, "Folder with a Dockerfile. Nodes that lack the image build it from there.")
     mounts: list[str] = field(
-        [], "Folders of the node that the container sees: `/data`, or `/data:/inside`, or `/data:/inside:ro`."
+        [], "Folders of the node to mount in the container: `/data`, `/data:/inside` or `/data:/inside:ro`."
     )
     shm: str = field("16g", "Size of /dev/shm.")
-    devices: list[str] = field([], "More devices for the container, such as `/dev/infiniband`.")
+    devices: list[str] = field([], "Additional devices for the container, such as `/dev/infiniband`.")
 
 
 class TargetSection(Section):
@@ -55,42 +55,43 @@ class _OnNodes(TargetSection):
     """Keys for the targets that run our command on plain machines."""
 
     activate: Path | None = field(None, "Activate script of the Python environment on the nodes.")
-    env: Variables = field({}, "Environment variables of `rollcall node`. Those of workers are in `cluster.env`.")
+    env: Variables = field({}, "Environment variables for `rollcall node`. Those for workers are in `cluster.env`.")
 
 
 class SshSection(_OnNodes):
     hosts: list[str] | Path = Field(
-        description="The machines, by rank: `[node0, node1]`, or a file with one in each line. A launch takes the first "
-        "hosts of the file that no other launch uses."
+        description="The machines, by rank: `[node0, node1]`, or a file with one on each line. A launch takes the first "
+        "hosts in the file that no other launch uses."
     )
-    user: str | None = field(None, "User on the hosts; `null`: as ssh's configuration says.")
-    port: int | None = field(None, "Port of sshd; `null`: as ssh's configuration says.", ge=1, le=65535)
-    key: Path | None = field(None, "Private key; `null`: as ssh's configuration says.")
+    user: str | None = field(None, "User on the hosts; `null`: from ssh's configuration.")
+    port: int | None = field(None, "Port of sshd; `null`: from ssh's configuration.", ge=1, le=65535)
+    key: Path | None = field(None, "Private key; `null`: from ssh's configuration.")
     temp_dir: Path | None = field(None, "Ray's folder for sockets and logs on the hosts: a short, local path.")
     interface: str | None = field(None, "Network interface that the nodes use; `null`: the one that reaches the head.")
 
 
 class SlurmSection(_OnNodes):
     partition: str | None = field(None, "Partition; `null`: Slurm's default.")
-    account: str | None = field(None, "Account that is charged.")
+    account: str | None = field(None, "Account to charge.")
     time: str | None = field(None, "Time limit, such as `04:00:00`.")
     gpus_per_node: str | None = field(
-        None, "GPUs to ask for, such as `8` or `h100:8`; `null`: `cluster.num_gpus_per_node` where a slot is a GPU."
+        None, "GPUs to request, such as `8` or `h100:8`; `null`: `cluster.num_gpus_per_node` if slots are GPUs."
     )
     cpus_per_task: int | None = field(None, "CPUs of each node.", ge=1)
     mem: str | None = field(None, "Memory of each node, such as `200G` (`0`: all of it).")
     constraint: str | None = field(None, "Features that a node must have, such as `nvlink`.")
     nodelist: str | None = field(None, "Nodes to use, such as `node[01-04]`.")
     interface: str | None = field(
-        None, "Network interface that the nodes use; `null`: the one that leads out of the head, and reaches it."
+        None,
+        "Network interface that the nodes use; `null`: the head's default route, and on other nodes the one that reaches the head.",
     )
     modules: list[str] = field([], "Modules to load.")
-    lines: list[str] = field([], "More lines for the script, before the nodes start.")
-    options: list[str] = field([], "More options of sbatch, such as `--exclusive`.")
+    lines: list[str] = field([], "Additional lines of the script, before the nodes start.")
+    options: list[str] = field([], "Additional options for sbatch, such as `--exclusive`.")
     signal_s: int = field(
         120, "Seconds before the time limit at which the run saves and the job requeues itself.", ge=10, le=65535
     )
-    attach: int | None = field(None, "Id of an allocation that runs already; the nodes start inside it.", ge=1)
+    attach: int | None = field(None, "Id of an existing allocation, inside which the nodes start.", ge=1)
 
 
 class SkypilotSection(_OnNodes):
@@ -98,12 +99,12 @@ class SkypilotSection(_OnNodes):
     workdir: Path | None = field(None, "Folder that SkyPilot copies to the nodes.")
     file_mounts: dict[str, str | dict[str, JsonValue]] = field(
         {},
-        "Files and buckets for the nodes, by their path there. A text is copied to each node; `{source: s3://my-bucket, mode: "
-        "MOUNT_CACHED}` is mounted, and what nodes write there is kept.",
+        "Files and buckets for the nodes, by their path there. A string names what is copied to each node. `{source: s3://my-bucket, "
+        "mode: MOUNT_CACHED}` is mounted, and what nodes write there is kept.",
     )
     secrets: Names = field([], "Names of variables whose values SkyPilot takes from this shell.")
     setup: list[str] = field([], "Shell commands that install what the nodes need, once on each.")
-    managed: bool = field(True, "Start it as a managed job: after a preemption it starts again and the run resumes.")
+    managed: bool = field(True, "Start a managed job: after a preemption it starts again, and the run resumes.")
 
 
 class DstackSection(_OnNodes):
@@ -127,13 +128,13 @@ class KuberaySection(TargetSection):
     env_from_secrets: list[str] = field([], "Kubernetes secrets whose keys become environment variables.")
     pod: dict[str, JsonValue] = field(
         {},
-        "More of the spec of every pod, as Kubernetes has it, such as `{tolerations: [{operator: Exists}], nodeSelector: {gpu: h100}, "
+        "Additional fields for the spec of every pod, in Kubernetes' format, such as `{tolerations: [{operator: Exists}], nodeSelector: {gpu: h100}, "
         "imagePullSecrets: [{name: mine}]}`.",
     )
     labels: dict[str, str] = field({}, "Labels of the RayJob, such as Kueue's `kueue.x-k8s.io/queue-name`.")
     claims: dict[str, str] = field({}, "Volume claims that every pod mounts: name, path.")
     submission: Literal["K8sJobMode", "HTTPMode", "SidecarMode"] = field("K8sJobMode", "How KubeRay submits the job.")
-    ray_cluster: str | None = field(None, "Name of a RayCluster that exists; the job runs there.")
+    ray_cluster: str | None = field(None, "Name of an existing RayCluster, on which the job runs.")
 
 
 class LaunchSection(Section):
@@ -142,11 +143,13 @@ class LaunchSection(Section):
         "Shared folder in which nodes find the head (ssh and slurm). `null`: with ssh they get the head's address, with "
         "slurm they meet in the launch's folder.",
     )
-    gpu: Literal["cuda", "rocm"] = field("cuda", "Make of the GPUs: which variables and devices a node needs.")
+    gpu: Literal["cuda", "rocm"] = field(
+        "cuda", "Platform of the GPUs, which determines the variables and devices that a node needs."
+    )
     profile: Path | None = field(
         None, "File of `NAME=VALUE` lines with network variables (`NCCL_*`, `GLOO_*`, `RCCL_*`) for nodes and workers."
     )
-    container: ContainerSection | None = field(None, "Run the nodes in containers (ssh and slurm).")
+    container: ContainerSection | None = field(None, "Run the nodes in containers (ssh and slurm only).")
     ssh: SshSection | None = field(None, "Machines that ssh reaches.")
     slurm: SlurmSection | None = field(None, "A Slurm cluster.")
     skypilot: SkypilotSection | None = field(None, "Clouds and clusters through SkyPilot.")
@@ -156,7 +159,7 @@ class LaunchSection(Section):
 
 def check_repo(name: str) -> str:
     if not re.fullmatch(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", name):
-        raise ValueError(f"{name[:80]!r} is not the name of a repository; write OWNER/NAME")
+        raise ValueError(f"{name[:80]!r} is not a repository name; write OWNER/NAME")
     return name
 
 
@@ -167,21 +170,21 @@ def _check_size(text: str) -> str:
 
 class UploadSection(Section):
     repo: Annotated[str, AfterValidator(check_repo)] = Field(
-        description="Model repository on the hub, `OWNER/NAME`; made if it does not exist."
+        description="Model repository on the hub, `OWNER/NAME`; created if it does not exist."
     )
-    private: bool = field(False, "Make it private, and refuse a repository that everyone can read.")
+    private: bool = field(False, "Make the repository private, and refuse an existing one that everyone can read.")
     revision: str | None = field(None, "Branch to upload to; `null`: the main one.")
 
 
 class FinishSection(Section):
     dtype: Literal["keep", "bf16", "fp16", "fp32"] = field(
-        "keep", "Precision of the merged model; `keep`: as it was trained."
+        "keep", "Precision of the merged model; `keep`: the precision it was trained in."
     )
     max_shard_size: Annotated[str, AfterValidator(_check_size)] = field(
         "5GB", "Largest weight file, such as `5GB` or `512MiB`."
     )
     upload: UploadSection | None = field(
-        None, "Where the model goes when it is verified. The token is `HF_TOKEN`, or that of `hf auth login`."
+        None, "Where to upload the verified model. The token is `HF_TOKEN`, or the one from `hf auth login`."
     )
 
 

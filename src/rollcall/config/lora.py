@@ -24,7 +24,7 @@ def _targets(given: Any) -> Any:
     if isinstance(given, str):
         names = [name.strip() for name in given.strip("[]").split(",")]
         if all(name in TARGETS for name in names):
-            raise ValueError(f"{shown(given)} is a text; write a list: [{', '.join(names)}]")
+            raise ValueError(f"{shown(given)} is a string; write a list: [{', '.join(names)}]")
     unknown = [name for name in given if name not in TARGETS] if isinstance(given, list | tuple) else [given]
     some = f"{ALL_LINEAR}, or a list of some of {', '.join(TARGETS)}"
     if unknown:
@@ -32,30 +32,30 @@ def _targets(given: Any) -> Any:
     if not given:
         raise ValueError(f"targets is empty, so there is nothing to train; write {some}")
     if twice := next((name for name in given if given.count(name) > 1), None):
-        raise ValueError(f"targets names {twice} twice; name it once")
+        raise ValueError(f"targets lists {twice} twice; list it once")
     return given
 
 
 class LoraSection(Section):
     rank: int = field(16, "Rank of each adapter: rows of its A, columns of its B.", ge=1, le=4096)
-    alpha: float = field(32.0, "What an adapter adds is multiplied by `alpha / rank`.", gt=0, le=1e6)
+    alpha: float = field(32.0, "An adapter's output is multiplied by `alpha / rank`.", gt=0, le=1e6)
     targets: Annotated[Literal["all_linear"] | list[Target], BeforeValidator(_targets)] = field(
         "all_linear",
-        "Which modules get an adapter, such as `[q_proj, v_proj]`. `all_linear`: all products of every layer, without the output head.",
+        "Which modules get an adapter, such as `[q_proj, v_proj]`. `all_linear`: all linear modules in every layer, but not the output head.",
     )
     dropout: float = field(
         0.0,
-        "Share of an adapter's inputs that an update sets to 0, drawn from `run.seed`. Sampling and scoring have none.",
+        "Share of an adapter's inputs that an update sets to 0, drawn from `run.seed`. Sampling and scoring use no dropout.",
         ge=0,
         lt=1,
     )
     path: Annotated[str, AfterValidator(check_home)] | None = field(
         None,
-        "Directory of a PEFT adapter to start from. It must have this rank, alpha and targets. `null`: a new adapter, which changes nothing yet.",
+        "Directory of a PEFT adapter to start from. It must have the same rank, alpha and targets. `null`: a new adapter, which at first does not change the model.",
     )
     export: Literal["adapter", "merged"] = field(
         "adapter",
-        "What the run leaves in `model/`. `adapter`: only the adapter, in PEFT's format. `merged`: a whole model directory with the adapter added to the weights.",
+        "What the run writes to `model/`. `adapter`: only the adapter, in PEFT's format. `merged`: a complete model directory with the adapter added to the weights.",
     )
 
     @property
@@ -78,20 +78,20 @@ def check_lora(config: Any) -> None:
         return
     if config.algorithm.name == "ppo":
         raise ValueError(
-            "model.lora trains an adapter of the policy, and algorithm ppo has a critic, which would be trained whole; use an "
-            "algorithm without a critic (grpo, rloo, ...), or leave model.lora out"
+            "model.lora trains only an adapter of the policy, but algorithm ppo has a critic, all of whose weights are trained; use an "
+            "algorithm without a critic (grpo, rloo, ...), or remove model.lora"
         )
     if config.rollout.engine == "vllm" and config.model.lora.rank > MOST_RANK_OF_VLLM:
         raise ValueError(
-            f"model.lora.rank={config.model.lora.rank} is more than vLLM takes ({MOST_RANK_OF_VLLM}); lower it, or use rollout.engine=native"
+            f"model.lora.rank={config.model.lora.rank} is more than vLLM allows ({MOST_RANK_OF_VLLM}); lower it, or use rollout.engine=native"
         )
     if config.rollout.engine == "vllm" and config.rollout.vllm.sleep:
         raise ValueError(
-            "rollout.vllm.sleep=true gives vLLM's memory back between rollouts, which does not work with model.lora; leave "
-            "rollout.vllm.sleep out"
+            "rollout.vllm.sleep=true releases vLLM's memory between rollouts, which does not work with model.lora; remove "
+            "rollout.vllm.sleep"
         )
     if config.checkpoint.place == "local":
         raise ValueError(
-            "checkpoint.place=local spreads the parts of a large model over the nodes' own disks, and with model.lora one process writes the "
-            "adapter, which is small, to run.dir; leave checkpoint.place out"
+            "checkpoint.place=local spreads the parts of a large model over the nodes' disks, but with model.lora one process writes the small "
+            "adapter to run.dir; remove checkpoint.place"
         )

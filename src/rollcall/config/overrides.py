@@ -12,6 +12,7 @@ from pydantic import BaseModel
 
 from rollcall.base.errors import ConfigError
 from rollcall.base.redact import secrets_of_run
+from rollcall.base.words import counted
 from rollcall.config.base import read_number
 from rollcall.config.errors import shown, target
 from rollcall.config.yaml import MAX_DEPTH, parse_yaml
@@ -21,7 +22,7 @@ def apply_override(raw: dict[str, Any], override: str, *, root: type[BaseModel])
     """Apply an override to ``raw``. ``root`` says which keys are strings: their values are not parsed as YAML."""
     key, equals, text = override.partition("=")
     if not equals or not key:
-        raise ConfigError(f"override {shown(override)} is not key=value; write for example actor.lr=1e-5")
+        raise ConfigError(f"override {shown(override)} is not of the form key=value; write for example actor.lr=1e-5")
     value = _parse_value(text, override, is_text=_is_text(key, root))
     try:
         set_key(raw, key, value)
@@ -38,7 +39,7 @@ def set_key(raw: dict[str, Any], key: str, value: Any) -> None:
             node[parent] = {}
         node = node[_place(node, parent)]
         if not isinstance(node, dict | list):
-            raise ConfigError(f"{parent} is {shown(node)} in the run file, not a section with keys")
+            raise ConfigError(f"{parent} is {shown(node)} in the run file, which is not a section with keys")
     node[_place(node, last)] = value
 
 
@@ -74,7 +75,7 @@ def refuse_secret(override: str) -> None:
     # Check both the parsed value and the raw text: text that is not YAML stays a string.
     for name in secrets_of_run({"cluster": value}) or secrets_of_run({"cluster": text}):
         raise ConfigError(
-            f"{name} is a secret by its name, and others see a command line; export {name} and name it in cluster.env_pass"
+            f"{name} looks like a secret, and other users can see a command line; export {name} and list its name in cluster.env_pass"
         )
 
 
@@ -111,7 +112,7 @@ def _parse_value(text: str, override: str, *, is_text: bool) -> Any:
 def _parts(key: str) -> list[str]:
     parts = key.split(".")
     if len(parts) > MAX_DEPTH:
-        raise ConfigError(f"the key {shown(key)} has {len(parts)} parts; a key of a run file has at most 4")
+        raise ConfigError(f"the key {shown(key)} has {len(parts)} parts, but keys of a run file have at most 4")
     return parts
 
 
@@ -120,5 +121,5 @@ def _place(node: dict[str, Any] | list[Any], text: str) -> Any:
     if isinstance(node, dict):
         return text
     if not (text.isascii() and text.isdigit() and len(text) < 10) or int(text) >= len(node):
-        raise ConfigError(f"{text} is not an index into a list of {len(node)}")
+        raise ConfigError(f"{text} is not an index of a list with {counted(len(node), 'item')}")
     return int(text)

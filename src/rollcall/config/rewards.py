@@ -20,16 +20,16 @@ def _check_pattern(pattern: str) -> str:
     except (re.error, OverflowError, RecursionError) as error:
         raise ValueError(f"{pattern[:80]!r} is not a Python regular expression: {error}") from None
     if not pattern:
-        raise ValueError("an empty pattern is found in every completion; say what to look for")
+        raise ValueError("an empty pattern matches every completion; write what to look for")
     return pattern
 
 
 def _check_url(url: str) -> str:
     if redact_urls(url) != url:
         raise ValueError(
-            f"{redact_urls(url)[:200]!r} holds a password or a key; put it in an environment variable, and name that in key_env"
+            f"{redact_urls(url)[:200]!r} contains a password or a key; put it in an environment variable, and set key_env to its name"
         )
-    problem = f"{url[:200]!r} is not the address of a service; write one such as http://node7:8000/v1"
+    problem = f"{url[:200]!r} is not the address of a service; write for example http://node7:8000/v1"
     try:
         parts = urlsplit(url)
         is_address = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
@@ -43,7 +43,7 @@ def _check_url(url: str) -> str:
 def _check_rubric(rubric: str) -> str:
     if "{completion}" not in rubric:
         raise ValueError(
-            "has no {completion}, so the judge would not see what it grades; write {completion} where it goes"
+            "has no {completion}, so the judge would not see the text that it grades; put {completion} where that text belongs"
         )
     return rubric
 
@@ -52,10 +52,12 @@ def _check_options(options: dict[str, JsonValue]) -> dict[str, JsonValue]:
     ours = [name for name in ("model", "messages", "stream", "n") if name in options]
     if ours:
         raise ValueError(
-            f"{ours[0]} is not an option: a judge gets one question and gives one whole answer; leave it out"
+            f"{ours[0]} is not an option, because Rollcall sets it: a judge gets one question and gives one complete answer; remove it"
         )
     if secret := [name for name in options if is_secret(name)]:
-        raise ValueError(f"{secret[0]} holds a secret; put it in an environment variable, and name that in key_env")
+        raise ValueError(
+            f"{secret[0]} looks like a secret; put it in an environment variable, and set key_env to its name"
+        )
     return options
 
 
@@ -63,7 +65,7 @@ class RewardBase(Section):
     weight: float = field(1.0, "Weight in the sum of rewards.")
     timeout_s: float = field(
         10.0,
-        "Time limit for one completion, in seconds; for a function that takes `completions`, for a group. After it the score is 0.",
+        "Time limit for one completion, in seconds; for a group, if the function takes `completions`. After it the score is 0.",
         ge=0.001,
         le=LONGEST_S,
     )
@@ -87,7 +89,7 @@ class NumberReward(RewardBase):
 
 
 class MathReward(RewardBase):
-    """1 if math-verify finds that the final answers of completion and row are equal."""
+    """1 if the completion's final answer equals the row's answer, according to math-verify."""
 
     type: Literal["math"] = "math"
 
@@ -109,7 +111,7 @@ class CountdownReward(RewardBase):
 
 
 class ReasoningGymReward(RewardBase):
-    """The score of the reasoning-gym task that made the row."""
+    """The score from the reasoning-gym task that generated the row."""
 
     type: Literal["reasoning_gym"] = "reasoning_gym"
 
@@ -121,15 +123,15 @@ class FunctionReward(RewardBase):
     path: str = Field(description="`module:function`, importable from the working directory.")
     env: list[VariableName] = field(
         [],
-        "Names of environment variables that the function gets, such as `OPENAI_API_KEY`, besides `PATH`, `HOME`, the language "
-        "and the like. On a cluster their values come from the shell that submits the run.",
+        "Names of environment variables that the function gets, such as `OPENAI_API_KEY`, in addition to basic ones such as `PATH`, "
+        "`HOME` and the language. On a cluster their values come from the shell that submits the run.",
     )
     network: bool = field(True, "Whether the function may use the network.")
     memory_mb: int = field(16384, "Memory limit for each of its processes, in MB.", ge=256)
     file_mb: int = field(1024, "Largest file that the function may write, in MB.", ge=1)
     processes: int = field(
         4096,
-        "How many processes and threads the function may start; 0: no process. The kernel does not limit root.",
+        "Number of processes and threads that the function may start; 0: none. The kernel does not apply this limit to root.",
         ge=0,
     )
 
@@ -139,7 +141,7 @@ class FunctionReward(RewardBase):
 
 
 class SelfCertaintyReward(RewardBase):
-    """Mean over tokens of KL(uniform || policy): how sure the policy is of itself (Intuitor)."""
+    """Mean over tokens of KL(uniform || policy): how confident the policy is (Intuitor)."""
 
     type: Literal["self_certainty"] = "self_certainty"
 
@@ -149,11 +151,11 @@ class ModelReward(RewardBase):
 
     type: Literal["model"] = "model"
     path: str = Field(description="Directory or hub name of the reward model.")
-    max_tokens: int = field(2048, "Cut prompt and completion to this number of tokens, from the left.", ge=1)
+    max_tokens: int = field(2048, "Truncate prompt and completion on the left to this number of tokens.", ge=1)
 
 
 class EnvironmentReward(RewardBase):
-    """The environment's own reward: for the episode, or the sum of those along the way."""
+    """The environment's own reward: for the episode, or the sum of the rewards of its turns."""
 
     type: Literal["environment"] = "environment"
 
@@ -164,13 +166,16 @@ class AskedReward(RewardBase):
     url: Annotated[str, AfterValidator(_check_url)] = Field(description="Address of the service.")
     key_env: VariableName | None = field(
         None,
-        "Name of the environment variable that holds the key of the service, such as `OPENAI_API_KEY`. The key itself is never "
+        "Name of the environment variable that contains the service's key, such as `OPENAI_API_KEY`. The key itself is never "
         "in the run file. On a cluster its value comes from the shell that submits the run.",
     )
     timeout_s: float = field(
-        60.0, "Time limit for one request, in seconds. It is tried again as `retries` says.", ge=0.001, le=LONGEST_S
+        60.0,
+        "Time limit for one request, in seconds. After it the request is tried again, up to `retries` times.",
+        ge=0.001,
+        le=LONGEST_S,
     )
-    concurrency: int = field(32, "Most requests at the same time.", ge=1, le=4096)
+    concurrency: int = field(32, "Maximum number of requests at the same time.", ge=1, le=4096)
     retries: int = field(
         4,
         "How often a request is tried again after a broken connection, status 429 or 5xx, or no answer in time.",
@@ -178,8 +183,8 @@ class AskedReward(RewardBase):
     )
     outage_s: float = field(
         3600.0,
-        "How long the run waits for a service that answers nothing, in seconds. Then the run ends with an error; the same command "
-        "resumes it.",
+        "How long the run waits for a service that does not answer any request, in seconds. Then the run ends with an error; the same "
+        "command resumes it.",
         ge=0,
         le=LONGEST_S,
     )
@@ -190,12 +195,12 @@ class AskedReward(RewardBase):
 
 
 class JudgeReward(AskedReward):
-    """The score that a language model gives by a rubric. `url` is any OpenAI-compatible address, such as `http://node7:8000/v1`."""
+    """The score that a language model gives according to a rubric. `url` is any OpenAI-compatible address, such as `http://node7:8000/v1`."""
 
     type: Literal["judge"] = "judge"
     model: str = Field(description="Name of the judge at that address.", min_length=1)
     rubric: Annotated[str, AfterValidator(_check_rubric)] = Field(
-        description="What the judge is asked: text with `{completion}`, and `{prompt}` and `{answer}` where you need them."
+        description="The question for the judge: text with `{completion}`, and with `{prompt}` and `{answer}` if you need them."
     )
     min: float = field(0.0, "The lowest score.")
     max: float = field(1.0, "The highest score.")
@@ -206,12 +211,12 @@ class JudgeReward(AskedReward):
     @model_validator(mode="after")
     def _has_a_range(self) -> JudgeReward:
         if self.min >= self.max:
-            raise KeyProblem("min", f"={self.min:g} is not below max={self.max:g}; a score lies between them")
+            raise KeyProblem("min", f"={self.min:g} is not below max={self.max:g}; scores lie between them")
         return self
 
 
 class HttpReward(AskedReward):
-    """The score that a service of your own answers to a POST of JSON ([rewards.md](rewards.md) has the contract)."""
+    """The score that your own service returns for a POST request with JSON (see [rewards.md](rewards.md))."""
 
     type: Literal["http"] = "http"
     whole_group: bool = field(False, "Send all completions of a group in one request, as `completions`.")

@@ -49,7 +49,7 @@ class Config(Section):
     data: DataSection = field(DataSection(), "The prompts.")
     rollout: RolloutSection = field(RolloutSection(), "How completions are sampled.")
     environment: EnvironmentSection | None = field(
-        None, "What the model acts in, turn by turn. Without it a completion is one turn."
+        None, "The environment that the model acts in, turn by turn. Without one, a completion is a single turn."
     )
     reward: list[Reward] = field(
         [ExactReward()],
@@ -59,13 +59,14 @@ class Config(Section):
     actor: OptimizerSection = field(OptimizerSection(), "The policy's optimizer.")
     critic: OptimizerSection = field(OptimizerSection(lr=1e-5), "The critic's optimizer (PPO only).")
     trainer: TrainerSection = field(
-        TrainerSection(), "How long to train, when to evaluate and save, what to do when a process or a node is lost."
+        TrainerSection(),
+        "How long to train, when to evaluate and save, and what to do when a process or a node is lost.",
     )
     checkpoint: CheckpointSection = field(CheckpointSection(), "Where checkpoints are written.")
     eval: EvalSection = field(EvalSection(), "How to evaluate.")
     prepare: PrepareSection = field(PrepareSection(), "What nodes do before the run.")
     launch: LaunchSection | None = field(None, "Where `rollcall launch` gets the nodes.")
-    finish: FinishSection = field(FinishSection(), "What `rollcall finish` makes of the last checkpoint.")
+    finish: FinishSection = field(FinishSection(), "What `rollcall finish` does with the last checkpoint.")
 
     @model_validator(mode="before")
     @classmethod
@@ -93,12 +94,12 @@ class Config(Section):
         if self.algorithm.name == "intuitor" and [reward.type for reward in self.reward] != ["self_certainty"]:
             raise ValueError(
                 "algorithm intuitor learns only from self-certainty; write reward: [{type: self_certainty}] "
-                "(and eval accuracy is then measured by `data.answer_key` with the `exact` reward)"
+                "(evaluation then measures accuracy against `data.answer_key` with the `exact` reward)"
             )
         truncated = self.rollout.top_p < 1 or self.rollout.top_k > 0
         if truncated and self.algorithm.old_logprobs == "engine":
             raise ValueError(
-                "rollout.top_p/top_k change the sampling distribution, so behaviour log-probs cannot stand in for the "
+                "rollout.top_p/top_k change the sampling distribution, so behaviour log-probs cannot replace the "
                 "policy's; set algorithm.old_logprobs=learner, or top_p=1 and top_k=0"
             )
         if truncated and self.algorithm.kl_in == "reward" and self.algorithm.kl_coef > 0:
@@ -107,7 +108,7 @@ class Config(Section):
                 "algorithm.kl_in=loss, or top_p=1 and top_k=0"
             )
         if not self.reward:
-            raise ValueError("reward is empty; give at least one, such as [{type: exact}]")
+            raise ValueError("reward is empty; list at least one, such as [{type: exact}]")
         if self.environment is None and any(reward.type == "environment" for reward in self.reward):
             raise ValueError(
                 "reward {type: environment} needs an environment; add that section, or choose another reward"
@@ -123,16 +124,16 @@ class Config(Section):
         cluster, elastic = self.cluster, self.trainer.elastic
         if cluster is not None and elastic is not None and elastic.min_nodes > cluster.num_nodes:
             raise ValueError(
-                f"trainer.elastic.min_nodes={elastic.min_nodes}, but the cluster has "
-                f"{counted(cluster.num_nodes, 'node')} when all are there; use at most {cluster.num_nodes}"
+                f"trainer.elastic.min_nodes={elastic.min_nodes}, but the whole cluster has only "
+                f"{counted(cluster.num_nodes, 'node')}; use at most {cluster.num_nodes}"
             )
 
     def _check_algorithm(self) -> None:
         algorithm, longest = self.algorithm, self.rollout.max_response_tokens
         if algorithm.name == "cispo" and algorithm.dual_clip is not None:
             raise ValueError(
-                f"algorithm.dual_clip={algorithm.dual_clip} bounds a ratio that carries the gradient, and cispo's does not; "
-                "leave dual_clip out, or lower algorithm.clip_high"
+                f"algorithm.dual_clip={algorithm.dual_clip} limits a ratio that carries the gradient, but cispo's ratio does not; "
+                "remove dual_clip, or lower algorithm.clip_high"
             )
         if isinstance(algorithm, GroupAlgorithm):
             self._check_turns(algorithm)
@@ -145,13 +146,13 @@ class Config(Section):
     def _check_turns(self, algorithm: GroupAlgorithm) -> None:
         if algorithm.advantage == "turn" and not any(reward.type == "environment" for reward in self.reward):
             raise ValueError(
-                "algorithm.advantage=turn compares what the environment gives along the way, and this run has no reward "
+                "algorithm.advantage=turn compares the environment's rewards for turns, but this run has no reward "
                 "{type: environment}; add an environment and that reward, or use advantage: episode"
             )
         if algorithm.advantage == "episode" and algorithm.gamma != 1:
             raise ValueError(
-                f"algorithm.gamma={algorithm.gamma:g} discounts the rewards of turns, and algorithm.advantage=episode compares "
-                "whole attempts; add advantage: turn, or leave gamma out"
+                f"algorithm.gamma={algorithm.gamma:g} discounts the rewards of turns, but algorithm.advantage=episode compares "
+                "whole attempts; add advantage: turn, or remove gamma"
             )
 
     @property
@@ -197,7 +198,7 @@ def load_config(
     except ConfigError as error:
         if path is None or isinstance(path, Mapping):
             raise
-        rest = " and what the command line sets" if overrides else " and what the call sets" if changes else ""
+        rest = " with the command line's overrides" if overrides else " with the call's changes" if changes else ""
         raise ConfigError(f"run file {path}{rest}: {error}") from None
     return config
 
@@ -213,6 +214,38 @@ def parse_config(raw: dict[str, Any]) -> Config:
         return Config.model_validate(raw)
     except ValidationError as error:
         raise ConfigError(explain_all(error, Config)) from None
+
+
+_UNSPLIT = {
+    "sharding": "replicate",
+    "sharding_group_size": None,
+    "tensor_parallel_size": 1,
+    "sequence_parallel": False,
+    "context_parallel_size": 1,
+    "cpu_offload": False,
+    "compile": False,
+}
+
+
+def in_one_process(config: Config, *, keeps_dir: bool = True) -> Config:
+    """Return the same run without its cluster: nothing is split over processes or compiled, and the native engine samples.
+    Episodes run one at a time, so that a breakpoint stops in only one. Model, data, rewards, algorithm and sizes stay. The run
+    directory is a different one unless ``keeps_dir``, so the real run's checkpoints and journal stay as they are."""
+    environment, run_dir = config.environment, config.run.dir
+    if not keeps_dir:
+        run_dir = run_dir.with_name(f"{run_dir.name}-local-debug")
+    sections = {
+        "run": config.run.model_copy(update={"dir": run_dir}),
+        "cluster": None,
+        "launch": None,
+        "actor": config.actor.model_copy(update=_UNSPLIT),
+        **({"critic": config.critic.model_copy(update=_UNSPLIT)} if config.algorithm.name == "ppo" else {}),
+        "rollout": config.rollout.model_copy(update={"engine": "native", "compile": False}),
+        **({"environment": environment.model_copy(update={"max_running": 1})} if environment is not None else {}),
+        "trainer": config.trainer.model_copy(update={"elastic": None}),
+        "checkpoint": config.checkpoint.model_copy(update={"place": "shared"}),
+    }
+    return load_config(config.model_copy(update=sections).model_dump(warnings=False))
 
 
 def dump_config(config: Config) -> str:
@@ -255,7 +288,9 @@ def default_run() -> dict[str, Any]:
 def _read_sections(path: Path | str, *, what: str) -> dict[str, Any]:
     raw = read_yaml(path, what=what)
     if not isinstance(raw, dict):
-        raise ConfigError(f"{what} {path} must hold sections (run, model, data, ...), not {type(raw).__name__}")
+        raise ConfigError(f"{what} {path} must contain sections (run, model, data, ...), not {type(raw).__name__}")
     if strange := [key for key in raw if not isinstance(key, str)]:
-        raise ConfigError(f"{what} {path}: {shown(strange[0])} is not the name of a section; those are text")
+        raise ConfigError(
+            f"{what} {path}: {shown(strange[0])} is not the name of a section, because it is not a string"
+        )
     return raw

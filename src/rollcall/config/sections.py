@@ -54,13 +54,13 @@ class ClusterSection(Section):
     )
     component_placement: dict[str, Annotated[str | int, BeforeValidator(_slots)]] = field(
         {"actor,rollout": "all"},
-        "Which roles sit on which slots, such as `{'actor,rollout': all}`. The slots of `environment` name the nodes on which environments "
-        "and programs run, along with the other roles; without it they run on the controller's node.",
+        "Which roles sit on which slots, such as `{'actor,rollout': all}`. The slots of `environment` only select nodes: "
+        "environments and programs run there in addition to the other roles. Without it they run on the controller's node.",
     )
     ray_address: str | None = field(
         None,
-        "`HOST:PORT` of the head of a Ray that already runs and that `rollcall node` did not start. `null`: `RAY_ADDRESS`, else the "
-        "cluster of this node.",
+        "`HOST:PORT` of the head of an existing Ray cluster that `rollcall node` did not start. `null`: `RAY_ADDRESS` if it is set, else "
+        "this node's cluster.",
         min_length=1,
     )
     node_weights: list[float] | None = field(
@@ -85,16 +85,16 @@ class ClusterSection(Section):
         for key, value in fixed.items():
             if key in self.model_fields_set and getattr(self, key) != value:
                 raise ValueError(
-                    f"{key}={getattr(self, key)} contradicts nodes, which lists {len(sizes)} of {sizes} slots; leave {key} out"
+                    f"{key}={getattr(self, key)} contradicts nodes, which lists {len(sizes)} nodes with {sizes} slots; remove {key}"
                 )
         for key, value in fixed.items():
             object.__setattr__(self, key, value)  # the section is frozen for everyone else
         if strangers := [rank for rank in self.node_env if not 0 <= rank < self.num_nodes]:
-            raise ValueError(f"node_env has node {strangers[0]}; nodes are 0 to {self.num_nodes - 1}")
+            raise ValueError(f"node_env names node {strangers[0]}, but the nodes are 0 to {self.num_nodes - 1}")
         if (slots := self.num_nodes * self.num_gpus_per_node) > MAX_SLOTS:
             raise ValueError(
-                f"num_nodes={self.num_nodes} x num_gpus_per_node={self.num_gpus_per_node} are {slots:,} slots; a cluster has at "
-                f"most {MAX_SLOTS:,}"
+                f"num_nodes={self.num_nodes} x num_gpus_per_node={self.num_gpus_per_node} give {slots:,} slots, but a cluster can "
+                f"have at most {MAX_SLOTS:,}"
             )
         self._check_weights()
         return self
@@ -106,10 +106,12 @@ class ClusterSection(Section):
         if len(weights) != self.num_nodes:
             raise ValueError(
                 f"node_weights={weights} has {counted(len(weights), 'number')} for "
-                f"{counted(self.num_nodes, 'node')}; give one each"
+                f"{counted(self.num_nodes, 'node')}; give one per node"
             )
         if not all(0 <= weight < float("inf") for weight in weights) or not any(weights):
-            raise ValueError(f"node_weights={weights} must be numbers of 0 or more, and at least one above 0")
+            raise ValueError(
+                f"node_weights={weights} must not contain negative numbers, and needs at least one above 0"
+            )
 
     @property
     def slots_per_node(self) -> list[int]:
@@ -122,18 +124,16 @@ class ClusterSection(Section):
         return sum(self.slots_per_node)
 
 
-def _dtype(given: Any) -> Any:
-    return DTYPE_ALIASES.get(given, given) if isinstance(given, str) else given
-
-
 class ModelSection(Section):
     path: Annotated[str, AfterValidator(check_home)] = field(
         "builtin:arithmetic",
-        "Model directory, hub name, run directory or checkpoint, also of verl (FSDP) and PyTorch (DCP) (docs/models.md). "
-        "`builtin:arithmetic` is a small model that comes with Rollcall: it adds numbers below 50, reads and writes only digits, + and =, and has "
-        "no chat template.",
+        "Model directory, hub name, run directory or checkpoint, also in the formats of verl (FSDP) and PyTorch (DCP) (see "
+        "docs/models.md). `builtin:arithmetic` is a small model that comes with Rollcall: it adds numbers below 50, knows only digits, + and =, "
+        "and has no chat template.",
     )
-    dtype: Annotated[Literal["auto", "float32", "bfloat16"], BeforeValidator(_dtype)] = field(
+    dtype: Annotated[
+        Literal["auto", "float32", "bfloat16"], BeforeValidator(lambda given: DTYPE_ALIASES.get(str(given), given))
+    ] = field(
         "auto",
         "Compute precision (`bf16` and `fp32` are accepted too). `auto`: bfloat16 on CUDA, float32 on a CPU. bfloat16 on a CPU "
         "needs hardware support for it.",
@@ -153,29 +153,33 @@ class ModelSection(Section):
 class DataSection(Section):
     train: str = field(
         "builtin:arithmetic",
-        "JSONL or Parquet file with the training rows; or `hub:NAME`, a dataset of the hub or a folder laid out as one; or "
-        "`builtin:environment`: no data, the environment says how an episode begins.",
+        "JSONL or Parquet file with the training rows; or `hub:NAME`, a dataset on the hub or a folder with the same layout; or "
+        "`builtin:environment`: no data, because the environment decides how an episode begins.",
     )
     val: str | None = field(
         "builtin:arithmetic",
-        "Held-out rows for evaluation; `null`: no evaluation, the default where `train` is a file or a dataset. With `train: builtin:environment` "
-        "the default is that too.",
+        "Held-out rows for evaluation; `null`: no evaluation, which is the default if `train` is a file or a dataset. With `train: "
+        "builtin:environment`, the default is `builtin:environment` too.",
     )
-    split: str = field("train", "Split of a `hub:` dataset that `train` means, such as `train` or `train[:1000]`.")
-    val_split: str = field("test", "Split of a `hub:` dataset that `val` means.")
+    split: str = field("train", "Split to use if `train` is a `hub:` dataset, such as `train` or `train[:1000]`.")
+    val_split: str = field("test", "Split to use if `val` is a `hub:` dataset.")
     subset: str | None = field(None, "Subset (configuration) of a `hub:` dataset, such as `main` for gsm8k.")
     columns: dict[str, str] = field(
-        {}, "New names for columns of the data, such as `{question: prompt}`; also of those that only rewards read."
+        {},
+        "New names for columns in the data, such as `{question: prompt}`. Columns that only rewards read can be renamed too.",
     )
     prompt_key: str = field("prompt", "Column with the prompt: text, or chat messages.")
     answer_key: str = field("answer", "Column with the correct answer.")
     system: str | None = field(None, "System message before each chat prompt.")
-    template: str | None = field(None, "Text around each prompt, with `{prompt}` in it. Only for text prompts.")
+    template: str | None = field(None, "Text around each prompt, containing `{prompt}`. Only for text prompts.")
     chat: bool | None = field(
-        None, "Send text prompts through the chat template, as one user turn. `null`: if the tokenizer has a template."
+        None,
+        "Format text prompts with the chat template, as one user message. `null`: if the tokenizer has a template.",
     )
     prompts_per_step: int = field(48, "Prompts (groups) in one training step.", ge=1)
-    max_prompt_tokens: int = field(512, "Longest prompt, in tokens. Longer ones are left out and counted.", ge=1)
+    max_prompt_tokens: int = field(
+        512, "Maximum length of a prompt, in tokens. Longer prompts are left out and counted.", ge=1
+    )
     shuffle: bool = field(True, "Shuffle each epoch, by the seed.")
 
     @model_validator(mode="before")
@@ -191,7 +195,7 @@ class DataSection(Section):
         if self.prompt_key == self.answer_key:
             raise KeyProblem(
                 "answer_key",
-                f"={self.answer_key} is data.prompt_key too, so every prompt would be its own answer; name another column",
+                f"={self.answer_key} is also data.prompt_key, so every prompt would be its own answer; name a different column",
             )
         return self
 
@@ -209,19 +213,22 @@ class RolloutSection(Section):
     engine: Literal["native", "vllm"] = field("native", "Which engine samples.")
     vllm: VllmSection = field(VllmSection(), "Settings for `engine: vllm`.")
     samples_per_prompt: int = field(8, "Completions per prompt (group size).", ge=1)
-    max_response_tokens: int = field(8, "Longest completion, in tokens.", ge=1)
+    max_response_tokens: int = field(8, "Maximum length of a completion, in tokens.", ge=1)
     temperature: float = field(1.0, "Sampling temperature.", ge=0.001, le=100)
-    top_p: float = field(1.0, "Sample from the smallest set of tokens with this much probability.", gt=0, le=1)
-    top_k: int = field(0, "Sample from this number of likeliest tokens; 0: all.", ge=0)
+    top_p: float = field(
+        1.0, "Sample from the smallest set of tokens whose total probability is at least this.", gt=0, le=1
+    )
+    top_k: int = field(0, "Sample from this many of the most likely tokens; 0: from all.", ge=0)
     stop: Annotated[list[str], AfterValidator(check_stops)] = field(
         [],
         "Strings that end a completion. The completion keeps the string at its end. A special token (`</s>`) is matched as a "
         "token.",
     )
     stop_token_ids: list[int] = field(
-        [], "Ids of more tokens that end a completion, besides the model's own. The exported model stops at them too."
+        [],
+        "Ids of additional tokens that end a completion, besides the model's own. The exported model stops at them too.",
     )
-    max_running: int = field(512, "Most completions that an engine decodes at once.", ge=1)
+    max_running: int = field(512, "Maximum number of completions that an engine decodes at once.", ge=1)
     kv_tokens: int | None = field(
         None,
         "Size of the KV cache, in tokens: at least the longest prompt plus the longest completion. `null`: by "
@@ -258,7 +265,7 @@ class OptimizerChoice(Section):
     )
     state: Literal["float32", "bfloat16"] = field(
         "float32",
-        "Precision of AdamW's two moments. `bfloat16`: half the memory, rounded by chance so that small changes are not lost; for "
+        "Precision of AdamW's two moments. `bfloat16`: half the memory, with stochastic rounding so that small changes are not lost; for "
         "torch.optim.AdamW with float32 weights or masters.",
     )
 
@@ -267,7 +274,7 @@ class OptimizerSection(Section):
     lr: float = field(1e-6, "Peak learning rate.", gt=0, le=100)
     betas: tuple[Share, Share] = field((0.9, 0.999), "AdamW's betas, each from 0 to below 1.")
     eps: float = field(1e-8, "AdamW's epsilon.", gt=0)
-    weight_decay: float = field(0.0, "AdamW's weight decay. Norms and biases have none.", ge=0)
+    weight_decay: float = field(0.0, "AdamW's weight decay. It does not apply to norms and biases.", ge=0)
     optimizer: OptimizerChoice = field(
         OptimizerChoice(),
         "Which optimizer, such as `{name: torch.optim.AdamW, kwargs: {foreach: false}, state: bfloat16}`.",
@@ -278,17 +285,17 @@ class OptimizerSection(Section):
     grad_clip: float = field(1.0, "Largest global gradient norm; 0: no clipping.", ge=0)
     tokens_per_microbatch: Annotated[int, Field(ge=1)] | Auto = field(
         "auto",
-        "Packed tokens of one process in one forward pass, 1 or more. `auto`: as many as fit on the card with the rest, measured at the start; 16384 on a "
-        "CPU. If a micro-batch does not fit all the same, it is split, and the smaller size is kept.",
+        "Number of packed tokens that one process runs in one forward pass. `auto`: as many as fit on the GPU in addition to everything else, "
+        "measured at the start; 16384 on a CPU. If a micro-batch does not fit after all, it is split, and the smaller size is used from then on.",
     )
     train_micro_batch_size: int | None = field(
         None,
-        "Most completions in one forward pass of an update; `null`: as many as `tokens_per_microbatch` allows.",
+        "Maximum number of completions in one forward pass of an update; `null`: as many as `tokens_per_microbatch` allows.",
         ge=1,
     )
     logprob_batch_size: int | None = field(
         None,
-        "Most completions in one forward pass without gradients (log-probs, values); `null`: by tokens only.",
+        "Maximum number of completions in one forward pass without gradients (log-probs, values); `null`: limited by tokens only.",
         ge=1,
     )
     train_global_batch_size: int | None = field(
@@ -297,26 +304,26 @@ class OptimizerSection(Section):
         ge=1,
     )
     max_total_sequence_length: int | None = field(
-        None, "Most tokens of prompt and completion together; `null`: what data and rollout allow.", ge=1
+        None, "Maximum number of tokens in prompt and completion together; `null`: what data and rollout allow.", ge=1
     )
     minibatches: int = field(1, "Optimizer updates per pass over a step's samples.", ge=1)
     epochs: int = field(1, "Passes over a step's samples.", ge=1)
     master_weights: bool = field(True, "Keep float32 master weights when the model is bfloat16.")
     activation_checkpointing: bool | Literal["auto", "offload"] = field(
         "auto",
-        "Recompute activations in the backward pass to save memory. `offload`: the inputs of layers, which are kept for that, wait in host "
-        "memory; on a CPU the same as `true`. `auto`: `true` if the micro-batches would be too small without, `offload` if a row would not "
-        "fit otherwise; never on a CPU.",
+        "Recompute activations in the backward pass to save memory. `offload`: also move the layers' inputs, which that needs, to host "
+        "memory until then; on a CPU the same as `true`. `auto`: `true` if micro-batches would otherwise be too small, `offload` if a row would "
+        "otherwise not fit; `false` on a CPU.",
     )
     compile: bool | None = field(None, "Compile the decoder layers. `null`: on CUDA, for models that gain from it.")
     sharding: Literal["replicate", "fsdp", "hsdp"] = field(
         "replicate",
-        "`replicate`: every data rank has a whole copy. `fsdp`: weights, gradients and optimizer state are divided over the "
+        "`replicate`: every data rank has a full copy. `fsdp`: weights, gradients and optimizer state are divided over the "
         "data ranks (FSDP2). `hsdp`: divided within a group of ranks, copied between groups.",
     )
     sharding_group_size: int | None = field(
         None,
-        "Data ranks in one group of `hsdp`; `null`: those of one node. Each rank of a context group counts.",
+        "Number of data ranks in one `hsdp` group; `null`: those on one node. Each rank of a context group counts.",
         ge=1,
     )
     tensor_parallel_size: int = field(
@@ -329,7 +336,7 @@ class OptimizerSection(Section):
     context_parallel_size: int = field(
         1,
         "Number of processes over which the tokens of a micro-batch are divided, for long sequences; a micro-batch then has up "
-        "to this many times `tokens_per_microbatch`. The actor's size also holds for reference and inference.",
+        "to this many times `tokens_per_microbatch`. The actor's size also applies to reference and inference.",
         ge=1,
     )
     cpu_offload: bool = field(False, "Keep a sharded learner's weights and optimizer state in host memory.")
@@ -361,7 +368,7 @@ class TrainerSection(Section):
     order: Literal["in_order", "as_completed"] = field(
         "in_order",
         "Which groups a step trains on. `in_order`: those drawn for it. `as_completed`: the first to finish; later steps take "
-        "the others. This makes a difference from `staleness: 2` on.",
+        "the others. This matters only with `staleness: 2` or more.",
     )
     in_flight: bool = field(
         True,
@@ -373,7 +380,7 @@ class TrainerSection(Section):
     )
     page: bool = field(
         False,
-        "Serve the page of this run (`rollcall view`) from the controller's node while it trains, on that node's loopback. The log has its "
+        "Serve this run's page (`rollcall view`) on the loopback interface of the controller's node while it trains. The log shows its "
         "address.",
     )
     num_threads: int | None = field(
@@ -402,9 +409,8 @@ class TrainerSection(Section):
 class CheckpointSection(Section):
     place: Literal["shared", "local"] = field(
         "shared",
-        "Where processes that hold parts of a model write them. `shared`: to `run.dir`. `local`: to their node's temporary folder "
-        "(`TMPDIR`), which is faster where the shared folder is slow; a node that is gone then takes its parts of every checkpoint "
-        "with it.",
+        "Where processes write their parts of a model that is split. `shared`: to `run.dir`. `local`: to their node's temporary folder "
+        "(`TMPDIR`), which is faster if the shared folder is slow; but if a node is lost, its parts of every checkpoint are lost too.",
     )
 
 

@@ -19,7 +19,9 @@ from rollcall.config.errors import MOST_SHOWN
 
 MAX_BYTES = 1 << 20  # the largest file; a run file has a few thousand bytes
 MAX_DEPTH = 40  # nesting of lists and mappings; a run file has 4 levels
-_TOO_DEEP = f"lists and maps are nested more than {MAX_DEPTH} deep, or one contains itself; a run file has 4"
+_TOO_DEEP = (
+    f"lists and maps are nested more than {MAX_DEPTH} deep, or one contains itself; a run file needs only 4 levels"
+)
 _OPEN_ALREADY = ("/dev/fd/", "/dev/stdin", "/proc/self/fd/")  # used by `<(command)`: somebody is writing there
 
 
@@ -46,8 +48,8 @@ def read_small(path: Path | str, *, most: int = 1 << 28) -> bytes:
     mode = os.stat(path).st_mode
     if not stat.S_ISREG(mode) and not (stat.S_ISFIFO(mode) and str(path).startswith(_OPEN_ALREADY)):
         if stat.S_ISDIR(mode):
-            raise IsADirectoryError("it is a directory; name a file")
-        raise ValueError("it is a pipe or a device; name a regular file")
+            raise IsADirectoryError("it is a directory; give a file")
+        raise ValueError("it is a pipe or a device; give a regular file")
     with open(path, "rb") as file:
         data = file.read(most + 1)
     if len(data) > most:

@@ -28,8 +28,7 @@ from contextlib import ExitStack, suppress
 from typing import Any
 
 from rollcall.base.errors import ConfigError
-from rollcall.base.limits import allow_files
-from rollcall.base.process_table import Process, descendants
+from rollcall.base.process_table import Process, allow_files, descendants
 from rollcall.config.environments import ClassEnvironment, StepEnvironment, kinds_of
 from rollcall.environments.calls import format_of
 from rollcall.environments.program import variables_of
@@ -37,7 +36,7 @@ from rollcall.environments.protocol import KIND, Environment, EnvironmentFailed,
 from rollcall.environments.zygote import MAX_ANSWER_BYTES
 from rollcall.nodes.framing import JSON
 from rollcall.nodes.processes import signal_processes
-from rollcall.observe.prints import ChildPrints
+from rollcall.observe.logs import ChildPrints
 from rollcall.process.debug.here import POST_MORTEM, DebugLine
 from rollcall.process.here import LinkHere, SocketLink, how_it_ended
 from rollcall.process.worker import Ending, Lost, Raised, Worker, reader

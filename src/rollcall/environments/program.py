@@ -17,8 +17,7 @@ from functools import partial
 from typing import Any
 from urllib.parse import urlsplit
 
-from rollcall.base.limits import allow_files
-from rollcall.base.process_table import Process, environment_of, living, session_of
+from rollcall.base.process_table import Process, allow_files, environment_of, living, session_of
 from rollcall.environments.protocol import Ended, EnvironmentFailed, Programs
 from rollcall.process.here import exited, how_it_ended
 from rollcall.reward.confine import environment, make_folder, remove_folder, sweep_folders

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from rollcall.base.errors import ConfigError
-from rollcall.base.limits import allow_files
+from rollcall.base.process_table import allow_files
 from rollcall.base.wait import warn
 from rollcall.config.environments import VerifiersEnvironment
 from rollcall.environments.packages.verifiers import SETUP
@@ -26,7 +26,7 @@ from rollcall.environments.processes import command_for, find_python
 from rollcall.environments.program import KEY, kill_leftovers, variables_of
 from rollcall.environments.protocol import Ended, EnvironmentFailed, Programs
 from rollcall.nodes.framing import JSON
-from rollcall.observe.prints import ChildPrints
+from rollcall.observe.logs import ChildPrints
 from rollcall.process.here import LinkHere
 from rollcall.process.worker import Lost, Raised, Worker
 from rollcall.reward.confine import make_folder, remove_folder, sweep_folders

@@ -19,9 +19,8 @@ from typing import Any, Literal
 
 from pydantic import AwareDatetime, BaseModel, ConfigDict
 
-from rollcall.base.atomic import write_atomic
+from rollcall.base.atomic import take_lock, write_atomic
 from rollcall.base.errors import in_one_line
-from rollcall.base.lock import take_lock
 from rollcall.base.redact import remember
 from rollcall.base.wait import say
 from rollcall.nodes.state import NAME

@@ -53,8 +53,8 @@ class Budget:
         if len(self._losses) >= self.most:
             raise RestartsSpentError(
                 f"{headline(loss)}; that is loss {len(self._losses) + 1} within {self.window_s:g} s or without a new "
-                f"checkpoint between them, and trainer.max_restarts is {self.most}. The files on disk are whole: remove the cause, then run the same command again. The first "
-                f"loss was:\n{''.join(traceback.format_exception(self._first, limit=-20)).rstrip()}"
+                f"checkpoint between them, but trainer.max_restarts is {self.most}. The files on disk are intact: fix the cause, then run the "
+                f"same command again. The first loss was:\n{''.join(traceback.format_exception(self._first, limit=-20)).rstrip()}"
             ) from loss
         self._losses.append(self._clock())
 
@@ -97,7 +97,7 @@ def closing(workers: Workers) -> Iterator[None]:
             say(str(problem))
         # A call without a waiting caller, such as a half-written checkpoint, must not run during the next attempt.
         if left := wait_for_threads(timeout_s=30):
-            say(f"still running from before: {', '.join(left)}")
+            say(f"still running from the last attempt: {', '.join(left)}")
         raise
     workers.close()
 

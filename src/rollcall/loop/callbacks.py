@@ -73,11 +73,11 @@ class Callbacks:
             given = getattr(self, name)
             if given is not None and not callable(given):
                 raise ConfigError(
-                    f"{name}={given!r} cannot be called; give a function of one argument, or leave it out"
+                    f"{name}={given!r} is not callable; give a function with one parameter, or leave it out"
                 )
             if inspect.iscoroutinefunction(given):
                 raise ConfigError(
-                    f"{name}={getattr(given, '__qualname__', given)} is async, and the run cannot wait for it; give a plain function"
+                    f"{name}={getattr(given, '__qualname__', given)} is async, but the run does not await callbacks; give a plain function"
                 )
 
     def tell(self, what: StepDone | EvaluationDone | CheckpointSaved) -> None:

@@ -32,7 +32,6 @@ from dataclasses import KW_ONLY, InitVar, dataclass, field
 from functools import partial
 from typing import Any, TypeVar
 
-from rollcall.algo.shaping import trained
 from rollcall.base.journal import Journal
 from rollcall.base.lease import Lease
 from rollcall.base.stop import Stop
@@ -41,7 +40,6 @@ from rollcall.base.words import counted
 from rollcall.checkpoint.store import Checkpoint
 from rollcall.config import Config
 from rollcall.loop.attempts import Regrow, RunError
-from rollcall.loop.data.order import DataOrder
 from rollcall.loop.evaluate import evaluate
 from rollcall.loop.group_maker import GroupMaker, sampling_of
 from rollcall.loop.phases import Bounds, Split, is_due
@@ -95,28 +93,10 @@ class Controller:
         self.rollouts = Rollouts(
             engine=workers.engine,
             rewards=Rewards(is_remote=workers.is_remote, spans=self.rewards),
-            player=player_of(
-                config.environment,
-                workers.environments,
-                tokenizer=workers.tokenizer,
-                scorer=workers.scorer,
-                max_prompt_tokens=config.data.max_prompt_tokens,
-                max_response_tokens=config.rollout.max_response_tokens,
-            ),
+            player=player_of(config, workers.environments, tokenizer=workers.tokenizer, scorer=workers.scorer),
         )
-        prompts = workers.train.prompts
         self.maker = GroupMaker(
-            run=config.run,
-            prompts=prompts,
-            order=DataOrder(len(prompts), seed=config.run.seed, shuffle=config.data.shuffle),
-            num_completions=config.rollout.samples_per_prompt,
-            sampling=sampling_of(config.rollout, workers.stop_token_ids),
-            scorer=workers.scorer,
-            journal=self.journal,
-            rollouts=self.rollouts,
-            generates=self.bounds.generates,
-            keeps_recorded=config.algorithm.dynamic_sampling and config.trainer.order == "in_order",
-            call=self._call,
+            config, workers, bounds=self.bounds, journal=self.journal, rollouts=self.rollouts, call=self._call
         )
         self.supply = self._make_supply()
         with self.events.phase(StepPhase.SYNC, self.version):
@@ -192,7 +172,7 @@ class Controller:
         if self.steps_ahead and self.version == self.start_step:
             raise RunError(
                 f"the journal of {self.config.run.dir} has no complete step after step {self.start_step}, so there is nothing to "
-                "update with; fill it with --phase rollout, or run --phase both"
+                "train on; fill it with --phase rollout, or run --phase both"
             )
         if self.record.unsaved is not None:  # the journal ended here
             await self._save(self.record.unsaved)
@@ -241,8 +221,8 @@ class Controller:
         scored = time.perf_counter()
         if not any(sample.mask.any() for sample in samples):
             say(
-                f"step {batch.step} has nothing to train on: no reward scored a completion (each was None), or all episodes were cut "
-                "short or failed and environment.truncated, timed_out and failed leave them out (see the metrics under episode/). "
+                f"step {batch.step} has nothing to train on: all rewards returned None, or all episodes were truncated, timed out or "
+                "failed, and environment.truncated, timed_out and failed leave those out (see the metrics under episode/). "
                 "Weights, momentum and schedule do not change"
             )
             return Update(
@@ -322,7 +302,7 @@ class Controller:
             staleness=trainer.staleness,
             max_refills=algorithm.max_refills if algorithm.dynamic_sampling else None,
             make=self.maker.make,
-            has_signal=lambda group: self.maker.has_signal(trained(group, self.config.environment)),
+            has_signal=self.maker.has_signal,
         )
         if trainer.order == "in_order":
             return InOrder(demand, cursor=self.cursor)

@@ -7,79 +7,83 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import numpy as np
 
-from rollcall.algo.shaping import has_signal
+from rollcall.algo.shaping import has_signal, trained
 from rollcall.base.journal import Journal
 from rollcall.base.types import Completion, Group, Prompt, Score, failed_on_all, rows_of
-from rollcall.config import RolloutSection, RunSection
+from rollcall.config import Config, RolloutSection
 from rollcall.engine.protocol import LOCAL, Sampling
 from rollcall.loop.attempts import RunError
 from rollcall.loop.data.order import DataOrder
+from rollcall.loop.phases import Bounds
 from rollcall.loop.rollout import Rollouts, sampling_seeds
 from rollcall.loop.supply import NothingLeftError, StepBatch, SuppliedGroup
-from rollcall.reward.scorer import ENVIRONMENT, Scorer, why_unscored
+from rollcall.loop.workers import Workers
+from rollcall.reward.scorer import ENVIRONMENT, why_unscored
 
 KEEP_EVERY_S = 1.0
 UNSCORED = Score(value=0.0, parts={}, errors={})
 
 
-@dataclass(slots=True, kw_only=True)
 class GroupMaker:
     """``call`` runs a slow function, in a thread if other work can continue meanwhile."""
 
-    run: RunSection
-    prompts: Sequence[Prompt]
-    order: DataOrder
-    num_completions: int  # per group
-    sampling: Sampling
-    scorer: Scorer
-    journal: Journal
-    rollouts: Rollouts
-    generates: bool
-    keeps_recorded: bool  # a step that is trained again keeps its groups from the first time
-    call: Callable[..., Awaitable[Any]]
-    trained: dict[int, tuple[int, ...]] = field(init=False)  # step -> draws trained by earlier processes
-    open_groups: OpenGroups = field(init=False)
-    # step -> draw -> the group that an earlier process made
-    _journaled: dict[int, dict[int, Group]] = field(default_factory=dict)
-    # step -> draw -> index in the group -> an attempt by an earlier process that did not finish the group
-    _attempts: dict[int, dict[int, dict[int, Group]]] = field(default_factory=dict)
-    # step -> the rewards that failed on all of its completions
-    _unscored: dict[int, frozenset[str]] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        self.trained = {step: entry.draws for step, entry in self.journal.trained().items()}
-        self.open_groups = OpenGroups(partial(self.call, self.journal.append_attempts))
+    def __init__(
+        self,
+        config: Config,
+        workers: Workers,
+        *,
+        bounds: Bounds,
+        journal: Journal,
+        rollouts: Rollouts,
+        call: Callable[..., Awaitable[Any]],
+    ) -> None:
+        self._config = config
+        self._prompts, self._scorer = workers.train.prompts, workers.scorer
+        self._order = DataOrder(len(self._prompts), seed=config.run.seed, shuffle=config.data.shuffle)
+        self._sampling = sampling_of(config.rollout, workers.stop_token_ids)
+        self._journal, self._rollouts, self._call = journal, rollouts, call
+        self._generates = bounds.generates
+        self.trained = {step: entry.draws for step, entry in journal.trained().items()}  # by earlier processes
+        self.open_groups = OpenGroups(partial(call, journal.append_attempts))
+        # step -> draw -> the group that an earlier process made
+        self._journaled: dict[int, dict[int, Group]] = {}
+        # step -> draw -> index in the group -> an attempt by an earlier process that did not finish the group
+        self._attempts: dict[int, dict[int, dict[int, Group]]] = {}
+        # step -> the rewards that failed on all of its completions
+        self._unscored: dict[int, frozenset[str]] = {}
 
     async def make(self, step: int, draw: int) -> SuppliedGroup:
-        prompt = self.prompts[self.order.index(draw)]
+        prompt = self._prompts[self._order.index(draw)]
         group = self._take_journaled(step, draw)
         if group is None:
             return SuppliedGroup(group=await self._generate(step, draw, prompt), from_journal=False)
         if step in self._unscored and not self._is_trained(draw):  # its rewards failed and ended an earlier process
             group = await self._make_again(group, failed=self._unscored[step])
-            await self.call(partial(self.journal.append, group, again=True))
+            await self._call(partial(self._journal.append, group, again=True))
         return SuppliedGroup(group=group, from_journal=True)
 
     def has_signal(self, group: Group) -> bool:
-        recorded = self.trained.get(group.step, ()) if self.keeps_recorded else ()
+        # A step that is trained again keeps its groups from the first time.
+        keeps_recorded = self._config.algorithm.dynamic_sampling and self._config.trainer.order == "in_order"
+        recorded = self.trained.get(group.step, ()) if keeps_recorded else ()
         if len(recorded) > 1:  # a single group may stand in for a step whose groups all lack signal
             return group.draw in recorded
-        return has_signal(group)
+        return has_signal(trained(group, self._config.environment))
 
     def refuse_unscored(self, batch: StepBatch) -> None:
         """Stop if a reward scored nothing, instead of training on zeros until the last step."""
         failed = failed_on_all(batch.groups)
         if failed and not self._is_trained(batch.groups[0].draw):
             raise RunError(
-                f"step {batch.step}: {why_unscored(batch.groups, reward=min(failed), scorer=self.scorer)}\n"
-                f"Nothing was trained on them. {_what_to_do(min(failed))}"
+                f"step {batch.step}: {why_unscored(batch.groups, reward=min(failed), scorer=self._scorer)}\n"
+                f"The step was not trained. {_what_to_do(min(failed))}"
             )
 
     def _is_trained(self, draw: int) -> bool:
@@ -88,7 +92,7 @@ class GroupMaker:
     def _take_journaled(self, step: int, draw: int) -> Group | None:
         """Take a draw's group from the journal. A step's file is read before this process adds to it."""
         if step not in self._journaled:
-            groups = self.journal.read(step)
+            groups = self._journal.read(step)
             self._journaled[step] = {group.draw: group for group in groups}
             if failed := failed_on_all(groups):
                 self._unscored[step] = failed
@@ -96,38 +100,40 @@ class GroupMaker:
 
     async def _make_again(self, group: Group, *, failed: frozenset[str]) -> Group:
         """Score the same completions again. Episodes whose environment failed are played again."""
-        if ENVIRONMENT not in failed or self.rollouts.player is None or not self.generates:
-            scores = await self.rollouts.rewards.score(self.scorer, group.prompt, group.completions)
+        if ENVIRONMENT not in failed or self._rollouts.player is None or not self._generates:
+            scores = await self._rollouts.rewards.score(self._scorer, group.prompt, group.completions)
             return replace(group, scores=scores)  # finished_s stays the completions' finish time
         given = self._given(group.step, group.draw, group.prompt)
-        return await self.rollouts.group(group.prompt, **given)
+        return await self._rollouts.group(group.prompt, **given)
 
     async def _generate(self, step: int, draw: int, prompt: Prompt) -> Group:
-        if not self.generates:
+        if not self._generates:
             raise NothingLeftError
         given = self._given(step, draw, prompt)
         done = self._earlier_attempts(step=step, draw=draw, seeds=given["seeds"])
         self.open_groups.open(prompt, step=step, draw=draw, done=done)
-        group = await self.rollouts.group(prompt, **given, done=done)
+        group = await self._rollouts.group(prompt, **given, done=done)
         if not all(map(is_finite, group.completions)):
             raise RunError(
                 f"step {step}: the policy's log-probs for prompt {prompt.id!r} are not finite, so its weights have diverged; "
                 f"this group was not journaled. Lower actor.lr or set actor.grad_clip, then remove the newest checkpoint in "
-                f"{self.run.dir / 'checkpoints'} to continue from an older one, or start over with --fresh"
+                f"{self._config.run.dir / 'checkpoints'} to continue from an older one, or start over with --fresh"
             )
         self.open_groups.close(step=step, draw=draw)
-        await self.call(self.journal.append, group)
+        await self._call(self._journal.append, group)
         return group
 
     def _given(self, step: int, draw: int, prompt: Prompt) -> dict[str, Any]:
         # Including the draw gives a prompt that occurs twice in one step (small data, refills) different seeds.
-        seeds = sampling_seeds(self.run.seed, step, f"{prompt.id}#{draw}", self.num_completions)
-        return {"step": step, "draw": draw, "seeds": seeds, "sampling": self.sampling, "scorer": self.scorer}
+        seeds = sampling_seeds(
+            self._config.run.seed, step, f"{prompt.id}#{draw}", self._config.rollout.samples_per_prompt
+        )
+        return {"step": step, "draw": draw, "seeds": seeds, "sampling": self._sampling, "scorer": self._scorer}
 
     def _earlier_attempts(self, *, step: int, draw: int, seeds: tuple[int, ...]) -> dict[int, Completion]:
         """Return the group's completions that an earlier process finished, by index."""
         if step not in self._attempts:
-            self._attempts[step] = self.journal.read_attempts(step)
+            self._attempts[step] = self._journal.read_attempts(step)
         found = self._attempts[step].pop(draw, {})
         return {
             place: one.completions[0]
@@ -182,10 +188,10 @@ def is_finite(completion: Completion) -> bool:
 
 def _what_to_do(failed: str) -> str:
     if failed == ENVIRONMENT:
-        return "Correct the environment, then run the same command again (leave out --fresh): these episodes are played again"
+        return "Fix the environment, then run the same command again (leave out --fresh): these episodes will be played again"
     return (
-        "Correct the reward (`rollcall reward test RUN.yaml` tries it), then run the same command again (leave out --fresh): "
-        "the completions are kept and scored again"
+        "Fix the reward (`rollcall reward test RUN.yaml` tries it), then run the same command again (leave out --fresh): "
+        "the completions are kept and will be scored again"
     )
 
 

@@ -38,7 +38,7 @@ class Bounds:
     def __post_init__(self) -> None:
         if self.split is Split.EVAL and self.phase is not Phase.ROLLOUT:
             raise ConfigError(
-                f"--split eval goes with --phase rollout, not with --phase {self.phase}; add --phase rollout"
+                f"--split eval works only with --phase rollout, not with --phase {self.phase}; add --phase rollout"
             )
 
     @property

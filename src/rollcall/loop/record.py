@@ -30,9 +30,8 @@ from rollcall.loop.tasks import start
 from rollcall.loop.workers import Workers
 from rollcall.observe.console import Console
 from rollcall.observe.headline import ACCURACY, REWARD, headline_of
-from rollcall.observe.samples import write_samples
+from rollcall.observe.samples import SCORED_GROUPS, TOKEN_SCORES, write_samples, write_token_scores
 from rollcall.observe.sinks import Sink, read_rows
-from rollcall.observe.token_scores import FOLDER, GROUPS, write_token_scores
 
 FIRST_WORD_S = 1.0  # a wait shorter than this is not worth a message
 LOOK_S = 0.5
@@ -96,9 +95,9 @@ class Saves:
                 raise KeyboardInterrupt
             if time.monotonic() > deadline:
                 raise CheckpointError(
-                    f"the checkpoint of step {step} is not written after a wait of {LONGEST_S / 3600:,.1f} hours: the disk, or a node "
-                    "that writes its part, does not answer; see whether checkpoint files can be written there, then run the same command "
-                    "again: it continues from the newest whole checkpoint"
+                    f"the checkpoint of step {step} is still not written after {LONGEST_S / 3600:,.1f} hours: the disk, or a node "
+                    "that writes a part of it, does not respond; check that checkpoint files can be written there, then run the same command "
+                    "again: it continues from the newest complete checkpoint"
                 )
         self.poll()
 
@@ -164,7 +163,7 @@ class Record:
     def write_token_scores(self, batch: StepBatch) -> None:
         """Write the learner's scores for the first groups' tokens, from before the step's update. They are only for people to look at,
         so the run does not wait if the disk refuses them."""
-        groups = batch.groups[:GROUPS]
+        groups = batch.groups[:SCORED_GROUPS]
         rows = self.workers.learner.score(
             [
                 Sample.of(completion, draw=group.draw, attempt=attempt, prompt_ids=group.prompt.token_ids)
@@ -172,7 +171,7 @@ class Record:
                 for attempt, completion in enumerate(group.completions)
             ]
         )
-        directory = self.run_dir / FOLDER
+        directory = self.run_dir / TOKEN_SCORES
         logprobs, entropy = [row.logprobs for row in rows], [row.entropy for row in rows]
         try:
             write_token_scores(directory, step=batch.step, groups=groups, logprobs=logprobs, entropy=entropy)
@@ -180,7 +179,7 @@ class Record:
             if (fault := disk_fault(error, near=directory)) is None:
                 raise
             warn(
-                f"{directory}: the token scores of step {batch.step} are left out ({fault.strerror}); the page shows its tokens "
+                f"{directory}: the token scores of step {batch.step} were not written ({fault.strerror}); the page shows its tokens "
                 "without the learner's numbers"
             )
 

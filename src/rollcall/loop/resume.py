@@ -72,7 +72,7 @@ def changes_on_resume(config: Config, run_dir: Path) -> list[Change]:
         before = load_saved_run(path)
     except ConfigError as error:
         raise ConfigError(
-            f"{error}\n{path} is this run's record of its settings; restore it, correct it where it is named, or start over "
+            f"{error}\n{path} records this run's settings; restore it, correct what is named above, or start over "
             "with --fresh (the old directory is moved aside)"
         ) from None
     found = list(differences("", public_dump(before), public_dump(config)))
@@ -80,7 +80,7 @@ def changes_on_resume(config: Config, run_dir: Path) -> list[Change]:
         found = [change for change in found if not change.key.startswith("critic.")]
     if fixed := [change for change in found if change.is_fixed]:
         raise ConfigError(
-            f"run.dir={run_dir} holds a run with other settings: {'; '.join(map(str, fixed))}. This cannot "
+            f"run.dir={run_dir} contains a run with different settings: {'; '.join(map(str, fixed))}. These cannot "
             f"change within a run; {ANOTHER_RUN}"
         )
     _refuse_shorter(config, run_dir)
@@ -95,8 +95,8 @@ def refuse_changing_base(config: Config) -> None:
     found = checkpoint_of(path)
     if found is not None and found != path:
         raise ConfigError(
-            f"model.path={config.model.path} means the newest checkpoint there, which changes when that run continues, and an adapter "
-            f"(model.lora) needs the model that it began with; write model.path={found}, or a directory that `rollcall merge` made of it"
+            f"model.path={config.model.path} means the newest checkpoint there, which changes when that run continues, but an adapter "
+            f"(model.lora) needs a model that stays the same; write model.path={found}, or a directory that `rollcall merge` made from it"
         )
 
 
@@ -142,8 +142,8 @@ def _refuse_shorter(config: Config, run_dir: Path) -> None:
             done = max([done, *journal.trained()])
     if config.trainer.steps < done:
         raise ConfigError(
-            f"trainer.steps={config.trainer.steps}, and the run in {run_dir} has trained {counted(done, 'step')} "
-            f"already; use {done} or more, {ANOTHER_RUN}"
+            f"trainer.steps={config.trainer.steps}, but the run in {run_dir} has already trained {counted(done, 'step')}; "
+            f"use {done} or more, {ANOTHER_RUN}"
         )
 
 

@@ -19,7 +19,7 @@ from typing import Any
 
 from rollcall.base.errors import ConfigError
 from rollcall.base.types import Completion, Group, Ints, Prompt, Score
-from rollcall.config import EnvironmentSection
+from rollcall.config import Config
 from rollcall.config.environments import ClassEnvironment, StepEnvironment
 from rollcall.engine.protocol import LOCAL, Engine, Request, Sampling
 from rollcall.environments.agent import AgentEnvironments, AgentPlayer
@@ -160,25 +160,22 @@ class Rewards:
 
 
 def player_of(
-    section: EnvironmentSection | None,
-    environments: Environments | None,
-    *,
-    tokenizer: Any,
-    scorer: Scorer,
-    max_prompt_tokens: int,
-    max_response_tokens: int,
+    config: Config, environments: Environments | None, *, tokenizer: Any, scorer: Scorer
 ) -> Player | AgentPlayer | None:
     """Build the player. Returns None for a run without an environment, where a completion is one turn."""
+    section, max_prompt_tokens = config.environment, config.data.max_prompt_tokens
     if scorer.environment_readers and not isinstance(section, ClassEnvironment | StepEnvironment):
         raise ConfigError(
-            f"the reward {scorer.environment_readers[0]} takes environments, and there are none: the run file needs an environment of "
-            "type class or step"
+            f"the reward {scorer.environment_readers[0]} reads the environment (its function takes `environments`), but this run has "
+            "none that it can read; add an environment of type class or step, or remove the reward"
         )
     if section is None or environments is None:
         return None
     if isinstance(environments, AgentEnvironments):
         return environments.player(
-            tokenizer=tokenizer, max_prompt_tokens=max_prompt_tokens, max_response_tokens=max_response_tokens
+            tokenizer=tokenizer,
+            max_prompt_tokens=max_prompt_tokens,
+            max_response_tokens=config.rollout.max_response_tokens,
         )
     return Player(
         section=section,

@@ -10,7 +10,7 @@ import asyncio
 import socket
 from typing import TYPE_CHECKING, Any
 
-from rollcall.base.limits import allow_files
+from rollcall.base.process_table import allow_files
 
 if TYPE_CHECKING:
     import uvicorn

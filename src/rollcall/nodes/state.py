@@ -18,9 +18,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import IO, Literal
 
-from rollcall.base.atomic import write_atomic
+from rollcall.base.atomic import take_lock, write_atomic
 from rollcall.base.errors import ClusterError
-from rollcall.base.lock import take_lock
 from rollcall.base.process_table import Process
 from rollcall.base.wait import Wait
 from rollcall.nodes.node_shell import TOKEN

@@ -24,7 +24,7 @@ from typing import Any
 from rollcall.base.append_file import AppendFile, lines_end, parse_row
 from rollcall.base.patience import disk_fault
 from rollcall.base.wait import warn
-from rollcall.base.words import are, counted
+from rollcall.base.words import counted
 
 EVENTS = "events.jsonl"
 _STEP = re.compile(rb'"step": (\d{1,15})\b')
@@ -112,7 +112,7 @@ class LineFile:
             if self._backlog:
                 self._drain()
             if num := len(self._backlog):
-                warn(f"{self.path}: {counted(num, 'line')} {are(num)} not written")
+                warn(f"{self.path}: {counted(num, 'line')} could not be written")
             if self._file is not None:
                 self._file.close()
                 self._file = None

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
@@ -19,7 +18,7 @@ class Metric(NamedTuple):
 METRICS: dict[str, Metric] = {
     "train/loss": Metric("", "Policy loss of the step with its KL and entropy terms, mean over updates."),
     "train/reward_mean": Metric(
-        "", "Mean reward over the completions of the step, also those of masked and dropped episodes."
+        "", "Mean reward over the completions of the step, including those of masked and dropped episodes."
     ),
     "train/reward_std": Metric("", "Standard deviation of the reward over the same completions."),
     "train/accuracy": Metric("share", "Completions whose first reward is at least `eval.threshold`."),
@@ -41,7 +40,7 @@ METRICS: dict[str, Metric] = {
     "train/zero_variance_groups": Metric(
         "share", "Groups without a signal: their rewards are all equal, or their episodes are masked or dropped."
     ),
-    "train/completions": Metric("count", "Completions of the step, also those of masked and dropped episodes."),
+    "train/completions": Metric("count", "Completions of the step, including those of masked and dropped episodes."),
     "train/reward_errors": Metric("count", "Completions of the step that at least one reward could not score."),
     "train/refills": Metric("count", "How many times the step drew more prompts for dynamic sampling."),
     "train/tokens": Metric(
@@ -55,27 +54,27 @@ METRICS: dict[str, Metric] = {
     ),
     "rollout/tokens": Metric(
         "tokens",
-        "Sampled tokens in the step's groups, also those from the journal. What an environment answered does not count.",
+        "Sampled tokens in the step's groups, including groups from the journal. Tokens from an environment do not count.",
     ),
     "rollout/tokens_per_s": Metric(
         "tokens/s", "Response tokens that this process generated, per second of generation."
     ),
     "rollout/response_length_mean": Metric(
-        "tokens", "Mean number of sampled tokens of a completion; of an episode, in all its turns and branches."
+        "tokens", "Mean number of sampled tokens in a completion; for an episode, in all its turns and branches."
     ),
     "rollout/truncated_fraction": Metric("share", "Completions that hit the token limit."),
     "rollout/logprob_mismatch": Metric(
         "nats",
         "Mean absolute difference of the learner's log-prob and the engine's, over the tokens that the step's first update learns from, "
-        "before it. With top-p or top-k it includes their renormalisation, with `model.lora.dropout` what dropout changes.",
+        "before that update. It includes the renormalisation of top-p and top-k, and the effect of `model.lora.dropout`.",
     ),
     "rollout/logprob_mismatch_max": Metric("nats", "Largest such difference."),
     "rollout/staleness_mean": Metric(
-        "versions", "How many versions older than the policy the tokens trained on are, on average."
+        "versions", "How many versions older than the policy the trained tokens are, on average."
     ),
     "rollout/staleness_max": Metric("versions", "The same for the oldest token; at most `trainer.staleness`."),
     "rollout/preemptions": Metric(
-        "count", "Completions that lost their place in the KV cache, which was then computed again."
+        "count", "Completions that were evicted from the KV cache, so that their part of it was computed again."
     ),
     "rollout/groups_from_journal": Metric(
         "count", "Groups of the step that came from the journal, not from the engine."
@@ -85,18 +84,22 @@ METRICS: dict[str, Metric] = {
         "count", "Completions that this reward could not score (it raised, hung or returned NaN). They score 0."
     ),
     "episode/turns_mean": Metric(
-        "count", "Mean number of turns of an episode; of a program with several conversations, those of the first."
+        "count", "Mean number of turns in an episode; if its program has several conversations, in the first one."
     ),
     "episode/tool_calls_mean": Metric("count", "Mean number of tool calls in these turns."),
-    "episode/failed_fraction": Metric("share", "Episodes whose environment raised, died or returned rubbish."),
+    "episode/failed_fraction": Metric(
+        "share", "Episodes whose environment raised, died or returned something invalid."
+    ),
     "episode/truncated_fraction": Metric("share", "Episodes that the limit of turns or tokens ended."),
-    "episode/timed_out_fraction": Metric("share", "Episodes that took too long, or one call of their environment did."),
+    "episode/timed_out_fraction": Metric(
+        "share", "Episodes that took too long, or in which one call of the environment did."
+    ),
     "episode/metrics_dropped": Metric(
         "count",
-        "Metrics of environments that were left out: without a name, with a name that reads like another one, more than 100 of an "
-        "episode, or more than 500 of a step.",
+        "Environment metrics that were left out: those without a name, with a name that looks like another one, beyond 100 per "
+        "episode, or beyond 500 per step.",
     ),
-    "env/<part>": Metric("", "Mean of a metric that the environment gives, over the episodes that have it."),
+    "env/<part>": Metric("", "Mean of a metric from the environment, over the episodes that have it."),
     "eval/accuracy": Metric("share", "Held-out completions whose first reward is at least `eval.threshold`."),
     "eval/graded_fraction": Metric(
         "share",
@@ -123,7 +126,8 @@ METRICS: dict[str, Metric] = {
     "time/update_s": Metric("s", "Forward, backward and optimizer."),
     "time/sync_s": Metric("s", "Sending the new weights to the engines."),
     "time/save_s": Metric(
-        "s", "How long training stood still for a checkpoint. A model in parts is only copied meanwhile."
+        "s",
+        "How long training paused for a checkpoint. A model that is split is only copied in that time, and written later.",
     ),
     "time/eval_s": Metric("s", "Evaluation."),
     "perf/train_tokens_per_s": Metric("tokens/s", "`train/tokens` per second of scoring and update."),
@@ -135,7 +139,7 @@ _GROUPS = {
     "rollout": "What the engine sampled.",
     "reward": "One line per reward of the run file.",
     "reward_errors": "A reward that fails scores 0 and is counted. The run stops only if a reward fails on every completion of a step.",
-    "episode": "How the attempts with an environment went. They are there in runs with an `environment`.",
+    "episode": "How episodes went. Only in runs with an `environment`.",
     "env": "One line per metric of the environment.",
     "eval": "Held-out prompts: before the first step, every `trainer.eval_every` steps, and after the last.",
     "time": "Where the seconds go.",
@@ -149,9 +153,7 @@ def check_names(metrics: Iterable[str]) -> None:
         group, _, rest = name.partition("/")
         if name in METRICS or (f"{group}/<part>" in METRICS and rest):
             continue
-        near = difflib.get_close_matches(name, METRICS, n=1, cutoff=0.5)
-        hint = f"did you mean {near[0]}?" if near else "document it in rollcall.observe.metrics.METRICS"
-        raise ValueError(f"metric {name!r} is not documented; {hint}")
+        raise ValueError(f"metric {name!r} is not documented; add it to rollcall.observe.metrics.METRICS")
 
 
 def render_docs() -> str:

@@ -10,10 +10,9 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Protocol
 
 import psutil
 
@@ -28,14 +27,11 @@ from rollcall.process.groups.pulse import device_bytes
 EVERY_S = 2.0
 
 
-class Looking(Protocol):
-    def __call__(self, *, last: bool) -> Look: ...
-
-
 class Recorder:
-    """Starts recording immediately. ``rewards`` records when this process's reward functions are busy."""
+    """Starts recording immediately. ``look`` takes the keyword ``last``, true for an attempt's last look. ``rewards`` records when this
+    process's reward functions are busy."""
 
-    def __init__(self, run_dir: Path, *, events: Events, look: Looking, rewards: BusySpans) -> None:
+    def __init__(self, run_dir: Path, *, events: Events, look: Callable[..., Look], rewards: BusySpans) -> None:
         self._run_dir = Path(run_dir)
         self._events = events
         self._look = look

@@ -16,7 +16,6 @@ from typing import Any, Protocol
 
 from rollcall.base.append_file import AppendFile, lines_end, parse_row
 from rollcall.base.atomic import write_atomic
-from rollcall.base.errors import ConfigError
 from rollcall.base.patience import persist
 from rollcall.base.wait import warn
 from rollcall.config import Config, public_dump
@@ -99,17 +98,19 @@ class WandbSink:
     """Weights & Biases. The run id is stored in the run directory, so a resumed run continues the same page."""
 
     def __init__(self, config: Config, run_dir: Path) -> None:
-        wandb = _wandb()
+        wandb, id_file = _wandb(), run_dir / "wandb_id"
+        if not id_file.exists():
+            write_atomic(id_file, uuid.uuid4().hex[:8])
         try:
             self._run = wandb.init(
-                project="rollcall", name=config.run.name, id=_wandb_id(run_dir), resume="allow", dir=str(run_dir),
+                project="rollcall", name=config.run.name, id=id_file.read_text().strip(), resume="allow", dir=str(run_dir),
                 config=public_dump(config),
             )  # fmt: skip
         except Exception as error:  # noqa: BLE001
             # Show only the type, because a login error message may contain a key.
             raise ValueError(
-                f"wandb could not start ({type(error).__name__}); run `wandb login`, set WANDB_MODE=offline, or take "
-                "wandb out of trainer.loggers"
+                f"wandb could not start ({type(error).__name__}); run `wandb login`, set WANDB_MODE=offline, or remove "
+                "wandb from trainer.loggers"
             ) from None
         # wandb drops rows whose step goes backwards, as in a replay. It keeps them if our step is a metric.
         self._run.define_metric("step")
@@ -133,7 +134,7 @@ def _wandb() -> Any:
         return importlib.import_module("wandb")
     except ImportError:
         raise ValueError(
-            "trainer.loggers has wandb, which is not installed; run: pip install wandb, or take it out of trainer.loggers"
+            "trainer.loggers has wandb, which is not installed; run: pip install wandb, or remove it from trainer.loggers"
         ) from None
 
 
@@ -144,7 +145,7 @@ def make_sinks(config: Config, run_dir: Path, resume_step: int | None) -> list[S
         try:
             sinks.append(TensorBoardSink(run_dir / "tensorboard", resume_step=resume_step))
         except ImportError:
-            warn("no TensorBoard curves: the package is not installed; run: pip install tensorboard")
+            warn("TensorBoard is not installed, so its curves are not written; run: pip install tensorboard")
     if "wandb" in config.trainer.loggers:
         sinks.append(WandbSink(config, run_dir))
     return sinks
@@ -156,8 +157,6 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
         lines = path.read_bytes().split(b"\n")
     except FileNotFoundError:
         return []
-    except IsADirectoryError:
-        raise ConfigError(f"{path} is a folder, and a run keeps its metrics in a file there; move it away") from None
     rows: dict[int, dict[str, Any]] = {}
     for number, line in enumerate(lines, start=1):
         if not line:
@@ -165,7 +164,7 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
         row = parse_row(line)
         if row is None:
             # The last line has no newline if the process was killed while writing it; the replay writes it again.
-            warn(f"{path}, line {number} is not a row of metrics and is left out: {line!r:.60}")
+            warn(f"{path}, line {number} is not a row of metrics and is skipped: {line!r:.60}")
             continue
         rows.setdefault(row["step"], {}).update(row)
     return [rows[step] for step in sorted(rows)]
@@ -174,11 +173,3 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
 def _finite(value: float) -> float | int | None:
     number = value if isinstance(value, int) else float(value)
     return number if math.isfinite(number) else None
-
-
-def _wandb_id(run_dir: Path) -> str:
-    path = run_dir / "wandb_id"
-    if not path.exists():
-        run_dir.mkdir(parents=True, exist_ok=True)
-        write_atomic(path, uuid.uuid4().hex[:8])
-    return path.read_text().strip()

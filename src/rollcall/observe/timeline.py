@@ -236,7 +236,7 @@ def _waits(lane: str, spans: Sequence[TimeSpan], places: _Places, *, marks: Sequ
         phase = places.longest(start_s, end_s)
         step = None if phase is None else phase.step
         if any(start_s - SHORTEST_WAIT_S <= at_s <= end_s for at_s in lost):
-            found.append(TimeSpan(lane, "lost", start_s, end_s, "wait", step, "no process works in this seat"))
+            found.append(TimeSpan(lane, "lost", start_s, end_s, "wait", step, "no process is running here"))
             continue
         note = "" if phase is None else f"during {phase.name} of step {phase.step}"
         if phase is not None and phase.waited_for not in ("", lane):

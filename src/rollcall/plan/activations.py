@@ -41,8 +41,8 @@ class Recompute(IntEnum):
     @property
     def sentence(self) -> str:
         """The phrase that follows the size of a micro-batch in messages."""
-        kept = ", their inputs wait in host memory" if self is Recompute.ON_HOST else ""
-        return f", layers run again in the backward{kept}" if self else ""
+        kept = " from inputs in host memory" if self is Recompute.ON_HOST else ""
+        return f", with layers recomputed in the backward pass{kept}" if self else ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

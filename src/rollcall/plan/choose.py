@@ -1,5 +1,5 @@
-"""Chooses what ``auto`` means on a GPU: micro-batch tokens, recomputation, room for KV. Pure arithmetic:
-``rollcall plan`` passes in an estimate for a pass, and a run passes in a measurement."""
+"""What ``auto`` means on a GPU: micro-batch tokens, recomputation, room for KV, and messages about the cost of too little memory. Pure
+arithmetic: ``rollcall plan`` passes in estimates from config.json, and a run passes in measurements of the loaded model."""
 
 from __future__ import annotations
 
@@ -7,14 +7,20 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
-from rollcall.config import OptimizerSection
-from rollcall.plan.activations import Recompute
+from rollcall.base.words import counted, size
+from rollcall.config import Config, OptimizerSection, RolloutSection
+from rollcall.config.sections import OptimizerChoice
+from rollcall.plan.activations import WIDE, DecoderSizes, Recompute
 
 MOST_TOKENS = 32768  # larger micro-batches are at most a few percent faster, but take memory from KV
 ENOUGH_TOKENS = 8192  # smaller micro-batches cost more than recomputing the layers
 KV_SHARE = 0.3  # share of the room on a GPU that KV gets before micro-batches grow, if it can use that much
 SAFE = 0.92  # usable share of a GPU: the allocator cannot use all of it
 KV_BLOCK = 64  # tokens
+FILL_TOKENS = 32768  # the native engine prefills prompts in packs of this size
+KV_FRACTION = 0.3  # of a GPU, if `rollout.kv_memory_fraction` is auto and nothing better is known
+FEW = 8  # an engine is slow if it can decode less than 1/FEW of its completions at once
+SMALL = ENOUGH_TOKENS // 4  # tokens; smaller micro-batches are memory-bound
 
 
 class Needs(Protocol):
@@ -91,3 +97,107 @@ def choose(
     if fits < longest:  # KV has to make do with less
         fits = passes(recompute).tokens_in(room - kv.least)
     return Choice(tokens=max(longest, min(MOST_TOKENS, fits)), recompute=recompute)
+
+
+# The engine
+
+
+def kv_is_open(rollout: RolloutSection) -> bool:
+    """Whether KV gets the memory that the learners leave free."""
+    return rollout.engine == "native" and rollout.kv_tokens is None and rollout.kv_memory_fraction == "auto"
+
+
+def kv_fraction(rollout: RolloutSection) -> float:
+    return KV_FRACTION if rollout.kv_memory_fraction == "auto" else rollout.kv_memory_fraction
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineNeeds:
+    """An engine's bytes on one slot besides its weights: KV and working memory."""
+
+    config: Config
+    sizes: DecoderSizes
+    positions: int  # of the model
+    width: int  # bytes per weight
+    tensor: int  # slots over which vLLM splits the model; 1 for the native engine
+
+    @property
+    def kv_per_token(self) -> int:
+        """Bytes of KV per token on one slot. If there are more slots than KV heads, each slot has one head."""
+        heads = max(1, self.sizes.kv_heads // self.tensor)
+        return 2 * self.sizes.layers * heads * self.sizes.head_dim * self.width
+
+    @property
+    def longest(self) -> int:
+        """The most tokens that a prompt and its completion can have."""
+        return min(self.config.data.max_prompt_tokens + self.config.rollout.max_response_tokens, self.positions)
+
+    @property
+    def open_kv(self) -> KvNeed:
+        # A conversation may grow until it fills all positions of the model.
+        longest = self.longest if self.config.environment is None else self.positions
+        return self._kv_need(longest)
+
+    def fixed_kv(self, card: int) -> int:
+        """Return the KV bytes that the run file sets, on a GPU with ``card`` bytes."""
+        rollout = self.config.rollout
+        if rollout.kv_tokens is not None:
+            return rollout.kv_tokens * self.kv_per_token
+        return min(int(card * kv_fraction(rollout)), self._kv_need(self.positions).most)
+
+    def _kv_need(self, longest: int) -> KvNeed:
+        least = -(-longest // KV_BLOCK) * KV_BLOCK * self.kv_per_token
+        return KvNeed(least=least, most=self.config.rollout.max_running * least)
+
+    @property
+    def filling(self) -> int:
+        """Working memory while prompts are prefilled."""
+        tokens = min(FILL_TOKENS, self.config.rollout.max_running * self.config.data.max_prompt_tokens)
+        return tokens * self.sizes.working_elements(self.tensor) * self.width
+
+    @property
+    def graphs(self) -> int:
+        """The logits of a decode step: one copy kept by its CUDA graph and one from before it was captured."""
+        return 2 * self.config.rollout.max_running * self.sizes.vocab * WIDE
+
+
+# Messages
+
+
+def on_kv(config: Config, *, tokens: int, longest: int, per_token: int, num_engines: int) -> str | None:
+    """Warn about a small KV cache that ``auto`` chose. ``longest`` counts the tokens of prompt and completion."""
+    at_once = min(config.rollout.max_running, -(-config.completions_per_step // num_engines))
+    rows = max(1, tokens // longest)
+    if rows * FEW >= at_once:
+        return None
+    missing = size((at_once - rows) * longest * per_token)
+    return (
+        f"the KV cache has room for {rows} of the {at_once} completions that an engine gets in a step (of {longest} tokens each), so "
+        f"decoding takes up to {at_once // rows} times as long as with {missing} more. {_more_room(config)}"
+    )
+
+
+def on_microbatch(
+    config: Config, name: str, *, tokens: int, longest: int, num_ranks: int, needed: int = 0, room: int = 0
+) -> str | None:
+    """Warn about a small micro-batch that ``auto`` chose for the learner ``name``. ``needed`` is the number of bytes for a pass, and
+    ``room`` the number of free bytes."""
+    section = config.critic if name == "critic" else config.actor
+    rows = -(-config.completions_per_step // (section.minibatches * num_ranks))
+    passes = -(-rows * longest // tokens)
+    if needed > room:
+        cost = f"and even that needs an estimated {size(needed)}, while {size(max(room, 0))} are free"
+    elif tokens < SMALL and passes > FEW:
+        cost = f"so an update of {counted(rows, 'completion')} takes up to {passes} passes, each too small to keep the card busy"
+    else:
+        return None
+    return f"{name}: a micro-batch has room for {tokens} tokens, {cost}. {_more_room(config)}"
+
+
+def _more_room(config: Config) -> str:
+    actor, ways = config.actor, ["lower rollout.max_response_tokens or data.max_prompt_tokens"]
+    if config.model.lora is None:
+        ways.insert(0, "train an adapter (model.lora.rank=16)")
+        if actor.optimizer == OptimizerChoice() and actor.master_weights and not actor.cpu_offload:
+            ways.insert(0, "set actor.optimizer.state=bfloat16")
+    return f"To make room: {', '.join(ways)}, or use more cards (cluster.component_placement, actor.sharding=fsdp)"

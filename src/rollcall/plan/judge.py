@@ -14,7 +14,7 @@ from rollcall.base.words import counted, ranges
 from rollcall.config import ClusterSection, Config, RolloutSection
 from rollcall.config.checks import unused
 from rollcall.config.environments import AgentEnvironment, VerifiersEnvironment
-from rollcall.plan.engine import kv_is_open
+from rollcall.plan.choose import kv_is_open, on_kv, on_microbatch
 from rollcall.plan.memory import (
     GIB,
     PARTS,
@@ -28,7 +28,6 @@ from rollcall.plan.memory import (
 )
 from rollcall.plan.mesh import indivisible_heads, split_of
 from rollcall.plan.placement import HOLDERS, SCORERS, TRAINED, Plan, PlannedProcess, Role, plan_for, roles_together
-from rollcall.plan.room import on_kv, on_microbatch
 
 DEFAULT_CARD_GIB = 80.0
 WORTH_SAYING = 16 * GIB  # of host memory; nodes with accelerators have more
@@ -110,7 +109,7 @@ def plan_run(config: Config, *, card_gib: float | None = None, model_config: Pat
     _judge_memory(memory, card, notes=notes, problems=problems)
     if memory and card is not None and card_gib is None:
         notes.append(
-            f"memory is compared with a card of {gib(card)}, whatever is in this machine; --gpu-memory sets another size"
+            f"memory is compared with a card of {gib(card)}, regardless of this machine; --gpu-memory sets a different size"
         )
     notes += _on_sizes(config, plan, memory, card)
     notes += _on_host(host)
@@ -138,7 +137,7 @@ def _reward_sizes(config: Config, plan: Plan, notes: list[str]) -> ModelSizes | 
             try:
                 found.append(read_sizes(reward.path))
             except SizesUnknown:
-                notes.append(f"the reward model {reward.path} is not on this machine; its memory is counted as 0")
+                notes.append(f"the reward model {reward.path} is not on this machine, so its memory is not counted")
     return max(found, key=lambda sizes: sizes.num_parameters, default=None)
 
 
@@ -165,8 +164,8 @@ def role_problems(config: Config, cluster: ClusterSection | None, plan: Plan) ->
         width = len(plan.processes[role][0].slots)
         if role in trained and width > 1:
             problems.append(
-                f"{role} has processes of {width} slots, and a learner uses one slot per process; give it a process per slot "
-                f"and {role}.tensor_parallel_size={width}"
+                f"{role} has {width} slots per process, but a learner uses one slot per process; give it one process per slot "
+                f"and set {role}.tensor_parallel_size={width}"
             )
         if role not in trained and on_gpus:
             problems += _width_problems(role, width, config.rollout)
@@ -181,30 +180,30 @@ def _apart(config: Config, plan: Plan) -> Iterator[str]:
     )
     if actor & inference and actor != inference and Role.ACTOR in roles_together(config, plan):
         yield (
-            f"inference has slots {ranges(plan.role_slots(Role.INFERENCE))} and actor {ranges(plan.role_slots(Role.ACTOR))}, and "
-            "the actor's processes compute together; give both the same slots, or none in common"
+            f"inference has slots {ranges(plan.role_slots(Role.INFERENCE))} and actor {ranges(plan.role_slots(Role.ACTOR))}, but "
+            "all of the actor's processes compute together; give both the same slots, or separate ones"
         )
 
 
 def _width_problems(role: Role, width: int, rollout: RolloutSection) -> list[str]:
     """Check a role that samples or scores with ``width`` GPUs per process. Logical slots have no such limit."""
-    has = f"{role} has processes of {counted(width, 'slot')}"
+    has = f"{role} has {counted(width, 'slot')} per process"
     if role is Role.ROLLOUT and rollout.engine == "vllm":
         size = rollout.vllm.tensor_parallel_size
         if size == width:
             return []
         return [
-            f"{has}, and rollout.vllm.tensor_parallel_size={size} divides an engine over {size}; make the two equal (a placement "
-            f'of "0-{4 * size - 1}:0-3" gives each of 4 processes {size})'
+            f"{has}, but rollout.vllm.tensor_parallel_size={size} splits an engine over {size}; make the two equal (a placement "
+            f'of "0-{4 * size - 1}:0-3" gives {size} to each of 4 processes)'
         ]
     if width == 1:
         return []
     if role is Role.ROLLOUT:
         return [
-            f"{has}, and the native engine uses one slot per process; give it a process per slot, or set rollout.engine=vllm "
+            f"{has}, but the native engine uses one slot per process; give it one process per slot, or set rollout.engine=vllm "
             f"and rollout.vllm.tensor_parallel_size={width}"
         ]
-    return [f"{has}, and it uses one slot per process; give it a process per slot"]
+    return [f"{has}, but it uses one slot per process; give it one process per slot"]
 
 
 def _unreachable(config: Config, plan: Plan) -> list[str]:
@@ -247,7 +246,7 @@ def _too_long(config: Config, sizes: ModelSizes) -> list[str]:
 def indivisible(plan: Plan, sizes: ModelSizes) -> list[str]:
     problems = [
         f"{role} splits the model over {mesh.tensor} slots, but it has {count} {what}: {count} = {mesh.tensor} x "
-        f"{count // mesh.tensor} + {count % mesh.tensor}; use slots per process (or tensor_parallel_size) that divide {count}"
+        f"{count // mesh.tensor} + {count % mesh.tensor}; use a number of slots per process (or a tensor_parallel_size) that divides {count}"
         for role, mesh in plan.meshes.items()
         for what, count in (
             ("attention heads", sizes.heads),
@@ -273,11 +272,11 @@ def _judge_memory(memory: tuple[SlotMemory, ...], card: int | None, *, notes: li
         if entry.total > card:
             largest = max(entry.roles, key=lambda role: role.held + role.working)
             problems.append(
-                f"{who}: {gib(entry.total)} needed, the card has {gib(card)}, so {gib(entry.total - card)} too much; most of it is "
-                f"{largest.role}'s: {lever(largest)}"
+                f"{who}: {gib(entry.total)} needed, but the card has {gib(card)}, so {gib(entry.total - card)} too much; {largest.role} "
+                f"needs the most: {lever(largest)}"
             )
         elif entry.total > TIGHT * card:
-            notes.append(f"{who}: {gib(entry.total)} of {gib(card)} is tight, since this is an estimate")
+            notes.append(f"{who}: {gib(entry.total)} of {gib(card)} needed, which is tight for an estimate")
 
 
 def _on_sizes(config: Config, plan: Plan, memory: tuple[SlotMemory, ...], card: int | None) -> Iterator[str]:
@@ -286,7 +285,7 @@ def _on_sizes(config: Config, plan: Plan, memory: tuple[SlotMemory, ...], card: 
         section = config.critic if role.role is Role.CRITIC else config.actor
         chosen = section.activation_checkpointing == "auto" and role.recompute
         if section.tokens_per_microbatch == "auto" or chosen:
-            yield f"{role.role}: {role.tokens} tokens in a micro-batch{role.recompute.sentence} (auto, by estimate)"
+            yield f"{role.role}: {role.tokens} tokens in a micro-batch{role.recompute.sentence} (auto, estimated)"
             num_ranks = plan.meshes[role.role].data
             if about := on_microbatch(config, role.role, tokens=role.tokens, longest=role.longest, num_ranks=num_ranks):
                 yield about
@@ -300,7 +299,7 @@ def _on_sizes(config: Config, plan: Plan, memory: tuple[SlotMemory, ...], card: 
 def _on_host(host: dict[int, int]) -> Iterator[str]:
     if host and (most := max(host.values())) >= WORTH_SAYING:
         node = next(node for node, size in host.items() if size == most)
-        yield f"the tensors of the processes on node {node} take at most {gib(most)} of host memory, in addition to the processes themselves"
+        yield f"the tensors of the processes on node {node} take up to {gib(most)} of host memory, in addition to the processes themselves"
 
 
 def _on_batch(config: Config, plan: Plan) -> Iterator[str]:
@@ -320,13 +319,13 @@ def _on_overlap(config: Config, plan: Plan) -> Iterator[str]:
     staleness = config.trainer.staleness
     if staleness and all(shared):
         yield (
-            f"trainer.staleness={staleness}, but every rollout process also trains, so it samples or trains, never both at once; give "
+            f"trainer.staleness={staleness}, but every rollout process also trains, so sampling and training cannot overlap; give "
             "rollout its own slots, or leave staleness at 0"
         )
     if not staleness and not any(shared):
         yield (
-            "with trainer.staleness=0 rollout's slots wait while the actor trains, and the actor's while rollout samples; "
-            "staleness=1 lets both work at once"
+            "with trainer.staleness=0, rollout's slots wait while the actor trains, and the actor's wait while rollout samples; "
+            "staleness=1 lets both work at the same time"
         )
 
 
@@ -334,8 +333,8 @@ def _on_inference(config: Config, plan: Plan) -> Iterator[str]:
     has_work = config.rescores or any(one.type == "self_certainty" for one in config.reward)
     if Role.INFERENCE in plan.processes and not has_work:
         yield (
-            f"inference has slots {ranges(plan.role_slots(Role.INFERENCE))} and nothing to do: log-probs are computed before "
-            "an update with several minibatches or epochs and algorithm.old_logprobs=learner; set actor.minibatches=2, or give "
+            f"inference has slots {ranges(plan.role_slots(Role.INFERENCE))} but nothing to do: it computes log-probs only "
+            "before updates with several minibatches or epochs and algorithm.old_logprobs=learner; set actor.minibatches=2, or give "
             "the slots to rollout"
         )
 
@@ -343,7 +342,7 @@ def _on_inference(config: Config, plan: Plan) -> Iterator[str]:
 def _on_adapter(config: Config) -> Iterator[str]:
     path = config.model.lora.path if config.model.lora is not None else None
     if path is not None and not os.path.isfile(Path(path).expanduser() / "adapter_config.json"):
-        yield f"model.lora.path={path} is not an adapter on this machine, so it is looked for only when the run starts"
+        yield f"model.lora.path={path} is not an adapter on this machine, so it cannot be checked before the run starts"
 
 
 def _on_environment(config: Config, plan: Plan) -> Iterator[str]:
@@ -354,7 +353,7 @@ def _on_environment(config: Config, plan: Plan) -> Iterator[str]:
         nodes = [process.node_rank for process in plan.environments]
         yield (
             f"the programs of environment.type={environment.type} run on node {ranges(nodes)} and ask the controller's node for the "
-            "model: its endpoint listens on that node's address in the cluster, and needs the key of an episode"
+            "model: its endpoint listens on that node's address in the cluster, and requires an episode's key"
         )
     if not plan.environments and plan.num_nodes > 1:
         yield (
@@ -368,7 +367,7 @@ def _on_elastic(config: Config, plan: Plan) -> Iterator[str]:
     if elastic is None or config.cluster is None:
         return
     if elastic.min_nodes == plan.num_nodes:
-        yield f"trainer.elastic.min_nodes={elastic.min_nodes} is the number of all nodes, so the run waits for a lost one; use fewer"
+        yield f"trainer.elastic.min_nodes={elastic.min_nodes} equals the number of nodes, so the run would wait for a lost node; use fewer"
         return
     for role, processes in plan.processes.items():
         nodes = {process.node_rank for process in processes}

@@ -24,8 +24,7 @@ from rollcall.config.sections import DEFAULT_TOKENS
 from rollcall.model.files import MODEL_DIR, model_folder, read_model_config
 from rollcall.model.hub import cached_folder
 from rollcall.plan.activations import COMPILE_FROM, LOGITS_AT_ONCE, DecoderSizes, Passes, Recompute
-from rollcall.plan.choose import NO_KV, SAFE, Choice, choose
-from rollcall.plan.engine import EngineNeeds, kv_is_open
+from rollcall.plan.choose import NO_KV, SAFE, Choice, EngineNeeds, choose, kv_is_open
 from rollcall.plan.placement import HOLDERS, TRAINED, Mesh, Plan, Role, RoleGroup, roles_in_parts
 
 GIB = 1 << 30
@@ -56,7 +55,7 @@ class ModelSizes(DecoderSizes):
         kind = fields.get("model_type")
         if kind not in KNOWN_TYPES:
             raise SizesUnknown(
-                f"{where} is a model of type {kind}, whose memory cannot be estimated; {', '.join(KNOWN_TYPES)} can"
+                f"{where} describes a model of type {kind}, whose memory cannot be estimated (only {', '.join(KNOWN_TYPES)})"
             )
         try:
             hidden, heads = int(fields["hidden_size"]), int(fields["num_attention_heads"])
@@ -77,7 +76,7 @@ class ModelSizes(DecoderSizes):
                 qk_norm=kind == "qwen3",
             )
         except (KeyError, TypeError, ValueError) as error:
-            raise SizesUnknown(f"{where} does not hold a model's sizes: {type(error).__name__} {error}") from None
+            raise SizesUnknown(f"{where} does not contain a model's sizes: {type(error).__name__} {error}") from None
 
     @property
     def layer_parameters(self) -> int:
@@ -461,7 +460,7 @@ def lever(role: RoleMemory) -> str:
         case "activations" if 0 < role.tokens <= role.longest:
             host = "" if role.recompute is Recompute.ON_HOST else f"set {name}.activation_checkpointing=offload, "
             return (
-                f"{host}divide the longest rows with {name}.context_parallel_size, or lower rollout.max_response_tokens"
+                f"{host}split the longest rows with {name}.context_parallel_size, or lower rollout.max_response_tokens"
             )
         case "activations":
             return f"lower {name}.tokens_per_microbatch"
@@ -471,6 +470,6 @@ def lever(role: RoleMemory) -> str:
         return "raise rollout.vllm.tensor_parallel_size and the slots of a rollout process"
     if role.role in HOLDERS:
         makes_room = "lower rollout.kv_memory_fraction, " if role.kv else ""
-        divide = ", divide it (rollout.engine=vllm)" if role.role is Role.ROLLOUT else ""
-        return f"each of its processes holds the whole model; {makes_room}give it slots without an actor{divide}, or use larger cards"
+        divide = ", split it (rollout.engine=vllm)" if role.role is Role.ROLLOUT else ""
+        return f"each of its processes has a copy of the whole model; {makes_room}give it slots without an actor{divide}, or use larger cards"
     return f"give {role.role} more slots" + (", or train an adapter (model.lora.rank=16)" if role.adapts else "")

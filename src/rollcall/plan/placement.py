@@ -19,7 +19,7 @@ from itertools import combinations
 
 from rollcall.base.errors import PlacementError
 from rollcall.base.words import plural, ranges
-from rollcall.config import ClusterSection, Config
+from rollcall.config import ClusterSection, Config, NodeSection
 from rollcall.config.errors import nearest
 from rollcall.plan.mesh import is_split, product_of
 from rollcall.plan.slots import WHERE, Nodes, either, read_slots
@@ -262,8 +262,8 @@ def _read(cluster: ClusterSection, nodes: Nodes) -> _Spans:
         spans = read_slots(str(value), nodes=nodes, key=key)
         if Role.ENVIRONMENT in roles and ":" in str(value):
             raise PlacementError(
-                f"{WHERE}: {key}: {value} names process ranks, and environment has one process on each node of its slots; give it a "
-                "separate key and only slots, such as environment: all"
+                f"{WHERE}: {key}: {value} names process ranks, but environment has one process on each of its nodes; give it a "
+                "separate key with only slots, such as environment: all"
             )
         for role in roles:
             if role in placed:
@@ -283,8 +283,8 @@ def _check_gangs(spans: _Spans, *, in_gangs: Sequence[Role]) -> None:
         shared = first & second
         if shared and first != second:
             raise PlacementError(
-                f"{WHERE} gives {one} {len(first)} and {other} {len(second)} processes, {len(shared)} of them the same; give both the "
-                "same slots, or none in common"
+                f"{WHERE} gives {one} {len(first)} and {other} {len(second)} processes, but they share only {len(shared)}; give both the "
+                "same slots, or separate ones"
             )
 
 
@@ -305,11 +305,11 @@ def _meet_needs(placed: _Spans, needed: frozenset[Role], notes: list[str]) -> _S
         if role in needed and role not in placed:
             others = " and ".join(dict.fromkeys(placed)) or "nothing"
             raise PlacementError(
-                f"{WHERE} places {others}, and every run needs {role}; write for example 'actor,rollout: all'"
+                f"{WHERE} places {others}, but every run needs {role}; write for example 'actor,rollout: all'"
             )
     if Role.CRITIC in needed and Role.CRITIC not in placed:
         raise PlacementError(
-            f"{WHERE} places {' and '.join(dict.fromkeys(placed))}, and algorithm.name=ppo needs a critic too, which is "
+            f"{WHERE} places {' and '.join(dict.fromkeys(placed))}, but algorithm.name=ppo also needs a critic, which is "
             "trained like the actor and is as large; give it its own slots (critic: 4-7), or the actor's ('actor,critic': ...)"
         )
     kept: _Spans = {}
@@ -324,7 +324,7 @@ def _meet_needs(placed: _Spans, needed: frozenset[Role], notes: list[str]) -> _S
         if role in needed and role not in kept:
             kept[role] = kept[Role.ACTOR]
             notes.append(
-                f"{role} is not placed, so it lives in the actor's processes; {WHERE}.{role} gives it its own slots"
+                f"{role} is not placed, so it runs in the actor's processes; {WHERE}.{role} gives it its own slots"
             )
     return kept
 
@@ -373,8 +373,8 @@ def _mesh_of(
     widths = sorted({len(process.slots) for process in processes})
     if len(widths) > 1:
         raise PlacementError(
-            f"{WHERE}: {role} has processes of {' and '.join(map(str, widths))} slots; all of them need the same number: use "
-            "the same slots per process in each part"
+            f"{WHERE}: {role} has processes of {' and '.join(map(str, widths))} slots, but all need the same number; use "
+            "the same number of slots per process in each part"
         )
     (width,) = widths
     slots = width * len(processes)
@@ -398,7 +398,7 @@ def _mesh_of(
         split = [number for number, group in enumerate(groups) if group[0].node_rank != group[-1].node_rank]
         if split:
             notes.append(
-                f"{len(split)} of {len(groups)} {kind} groups of {role} (the first: {split[0]}) are on two nodes, so every layer "
+                f"{len(split)} of {len(groups)} {kind} groups of {role} (the first is number {split[0]}) span two nodes, so every layer "
                 f"waits for the network; a {kind}_parallel_size that divides each node's slots avoids it"
             )
     return Mesh(data=slots // together, tensor=tensor, context=context)
@@ -409,3 +409,35 @@ def _groups_of(processes: Iterable[PlannedProcess]) -> tuple[RoleGroup, ...]:
     for process in processes:
         members.setdefault(tuple(process.ranks), []).append(process)
     return tuple(RoleGroup(roles=roles, processes=tuple(own)) for roles, own in members.items())
+
+
+def shrink(section: ClusterSection, plan: Plan, *, kept: Sequence[int]) -> ClusterSection:
+    """Return the section for only the ``kept`` nodes (ranks, in order), renumbered from 0. ``plan`` is for all nodes."""
+    lost = [rank for rank in range(plan.num_nodes) if rank not in kept]
+    old = [slot for rank in kept for slot in plan.node_slots(rank)]
+    number = {slot.index: new for new, slot in enumerate(old)}
+    placement: dict[str, str | int] = {}
+    for role, processes in plan.processes.items():
+        left = [process for process in processes if process.node_rank in kept]
+        if not left:
+            names = ", ".join(map(str, lost))
+            raise PlacementError(
+                f"all {role} processes were on nodes that are missing ({names}), but the run needs one; bring one "
+                f"back with `rollcall node`, or place {role} on several nodes"
+            )
+        if role is Role.ENVIRONMENT:
+            placement[role.value] = ",".join(str(number[slot]) for process in left for slot in process.slots)
+        else:
+            spans = [(number[process.slots[0]], number[process.slots[-1]]) for process in left]
+            placement[role.value] = ",".join(f"{first}-{last}:{rank}" for rank, (first, last) in enumerate(spans))
+    weights = None if section.node_weights is None else [section.node_weights[rank] for rank in kept]
+    return section.model_copy(
+        update={
+            "num_nodes": len(kept),
+            "nodes": [NodeSection(gpus=plan.slots_per_node[rank]) for rank in kept],
+            "num_gpus_per_node": max(plan.slots_per_node[rank] for rank in kept),
+            "component_placement": placement,
+            "node_weights": weights,
+            "node_env": {new: section.node_env[rank] for new, rank in enumerate(kept) if rank in section.node_env},
+        }
+    )

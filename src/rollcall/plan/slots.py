@@ -97,7 +97,7 @@ def read_slots(text: str, *, nodes: Nodes, key: str) -> list[tuple[int, ...]]:
 def _parse_part(text: str, *, nodes: Nodes, given: str) -> _Part:
     match = _PART.fullmatch(text)
     if match is None:
-        what = f"{text!r} is not a set of slots" if text else "there is an empty part"
+        what = f"{text!r} is not a set of slots" if text else "one part is empty"
         raise PlacementError(f"{given}: {what}; {SLOT_SYNTAX}")
     everything, low, high, first_rank, last_rank = match.groups()
     first, last = (0, nodes.num_slots - 1) if everything else (int(low), int(high if high is not None else low))
@@ -105,7 +105,7 @@ def _parse_part(text: str, *, nodes: Nodes, given: str) -> _Part:
         raise PlacementError(f"{given}: {first}-{last} runs backwards; write {last}-{first}")
     if last >= nodes.num_slots:
         raise PlacementError(
-            f"{given} asks for slot {last}, but {nodes.sum()}, numbered 0 to {nodes.num_slots - 1}; "
+            f"{given} asks for slot {last}, but the cluster has {nodes.sum()}, numbered 0 to {nodes.num_slots - 1}; "
             f"stay below {nodes.num_slots}, or make the cluster larger (cluster.num_nodes)"
         )
     ranks = None

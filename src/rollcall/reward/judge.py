@@ -16,7 +16,7 @@ from urllib.parse import urlsplit, urlunsplit
 
 from rollcall.base.types import Completion, Prompt
 from rollcall.config.rewards import JudgeReward
-from rollcall.observe.transcript import transcript
+from rollcall.observe.samples import transcript
 from rollcall.reward.endpoint import Question, failed, read_json
 from rollcall.reward.functions import last_number
 from rollcall.reward.trl import MESSAGES

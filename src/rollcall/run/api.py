@@ -27,7 +27,7 @@ from rollcall.checkpoint.run_dir import run_file_of
 from rollcall.checkpoint.store import store_of
 from rollcall.config import Config, load_config
 from rollcall.config.checks import say_unused
-from rollcall.config.one_process import in_one_process
+from rollcall.config.run import in_one_process
 from rollcall.loop.callbacks import Callbacks, CheckpointSaved, EvaluationDone, StepDone
 from rollcall.loop.phases import Bounds, Phase, Split
 from rollcall.nodes.cluster import find_cluster

@@ -51,7 +51,7 @@ from rollcall.model.stop_tokens import check_stop_strings, stop_token_ids
 from rollcall.model.stored.find import is_model_dir
 from rollcall.model.stored.tensors import Stored
 from rollcall.plan.activations import COMPILE_FROM
-from rollcall.plan.engine import kv_fraction
+from rollcall.plan.choose import kv_fraction
 from rollcall.reward.scorer import ModelRewardFunction, Scorer, columns_needed
 from rollcall.reward.trl import MESSAGES
 from rollcall.run.host_memory import keep_freed_memory

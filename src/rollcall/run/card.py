@@ -23,10 +23,21 @@ from rollcall.learner.measure import Rows, measured
 from rollcall.learner.packing import Fit
 from rollcall.model.decoder import Decoder
 from rollcall.plan.activations import Recompute
-from rollcall.plan.choose import KV_BLOCK, NO_KV, SAFE, Choice, KvNeed, Line, Needs, choose
-from rollcall.plan.engine import EngineNeeds, kv_is_open
+from rollcall.plan.choose import (
+    KV_BLOCK,
+    NO_KV,
+    SAFE,
+    Choice,
+    EngineNeeds,
+    KvNeed,
+    Line,
+    Needs,
+    choose,
+    kv_is_open,
+    on_kv,
+    on_microbatch,
+)
 from rollcall.plan.placement import Role, plan_for
-from rollcall.plan.room import on_kv, on_microbatch
 
 
 def settle(config: Config, model: Any, *, learners: Sequence[Learner | Critic], samples: bool) -> int | None:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from rollcall.base.errors import ConfigError
-from rollcall.base.limits import refuse_few_files
+from rollcall.base.process_table import allow_files
 from rollcall.base.types import Group, Prompt
 from rollcall.base.wait import say
 from rollcall.base.words import counted
@@ -152,7 +152,7 @@ def plan_evaluation(
 
 
 def run_evaluation(plan: ModelPlan, *, on_progress: OnProgress) -> EvalReport:
-    refuse_few_files()
+    allow_files()
     config = plan.config
     started = time.perf_counter()
     path, tokenizer = open_model(config, plan.model_path, origin=plan.origin)
@@ -259,14 +259,7 @@ async def _evaluate(
         on_progress(num_done, len(prompts.prompts))
 
     try:
-        player = player_of(
-            config.environment,
-            environments,
-            tokenizer=tokenizer,
-            scorer=scorer,
-            max_prompt_tokens=config.data.max_prompt_tokens,
-            max_response_tokens=config.rollout.max_response_tokens,
-        )
+        player = player_of(config, environments, tokenizer=tokenizer, scorer=scorer)
         rollouts = Rollouts(engine=engine, rewards=Rewards(), player=player)
         work = evaluate(
             prompts.prompts,

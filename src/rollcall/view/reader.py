@@ -16,8 +16,7 @@ from typing import Any
 
 from rollcall.base.append_file import is_count
 from rollcall.base.errors import ConfigError
-from rollcall.base.heartbeat import Heartbeat
-from rollcall.base.lease import WATCH_S, Holder, read_holder
+from rollcall.base.lease import WATCH_S, Heartbeat, Holder, read_holder
 from rollcall.base.redact import redact
 from rollcall.checkpoint.run_dir import RUN_FILE, is_run, read_summary
 from rollcall.checkpoint.store import Checkpoint, store_of

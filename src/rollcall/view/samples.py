@@ -20,9 +20,7 @@ from rollcall.base.group_record import NOT_A_GROUP, decode, stream_records
 from rollcall.base.redact import redact
 from rollcall.base.types import Completion, Floats, Group
 from rollcall.config import Config, GroupAlgorithm
-from rollcall.observe.token_scores import FOLDER as SCORES
-from rollcall.observe.token_scores import file_name, scores_in
-from rollcall.observe.transcript import asked, said_in, said_in_row
+from rollcall.observe.samples import TOKEN_SCORES, asked, file_name, said_in, said_in_row, scores_in
 from rollcall.view.curves import short
 from rollcall.view.growing import TrainedDraws
 from rollcall.view.journal_index import FOLDER, GroupRow, JournalIndex
@@ -285,7 +283,7 @@ def read_scores(root: Path, group: Group, *, completion: int, trained: TrainedDr
     """Return the learner's log-probs and entropy for each token, or None if they were not kept for this group."""
     step = trained.step_of(group.draw) or group.step
     try:
-        with (root / SCORES / file_name(step)).open("rb") as file:
+        with (root / TOKEN_SCORES / file_name(step)).open("rb") as file:
             return scores_in(file, group, completion=completion)
     except FileNotFoundError:
         return None

@@ -15,8 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from rollcall.base.append_file import parse_row
-from rollcall.base.atomic import fsync, fsync_tree, swap_in, write_atomic
-from rollcall.base.lock import take_lock
+from rollcall.base.atomic import fsync, fsync_tree, swap_in, take_lock, write_atomic
 from rollcall.base.patience import free_bytes
 from rollcall.checkpoint.merge.plan import MergePlan, Unit
 from rollcall.model.stored.files import StoredError

@@ -39,8 +39,8 @@ from rollcall.model.decoder import Decoder, UnsupportedModel
 from rollcall.model.kernels import attention, sampling
 from rollcall.model.kernels import decode as kernels
 from rollcall.model.layer import Layer, Pass, product
+from rollcall.plan.choose import FILL_TOKENS
 from rollcall.plan.choose import KV_BLOCK as BLOCK
-from rollcall.plan.engine import FILL_TOKENS
 
 CHUNK = 16  # steps before the results are read
 AHEAD_ROWS = 4  # with fewer rows, the next request should not wait for a chunk that is not needed

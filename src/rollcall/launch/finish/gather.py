@@ -18,9 +18,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from rollcall.base.atomic import fsync
+from rollcall.base.atomic import fsync, take_lock
 from rollcall.base.errors import CheckpointError
-from rollcall.base.lock import take_lock
 from rollcall.base.patience import free_bytes, plain_disk_errors
 from rollcall.base.wait import Wait, say
 from rollcall.base.words import counted, size

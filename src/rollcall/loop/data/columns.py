@@ -44,7 +44,7 @@ def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(found) < len(pairs):
         names = [name for name, _ in pairs]
         twice = next(name for name in names if names.count(name) > 1)
-        raise ColumnError(f"{twice[:60]!r} twice in one object; leave one of them out")
+        raise ColumnError(f"the key {twice[:60]!r} twice in one object; remove one of them")
     return found
 
 
@@ -55,7 +55,9 @@ def check_texts(value: Any, *, depth: int = 0) -> None:
     if isinstance(value, str):
         if half := _HALF_A_PAIR.search(value):
             shown = half[0].encode("unicode_escape").decode()
-            raise ColumnError(f"holds half a surrogate pair ({shown}), which is not a character; write the whole pair")
+            raise ColumnError(
+                f"contains half a surrogate pair ({shown}), which is not a character; write the whole pair"
+            )
     elif isinstance(value, list | tuple):
         for each in value:
             check_texts(each, depth=depth + 1)
@@ -87,7 +89,7 @@ def plain(value: Any) -> Any:
         return str(value)
     if isinstance(value, bytes):
         return base64.b64encode(value).decode()
-    raise ColumnError(f"is a {type(value).__name__}, which JSON cannot hold; leave the column out")
+    raise ColumnError(f"is a {type(value).__name__}, which JSON cannot represent; leave the column out")
 
 
 def answer_text(value: Any) -> str:
@@ -122,10 +124,10 @@ def nearest(key: str, columns: Mapping[str, Any], option: str) -> str:
     near = [name for name in _OTHER_NAMES.get(option, ()) if name in names]
     near += difflib.get_close_matches(key, names, n=1, cutoff=0.5)
     if option == "columns":
-        hint = f"rename one of them to it, such as data.columns: {{{near[0] if near else 'NAME'}: {key}}}"
+        hint = f"rename one of them, such as with data.columns: {{{near[0] if near else 'NAME'}: {key}}}"
     else:
         hint = (
-            f"did you mean {near[0]!r}? set data.{option}={near[0]}" if near else f"name the right one in data.{option}"
+            f"did you mean {near[0]!r}? set data.{option}={near[0]}" if near else f"set data.{option} to the right one"
         )
     return f"it has {listed(columns)}; {hint}"
 

@@ -71,8 +71,8 @@ def load_prompts(
     if source == NO_DATA:
         for column, reward in needs.items():
             raise DataError(
-                f"{NO_DATA} has rows without {column!r}, which the reward {reward} needs; give a data file, or a reward that does "
-                "not take it"
+                f"rows of {NO_DATA} have no column {column!r}, which the reward {reward} needs; give a data file, or a reward that does "
+                "not need it"
             )
         return _without_data(data, tokenizer, split=split, limit=limit)
     prompts: list[Prompt] = []
@@ -125,10 +125,10 @@ def _without_data(data: DataSection, tokenizer: Any, *, split: str, limit: int |
 
 def _check_section(data: DataSection, tokenizer: Any) -> None:
     if data.template is not None and "{prompt}" not in data.template:
-        raise DataError(f"data.template={data.template!r} has no {{prompt}} in it; put it where the prompt goes")
+        raise DataError(f"data.template={data.template!r} does not contain {{prompt}}; put it where the prompt belongs")
     if data.chat and not tokenizer.chat_template:
         raise DataError(
-            "data.chat=true needs a chat template and the tokenizer has none; set model.chat_template, or data.chat=false"
+            "data.chat=true needs a chat template, but the tokenizer has none; set model.chat_template, or data.chat=false"
         )
     if data.system is not None and tokenizer.chat_template:
         asked = [{"role": "user", "content": "a"}]
@@ -136,8 +136,8 @@ def _check_section(data: DataSection, tokenizer: Any) -> None:
             with_it, without = render_chats(tokenizer, [[{"role": "system", "content": data.system}, *asked], asked])
             if with_it == without:
                 raise DataError(
-                    "the chat template drops data.system: it writes the same text with and without it. Put that text in data.template, or set "
-                    "model.chat_template to one that writes system messages"
+                    "the chat template drops data.system: it renders the same text with and without it. Put that text in data.template, or set "
+                    "model.chat_template to one that renders system messages"
                 )
 
 
@@ -186,7 +186,7 @@ def _messages(row: Row, data: DataSection, *, has_template: bool) -> list[dict[s
         messages = _checked_messages(value, row)
         if not has_template:
             raise DataError(
-                f"{row.where} holds chat messages and the tokenizer has no chat template; "
+                f"{row.where} contains chat messages, but the tokenizer has no chat template; "
                 "set model.chat_template, or give the prompt as text"
             )
     if data.system is not None and messages[0]["role"] != "system":  # a row's own system message takes precedence
@@ -210,7 +210,7 @@ def _checked_messages(value: Any, row: Row) -> list[dict[str, Any]]:
     if value[-1]["role"] == "assistant":
         raise DataError(
             f"{row.where}: the last message is the model's own (role 'assistant'), so the prompt would contain an answer and the model would "
-            "learn to repeat it; end each prompt with what the user asks"
+            "learn to repeat it; end each prompt with a message from the user"
         )
     # Parquet adds every key that any message has to all messages, as null.
     return [{key: item for key, item in message.items() if item is not None} for message in value]
@@ -224,7 +224,7 @@ def _render(batch: list[_Asked], tokenizer: Any) -> None:
     except TemplateError as error:
         first, last = (chats[0], chats[-1]) if error.place is None else (chats[error.place],) * 2
         where = first.row.where if first is last else f"{first.row.where} to {last.row.where}"
-        raise DataError(f"{where}: the chat template refuses the messages: {error}") from None
+        raise DataError(f"{where}: the chat template rejects the messages: {error}") from None
     for asked, text in zip(chats, texts, strict=True):
         asked.text = text
         of_column(asked.row, "what the chat template writes", check_texts, text)
@@ -239,7 +239,7 @@ def _refuse_same_text(asked: _Asked, seen: dict[str, tuple[str, int]]) -> None:
     where, other = seen.setdefault(asked.text, (asked.row.where, asks))
     if other != asks:
         raise DataError(
-            f"the chat template writes the same text for {where} and {asked.row.where}, which differ: it drops what they ask. Set "
+            f"the chat template renders the same text for {where} and {asked.row.where}, although they differ: it drops what they ask. Set "
             "model.chat_template to one that keeps it, or data.chat=false"
         )
 
@@ -270,8 +270,8 @@ def _check_needs(row: Row, data: DataSection, needs: Mapping[str, str]) -> None:
         shown = isinstance(value, str) and any(char.isprintable() and not char.isspace() for char in value)
         if value is None or (isinstance(value, str) and not shown):
             raise DataError(
-                f"{row.where}: {key} is empty, and the reward {reward} needs it; fill it in, or leave such rows out. A function that "
-                "can do without it gives it a default"
+                f"{row.where}: {key} is empty, but the reward {reward} needs it; fill it in, or leave such rows out. If a function can do "
+                "without it, give the parameter a default"
             )
 
 
@@ -304,7 +304,7 @@ def _prompt(asked: _Asked, token_ids: list[int], data: DataSection) -> Prompt:
     for name in _OURS:
         if name in metadata:
             raise DataError(
-                f"{row.where} has a column {name!r}, a name that Rollcall keeps for itself; rename the column, such as "
+                f"{row.where} has a column {name!r}, a name that Rollcall reserves; rename the column, such as "
                 f"data.columns: {{{name}: own_{name}}}"
             )
     if asked.messages is not None:
@@ -316,7 +316,7 @@ def _prompt(asked: _Asked, token_ids: list[int], data: DataSection) -> Prompt:
         ids = np.array(token_ids, dtype=np.int32)
     except OverflowError:
         raise DataError(
-            f"{row.where}: the tokenizer gives the token id {max(token_ids)}, and no model has ids past {np.iinfo(np.int32).max}; its "
+            f"{row.where}: the tokenizer returns the token id {max(token_ids)}, but no model has ids above {np.iinfo(np.int32).max}; its "
             "tokenizer.json is damaged: copy the model's files again"
         ) from None
     return Prompt(

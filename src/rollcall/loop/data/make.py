@@ -52,7 +52,7 @@ def make_task(task: str, *, num: int | None, seed: int, source: Path | None) -> 
     """Build a task's rows from its name on the command line; ``num`` counts training rows."""
     name, _, gym_task = task.partition(":")
     if source is not None and name not in _HUB:
-        raise MakeError(f"{task} is generated and reads no file; leave --source out")
+        raise MakeError(f"{task} is generated and reads no file; remove --source")
     if name == "reasoning-gym":
         return _make_generated(name, partial(reasoning_gym, gym_task, seed=seed), num=num)
     if task == "countdown":
@@ -61,7 +61,7 @@ def make_task(task: str, *, num: int | None, seed: int, source: Path | None) -> 
         return _make_arithmetic(num=num, seed=seed)
     if task in _HUB:
         return _make_from_files(task, source=source, num=num, seed=seed)
-    raise MakeError(f"{task!r} is not a task; there are {', '.join(TASKS)}")
+    raise MakeError(f"{task!r} is not a task; the tasks are {', '.join(TASKS)}")
 
 
 def write_parquet(rows: Iterable[RowDict], path: Path) -> int:
@@ -85,7 +85,7 @@ def _make_arithmetic(*, num: int | None, seed: int) -> TaskRows:
     train = list(arithmetic(split="train", seed=seed))
     test = list(arithmetic(split="val", seed=seed))
     if num is not None and num > len(train):
-        raise MakeError(f"--num {num}: arithmetic has {len(train)} training rows in all; ask for at most that many")
+        raise MakeError(f"--num {num}: arithmetic has only {len(train)} training rows; ask for at most that many")
     train = train[:num]
     return TaskRows(train=train, test=test, num_rows=len(train) + len(test), reward="exact")
 
@@ -192,7 +192,7 @@ def _split_file(folder: Path, split: str) -> Path:
     for suffix in (".jsonl", ".parquet", ".json"):
         if (folder / f"{split}{suffix}").exists():
             return folder / f"{split}{suffix}"
-    raise MakeError(f"--source {folder} holds no {split}.jsonl, {split}.parquet or {split}.json")
+    raise MakeError(f"--source {folder} contains no {split}.jsonl, {split}.parquet or {split}.json")
 
 
 def _hub_rows(task: str, split: str) -> Iterator[Row]:
@@ -229,7 +229,9 @@ def reasoning_gym(task: str, *, num_rows: int, seed: int) -> Iterator[RowDict]:
     if first["answer"] is None:
         raise MakeError(f"reasoning-gym's {task} has no reference answers; choose a task that has them")
     if dataset.score_answer(answer=str(first["answer"]), entry=decode_entry(encode_entry(first))) < 1:
-        raise MakeError(f"reasoning-gym's {task} does not give its own reference answer the full score; choose another")
+        raise MakeError(
+            f"reasoning-gym's {task} does not give its own reference answer the full score; choose another task"
+        )
     return (
         {
             "prompt": f"{entry['question']}\n\n{_ANSWER_TAG_ADVICE}",
@@ -247,7 +249,7 @@ def _reasoning_gym_dataset(task: str, *, num_rows: int, seed: int) -> Any:
     except ModuleNotFoundError:
         raise MakeError("reasoning-gym is not installed; pip install reasoning-gym") from None
     if task not in DATASETS:
-        raise MakeError(f"reasoning-gym has no task {task!r}; there are {', '.join(sorted(DATASETS))}")
+        raise MakeError(f"reasoning-gym has no task {task!r}; its tasks are {', '.join(sorted(DATASETS))}")
     try:
         return gym.create_dataset(task, size=num_rows, seed=seed)
     except Exception as error:  # noqa: BLE001 - each task checks its own settings in its own way

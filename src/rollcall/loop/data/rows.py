@@ -46,15 +46,13 @@ def read_rows(source: str, *, split: Split = "train") -> Iterator[Row]:
             yield Row(f"{source}, row {number}", f"arithmetic-{split}:{number}", columns)
         return
     if source.startswith("builtin:"):
-        raise DataError(f"{source} is not a built-in task; there are builtin:arithmetic and {NO_DATA}")
+        raise DataError(f"{source} is not a built-in task; those are builtin:arithmetic and {NO_DATA}")
     path = Path(source)
     if path.is_dir():
         found = ", ".join(sorted(each.name for each in path.iterdir() if each.suffix in READERS)) or "no data file"
-        raise DataError(f"{source} is a directory; name one file ({found} in it)")
+        raise DataError(f"{source} is a directory; give one file (it contains {found})")
     if path.suffix not in READERS:
-        raise DataError(
-            f"{source} ends in {path.suffix or 'nothing'!r}; data files are .jsonl, .json (JSON lines) or .parquet"
-        )
+        raise DataError(f"{source} is not a data file: their names end in .jsonl, .json (JSON lines) or .parquet")
     try:
         if not stat.S_ISREG(os.stat(path).st_mode):  # a pipe would block, and a device has no end
             raise DataError(f"data file {source} is a pipe or a device; write the rows to a regular file")
@@ -89,7 +87,7 @@ def _renamed(row: Row, names: Mapping[str, str]) -> dict[str, Any]:
             )
         if after in columns:
             raise DataError(
-                f"{row.where} has a column {after!r} already, and data.columns gives {before!r} that name too; rename the other "
+                f"{row.where} already has a column {after!r}, and data.columns renames {before!r} to that too; rename the first one "
                 f"as well, such as {after}: {after}_before"
             )
         columns[after] = row.columns[before]
@@ -150,7 +148,7 @@ def _check_name(name: str, source: str) -> None:
         validate_repo_id(name)
     except (OSError, ValueError):
         raise DataError(
-            f"{source} names no dataset; write OWNER/NAME as the hub has it, such as hub:openai/gsm8k, or the dataset's own folder, "
+            f"{source} is not the name of a dataset; write OWNER/NAME as on the hub, such as hub:openai/gsm8k, or the dataset's own folder, "
             "such as hub:../my_dataset"
         ) from None
 
@@ -165,7 +163,7 @@ def _read_jsonl(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
                 continue
             if len(line) > MAX_ROW_BYTES:
                 raise DataError(
-                    f"{path}, row {number} has more than {MAX_ROW_BYTES >> 20} MiB; each line holds one JSON object"
+                    f"{path}, row {number} has more than {MAX_ROW_BYTES >> 20} MiB; each line must contain one JSON object"
                 )
             try:
                 columns = json.loads(line, object_pairs_hook=unique_keys)
@@ -173,11 +171,11 @@ def _read_jsonl(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
                 raise DataError(f"{path}, row {number} has {error}") from None
             except (ValueError, RecursionError) as error:  # RecursionError: from deeply nested lists
                 raise DataError(
-                    f"{path}, row {number} is not JSON that can be read: {error}; each line holds one JSON object"
+                    f"{path}, row {number} is not valid JSON: {error}; each line must contain one JSON object"
                 ) from None
             if not isinstance(columns, dict):
                 raise DataError(
-                    f"{path}, row {number} is a {type(columns).__name__}; each line holds one JSON object, "
+                    f"{path}, row {number} is a {type(columns).__name__}; each line must contain one JSON object, "
                     'such as {"prompt": "12+34=", "answer": "46"}'
                 )
             yield number, columns
@@ -192,7 +190,7 @@ def _read_parquet(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
     try:
         with pyarrow.parquet.ParquetFile(path) as file:
             if twice := sorted(name for name, count in Counter(file.schema_arrow.names).items() if count > 1):
-                raise DataError(f"{path} has the column {twice[0]!r} twice; leave one of them out")
+                raise DataError(f"{path} has the column {twice[0]!r} twice; remove one of them")
             for batch in file.iter_batches(batch_size=_ROWS_PER_READ):
                 size = _unpacked_bytes(batch.to_struct_array())
                 unpacked += size
@@ -249,7 +247,7 @@ def _object(cell: Any, where: str) -> Any:
         return cell.as_py()
     except (pyarrow.ArrowException, LookupError, ValueError, OverflowError) as error:
         raise DataError(
-            f"{where} has a value that Python cannot hold ({cell.type}): {in_one_line(error)}; convert the column, or leave it out"
+            f"{where} has a value that Python cannot represent ({cell.type}): {in_one_line(error)}; convert the column, or leave it out"
         ) from None
 
 

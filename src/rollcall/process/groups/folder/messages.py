@@ -12,7 +12,7 @@ in order, and waits for a number that the folder does not list yet. A message wi
 conversation and is never answered.
 
 A process shows that it is alive by a file with an incarnation, which is new for every process, and a counter that it advances
-(``base/heartbeat.py``). The counter of a dead process no longer changes.
+(``Heartbeat``, ``base/lease.py``). The counter of a dead process no longer changes.
 
 NFS may show a new file late to a process that asks for its name, but at once to one that opens the folder, so every check
 lists the folder first. A reader gets ENOENT or ESTALE when a file is replaced during the read; it then tries again.
@@ -40,7 +40,7 @@ from typing import Any
 
 from rollcall.base.atomic import TEMPORARY, write_atomic
 from rollcall.base.errors import ClusterError
-from rollcall.base.heartbeat import Heartbeat
+from rollcall.base.lease import Heartbeat
 from rollcall.base.patience import DiskError, persist
 from rollcall.base.version import __version__
 from rollcall.base.wait import warn
