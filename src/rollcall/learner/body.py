@@ -18,8 +18,7 @@ from rollcall.learner.layout import WeightSplit
 from rollcall.learner.logprobs import TokenStats, token_stats
 from rollcall.learner.packing import Fit
 from rollcall.model.adapter import Adapter
-from rollcall.model.arrays import on_device
-from rollcall.model.attention import layout_of, packed_attention
+from rollcall.model.attention import layout_of, on_device, packed_attention
 from rollcall.model.decoder import Decoder, Rope
 from rollcall.model.layer import Halves, Ops, Pass, Shape, TorchOps, compiled_halves
 from rollcall.model.load import non_finite_of

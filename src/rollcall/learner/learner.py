@@ -28,7 +28,7 @@ from rollcall.learner.optimizer import Optimizer, optimizer_class
 from rollcall.learner.packing import Fit, Packing
 from rollcall.learner.whole import Whole
 from rollcall.model.adapter import Adapter
-from rollcall.model.arrays import on_device
+from rollcall.model.attention import on_device
 from rollcall.model.base import base_identities, is_adapter
 from rollcall.model.decoder import Decoder
 from rollcall.model.stored.tensors import Stored

@@ -15,7 +15,7 @@ from rollcall.base.errors import ModelFilesError
 from rollcall.config.yaml import read_small
 from rollcall.model.stored.find import ADAPTER_CONFIG, checkpoint_of, config_folder, is_model_dir, verl_folder
 
-MODEL_DIR = Path(__file__).parent / "embedded" / "arithmetic"  # the embedded model (``tiny.py``)
+MODEL_DIR = Path(__file__).parent / "embedded" / "arithmetic"  # the embedded model (``tokenizers.py``)
 MAX_CONFIG_BYTES = 1 << 24
 MAX_DEPTH = 50
 # The largest accepted values; known models are at least a factor of eight below them.
