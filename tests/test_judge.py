@@ -24,10 +24,10 @@ from rollcall.base.types import Completion, EndReason, Episode, Prompt, Score, T
 from rollcall.base.wait import waiting
 from rollcall.config.rewards import HttpReward, JudgeReward
 from rollcall.reward import endpoint as endpoint_module
-from rollcall.reward import judge as judge_module
+from rollcall.reward import services as services_module
 from rollcall.reward.endpoint import EndpointLostError
-from rollcall.reward.judge import ask, read_score
 from rollcall.reward.scorer import MAX_NOTE, Scorer
+from rollcall.reward.services import ask, read_score
 
 KEY = "sk-test-4242424242"
 RUBRIC = "Question: {prompt}\nReference: {answer}\nGrade this:{completion}Is it right?"
@@ -196,7 +196,7 @@ HOSTILE = [
 @pytest.mark.parametrize("text", HOSTILE)
 def test_a_hostile_completion_stays_between_its_two_lines(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     code = "a1" * 12
-    monkeypatch.setattr(judge_module.secrets, "token_hex", lambda _: code)
+    monkeypatch.setattr(services_module.secrets, "token_hex", lambda _: code)
     asked = ask(a_judge("http://x"), prompt="2+2?", completion=text, answer="the reference")
     assert asked.count(f", {code}]\n") == 2 and code not in text
     assert f"\n[the completion begins, {code}]\n{text}\n[the completion ends, {code}]\n" in asked

@@ -25,7 +25,7 @@ from rollcall.base.lease import unguarded
 from rollcall.base.patience import persist
 from rollcall.base.wait import warn
 from rollcall.model.stored.files import StoredError, StoredFile, file_checksum
-from rollcall.model.stored.manifest import MANIFEST, STEP_NAME, missing_file, read_manifest
+from rollcall.model.stored.find import MANIFEST, STEP_NAME, missing_file, read_manifest
 
 STATE = "state.json"
 

@@ -20,8 +20,8 @@ from torch import Tensor
 from rollcall.base.errors import ModelFilesError
 from rollcall.config.yaml import read_small
 from rollcall.model.files import read_model_config
-from rollcall.model.stored.dtypes import name_of
 from rollcall.model.stored.find import PROBE, adapter_folder
+from rollcall.model.stored.tensors import name_of
 
 PIECE = 1 << 19  # elements processed at once, to limit memory use
 _FACTOR = 0x9E3779B97F4A7C15  # odd, so that folding loses no information

@@ -21,13 +21,12 @@ from rollcall.model.fetch import fetch_model
 from rollcall.model.files import check_model_dir, model_folder
 from rollcall.model.hub import HubError, cached_folder, first_line, hub_options
 from rollcall.model.peft_files import read_base, read_section, read_tensors
-from rollcall.model.stored.dtypes import DTYPES, name_of
 from rollcall.model.stored.files import StoredError
 from rollcall.model.stored.find import ADAPTER_CONFIG, adapter_folder, is_model_dir
 from rollcall.model.stored.open import open_stored
 from rollcall.model.stored.outline import ROTARY
 from rollcall.model.stored.safetensors import read_header, weight_files
-from rollcall.model.stored.tensors import Stored, first_tensors, other_tensors, refuse_whole_numbers
+from rollcall.model.stored.tensors import DTYPES, Stored, first_tensors, name_of, other_tensors, refuse_whole_numbers
 
 HEAD = "lm_head.weight"
 

@@ -7,8 +7,16 @@ from pathlib import Path
 
 from rollcall.model.stored.dcp import open_dcp
 from rollcall.model.stored.files import StoredError
-from rollcall.model.stored.find import METADATA, checkpoint_of, is_model_dir, verl_folder
-from rollcall.model.stored.manifest import MANIFEST, checkpoints_of, missing_file, read_manifest
+from rollcall.model.stored.find import (
+    MANIFEST,
+    METADATA,
+    checkpoint_of,
+    checkpoints_of,
+    is_model_dir,
+    missing_file,
+    read_manifest,
+    verl_folder,
+)
 from rollcall.model.stored.safetensors import open_model_dir, open_parts
 from rollcall.model.stored.tensors import Stored
 from rollcall.model.stored.verl import open_verl

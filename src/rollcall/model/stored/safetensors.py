@@ -17,10 +17,9 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 from safetensors import safe_open
 
 from rollcall.config.yaml import read_small
-from rollcall.model.stored.dtypes import DTYPES, OF_SAFETENSORS, DType, name_of
 from rollcall.model.stored.files import StoredError, StoredFile, plain_damage, refuse_pipe
 from rollcall.model.stored.find import ADAPTER_CONFIG, ADAPTER_WEIGHTS
-from rollcall.model.stored.tensors import Piece, Stored, StoredTensor, stored_of
+from rollcall.model.stored.tensors import DTYPES, OF_SAFETENSORS, DType, Piece, Stored, StoredTensor, name_of, stored_of
 
 if TYPE_CHECKING:
     import torch

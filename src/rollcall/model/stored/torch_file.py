@@ -22,9 +22,8 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from rollcall.model.stored.dtypes import DTYPES, DType
 from rollcall.model.stored.files import CheckedRange, StoredError, plain_damage, read_fully, refuse_pipe
-from rollcall.model.stored.tensors import Piece
+from rollcall.model.stored.tensors import DTYPES, DType, Piece
 
 MOST_PICKLE_BYTES = 1 << 29
 _TYPES = DTYPES | {
