@@ -271,7 +271,7 @@ def test_an_outage_is_waited_for_with_a_message_and_nothing_is_lost(caplog: pyte
 
     async def ask(scorer: Scorer) -> tuple[Score, ...]:
         asking = asyncio.create_task(scorer.score(a_prompt(), completions(*"abc")))
-        while "does not answer since" not in caplog.text:
+        while "has not answered since" not in caplog.text:
             await asyncio.sleep(0.02)
             assert not asking.done()
         what = waiting()
@@ -284,7 +284,7 @@ def test_an_outage_is_waited_for_with_a_message_and_nothing_is_lost(caplog: pyte
     with caplog.at_level(logging.WARNING, "rollcall"), scoring(a_judge(service.url)) as scorer:
         scores = asyncio.run(ask(scorer))
     assert [score.value for score in scores] == [1.0] * 3 and not scorer.num_failed
-    assert f"the judge at {service.url}/chat/completions does not answer since" in caplog.text
+    assert f"the judge at {service.url}/chat/completions has not answered since" in caplog.text
     assert "at most 60 s (reward.0.outage_s). Start the service again" in caplog.text and "answers again" in caplog.text
 
 
@@ -446,7 +446,7 @@ def test_a_run_outlives_its_judge_and_asks_nothing_again_when_it_is_resumed(
     from rollcall.view.samples import show_group
 
     def reply(asked: Asked) -> Reply:
-        if len(service.asked) >= 10 and "does not answer since" not in caplog.text:
+        if len(service.asked) >= 10 and "has not answered since" not in caplog.text:
             return Reply(b"restarting", status=503)
         return scored(len(graded(asked.text)) % 2)
 
@@ -505,4 +505,4 @@ def test_the_trial_shows_what_the_judge_said_and_does_not_wait_for_one_that_is_a
         shown = CliRunner().invoke(app, ["reward", "test", str(run_file), "--rows", "1"])
         assert shown.exit_code == 0 and "judge on row-0, its answer:\n  As it is: 1\n" in shown.output
     shown = CliRunner().invoke(app, ["reward", "test", str(run_file), "--rows", "1"])
-    assert shown.exit_code == 1 and "does not answer since" in shown.output
+    assert shown.exit_code == 1 and "has not answered since" in shown.output

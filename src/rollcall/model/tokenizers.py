@@ -88,6 +88,13 @@ def _ids(config: Any) -> list[int]:
     return list(found)
 
 
+def is_plain_fast(tokenizer: Any, *methods: str) -> bool:
+    """Whether the tokenizer leaves the work of these methods to its Rust backend."""
+    from transformers import PreTrainedTokenizerFast as Plain
+
+    return isinstance(tokenizer, Plain) and all(getattr(type(tokenizer), one) is getattr(Plain, one) for one in methods)
+
+
 def tokenizer_mark(tokenizer: Any) -> str:
     """Return a mark that is equal for tokenizers that tokenise alike and have the same end token: each process of a run loads its
     tokenizer from its own node's files. Without a Rust tokenizer, the mark covers only the vocabulary and the special tokens."""
@@ -108,8 +115,8 @@ def refuse_other_tokenizers(ours: str, marks: Mapping[str, str], *, path: str) -
     """``marks`` maps a description of each holder to its mark; prompts are tokenised with ours."""
     if others := [who for who, mark in marks.items() if mark != ours]:
         raise ValueError(
-            f"the tokenizer of {path} differs between {', '.join(others)} and the controller, which makes the prompts; "
-            "put the same files there, or the model on a folder that all nodes share"
+            f"the tokenizer of {path} differs between {', '.join(others)} and the controller, which creates the prompts; "
+            "copy the same files to each node, or put the model in a folder that all nodes share"
         )
 
 

@@ -232,7 +232,7 @@ def read_score(text: str, *, low: float, high: float) -> float:
     text = _FENCE.sub("", text)
     found = _object_at_end(text) or _object_at(text, 0)[0]
     if found is None and text.startswith("{"):
-        raise ValueError("the judge gave no score: its answer begins as JSON and is not whole")
+        raise ValueError("the judge gave no score: its answer begins as JSON but is incomplete")
     if found is None:
         number = last_number(_OUT_OF.sub(r"\1", text))
         if number is None:

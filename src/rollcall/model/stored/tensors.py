@@ -281,7 +281,7 @@ def stored_of(
     by_path = {file.path: file for file in files}
     by_name = {tensor.name: tensor for tensor in tensors}
     if not by_name:
-        raise StoredError(f"{origin} holds no tensors; give a directory with the weights of a model")
+        raise StoredError(f"{origin} has no tensors; use a directory with the weights of a model")
     for tensor in by_name.values():
         refuse_gaps(tensor, origin=origin)
     return Stored(origin=origin, tensors=by_name, files=by_path, folder=folder, kind=kind, facts=dict(facts or {}))
