@@ -174,9 +174,9 @@ def test_a_score_is_read_from_json_or_is_the_last_number(text: str, score: float
         ('{"score": true}', "is true, not a number"),
         ('{"score": "1"}', "not a number"),
         ('{"grade": 1}', "is null, not a number"),
-        ('{"reason": "step 1 is wrong and', "not whole"),
+        ('{"reason": "step 1 is wrong and', "is incomplete"),
         ("80%", "outside"),
-        ("{" * 5000 + "}", "not whole"),
+        ("{" * 5000 + "}", "is incomplete"),
         ('{"a":' + "[" * 100_000 + "}", "neither"),
     ],
 )

@@ -70,6 +70,8 @@ def read_manifest(checkpoint: Path) -> Manifest:
     with plain_damage(f"{path} cannot be read", advice="restore it, or use another checkpoint"):
         fields = json.loads(read_small(path))
         for name, facts in fields["files"].items():
+            if Path(name).is_absolute() or ".." in Path(name).parts:
+                raise ValueError(f"it names the file {name}, which is not in the checkpoint")
             inside, place, node, host = checkpoint / name, facts.get("place"), facts.get("node"), facts.get("host")
             files[name] = StoredFile(
                 # A gathered file is in the checkpoint folder; otherwise it is where its node wrote it.
