@@ -23,7 +23,7 @@ from rollcall.engine.protocol import Core, Request, Sampling
 from rollcall.engine.ticker import Ticker
 from rollcall.environments.conversation import Conversations
 from rollcall.environments.episode import Player
-from rollcall.environments.make import make_environments
+from rollcall.environments.host import make_environments
 from rollcall.environments.protocol import Message
 from rollcall.loop.rollout import Rewards, Rollouts
 from rollcall.reward.scorer import Scorer

@@ -16,9 +16,8 @@ from benchmarks.sides import Lengths
 from rollcall.base.types import Completion, Ints
 from rollcall.engine.protocol import Request, Sampling
 from rollcall.engine.ticker import Ticker
-from rollcall.environments.callers import Caller, Open, Served
 from rollcall.environments.conversation import Conversations
-from rollcall.environments.endpoint import Endpoint, EndpointServer, in_loop
+from rollcall.environments.endpoint import Caller, Endpoint, EndpointServer, Open, Served, in_loop
 from rollcall.environments.histories import Histories
 
 KEPT_TOKENS = 4_000_000

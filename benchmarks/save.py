@@ -44,7 +44,7 @@ from rollcall.config import Grpo, OptimizerSection
 from rollcall.learner.gang import Gang
 from rollcall.learner.learner import Learner
 from rollcall.model.decoder import fuse_parameters
-from rollcall.model.tiny import ALPHABET, char_tokenizer
+from rollcall.model.tokenizers import ALPHABET, char_tokenizer
 from rollcall.nodes.door import listen_at, new_secret
 from rollcall.nodes.interfaces import interface_of
 from rollcall.nodes.meeting import Place

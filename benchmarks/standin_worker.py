@@ -13,8 +13,8 @@ from pathlib import Path
 import numpy as np
 
 from rollcall.base.types import Completion, FinishReason, Floats, Sample, Segment
-from rollcall.engine.exchange import Exchanged, exchange
 from rollcall.engine.protocol import Request
+from rollcall.engine.ticker import Exchanged, exchange
 from rollcall.engine.weights.protocol import Invitation
 
 NAP_S = 0.02  # longest sleep of an engine between two looks at its clock

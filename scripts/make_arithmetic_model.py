@@ -25,7 +25,7 @@ from rollcall.learner.learner import Learner
 from rollcall.loop.data.arithmetic import arithmetic
 from rollcall.model.decoder import fuse_parameters
 from rollcall.model.files import MODEL_DIR
-from rollcall.model.tiny import ALPHABET, char_tokenizer
+from rollcall.model.tokenizers import ALPHABET, char_tokenizer
 
 SHAPE: dict[str, Any] = dict(
     hidden_size=128, intermediate_size=512, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=1,

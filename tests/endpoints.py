@@ -14,12 +14,11 @@ import numpy as np
 
 from rollcall.base.types import Completion, FinishReason, Segment
 from rollcall.engine.protocol import Sampling
-from rollcall.environments.callers import Caller, Open, Served
 from rollcall.environments.calls import CallFormat
 from rollcall.environments.conversation import Conversations
-from rollcall.environments.endpoint import Endpoint, EndpointServer, in_loop
+from rollcall.environments.endpoint import Caller, Endpoint, EndpointServer, Open, Served, in_loop
 from rollcall.environments.histories import Histories
-from rollcall.model.tiny import char_tokenizer
+from rollcall.model.tokenizers import char_tokenizer
 
 ALPHABET = "".join(chr(code) for code in range(32, 127)) + "\n"
 TEMPLATE = (

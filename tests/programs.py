@@ -15,7 +15,7 @@ from endpoints import Writer, plain_sampling
 from rollcall.base.types import Completion, Prompt
 from rollcall.config.environments import AgentEnvironment
 from rollcall.environments.agent import AgentEnvironments
-from rollcall.environments.make import make_environments
+from rollcall.environments.host import make_environments
 
 HEAD = """
 import http.client, json, os, sys, time

@@ -18,7 +18,7 @@ from rollcall.base.errors import ConfigError
 from rollcall.base.process_table import Process, living, session_of
 from rollcall.base.types import Completion, EndReason
 from rollcall.config.environments import AgentEnvironment
-from rollcall.environments.make import make_environments
+from rollcall.environments.host import make_environments
 
 
 @pytest.fixture(scope="module")

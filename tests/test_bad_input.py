@@ -256,7 +256,9 @@ def edit_tokenizer(model: Path, **changes: Any) -> None:
 
 def test_bfloat16_on_a_cpu_without_it_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("rollcall.model.load.has_bfloat16", lambda: False)
-    with pytest.raises(ModelError, match="model.dtype=bfloat16 needs a CUDA device or a CPU that computes in it"):
+    with pytest.raises(
+        ModelError, match="model.dtype=bfloat16 needs a CUDA device or a CPU with bfloat16 instructions"
+    ):
         finish(make_run(tmp_path, "model.dtype=bf16"))
 
 

@@ -18,11 +18,11 @@ from rollcall.engine.native.engine import NativeEngine
 from rollcall.engine.native.fill import run_halved
 from rollcall.engine.native.runner import Fill
 from rollcall.engine.protocol import Request, Sampling
+from rollcall.learner.body import Whole
 from rollcall.learner.fit import accumulate
 from rollcall.learner.learner import Critic, Learner
 from rollcall.learner.measure import Rows, measured
 from rollcall.learner.packing import Packing
-from rollcall.learner.whole import Whole
 from rollcall.loop.attempts import loss_of
 from rollcall.model.decoder import Decoder, fuse_parameters
 from rollcall.plan.activations import Recompute

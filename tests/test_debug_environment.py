@@ -15,7 +15,7 @@ from debugged import WAIT_S, at_a_terminal, beside, run_dir, talk, wait_for
 from rollcall.config.environments import ClassEnvironment, StepEnvironment
 from rollcall.environments import episode
 from rollcall.environments.episode import TooLong, one_ends_within, within
-from rollcall.environments.make import make_environments
+from rollcall.environments.host import make_environments
 from rollcall.environments.processes import ProcessEnvironments
 from rollcall.environments.protocol import Environment, EnvironmentFailed
 from rollcall.process.debug import attach, here
@@ -281,7 +281,7 @@ import asyncio
 from rollcall.config.environments import ClassEnvironment
 from rollcall.process.debug import here
 from rollcall.environments.episode import within
-from rollcall.environments.make import make_environments
+from rollcall.environments.host import make_environments
 
 async def main():
     environments = make_environments(ClassEnvironment(path="stopping_games:Game", call_format="hermes"), chat_template=None)

@@ -22,9 +22,9 @@ sys.path.insert(0, str(Path(__file__).parents[1]))  # the benchmarks' stand-ins
 
 from benchmarks.standins import ThreadGroup
 from rollcall.base.errors import WorkerDiedError
-from rollcall.engine.exchange import Exchanged, exchange
 from rollcall.engine.native.engine import NativeEngine
 from rollcall.engine.protocol import Engine, Request
+from rollcall.engine.ticker import Exchanged, exchange
 from rollcall.model.decoder import fuse_parameters
 from rollcall.plan.placement import Role
 from rollcall.run.engines import Engines

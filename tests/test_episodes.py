@@ -388,7 +388,7 @@ def letters_game(row: Any, texts: list[str]) -> Any:
 def test_plain_prompts_have_an_environment_without_a_chat(monkeypatch: pytest.MonkeyPatch) -> None:
     given: list[str | None] = []
     monkeypatch.setattr(
-        "rollcall.environments.make.make_environments",
+        "rollcall.environments.host.make_environments",
         lambda section, *, chat_template: given.append(chat_template) or Scripted(letters_game),
     )
     plain = a_prompt()

@@ -10,8 +10,7 @@ import torch
 from learners import make_learner, make_samples, trainable
 
 from rollcall.config import OptimizerSection
-from rollcall.learner.half_state import HalfStateAdamW, by_chance
-from rollcall.learner.optimizer import Optimizer
+from rollcall.learner.optimizer import HalfStateAdamW, Optimizer, by_chance
 
 HALF: dict[str, Any] = {"optimizer": {"state": "bfloat16"}}
 

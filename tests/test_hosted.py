@@ -21,9 +21,8 @@ from rollcall.engine.protocol import Sampling
 from rollcall.environments import hosted
 from rollcall.environments.conversation import Conversations
 from rollcall.environments.episode import Player
-from rollcall.environments.host import EnvironmentHost, HostPlace
+from rollcall.environments.host import EnvironmentHost, HostPlace, make_here
 from rollcall.environments.hosted import HostedEnvironments
-from rollcall.environments.make import make_here
 from rollcall.environments.protocol import EnvironmentFailed, EnvironmentLost
 from rollcall.nodes.door import new_secret
 

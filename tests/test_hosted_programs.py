@@ -30,9 +30,8 @@ from rollcall.config.environments import AgentEnvironment
 from rollcall.environments import answering, hosted
 from rollcall.environments import program as program_module
 from rollcall.environments.agent import AgentEnvironments
-from rollcall.environments.host import EnvironmentHost, HostPlace
+from rollcall.environments.host import EnvironmentHost, HostPlace, make_here
 from rollcall.environments.hosted import HostedEnvironments
-from rollcall.environments.make import make_here
 from rollcall.environments.program import KEY, past_proxies
 from rollcall.environments.protocol import Ended, EnvironmentFailed, EnvironmentLost
 from rollcall.nodes.door import CHALLENGE, enter, new_secret

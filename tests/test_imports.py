@@ -57,7 +57,7 @@ BREACHES = {
         "loop/attempts.py", "def later(): import rollcall.run.api", "rollcall.loop.attempts -> rollcall.run.api"
     ),
     "Below run nobody imports a carrier": (
-        "engine/exchange.py", "def later(): import rollcall.process.ray.carrier", "rollcall.engine.exchange -> rollcall.process.ray.carrier"
+        "engine/ticker.py", "def later(): import rollcall.process.ray.carrier", "rollcall.engine.ticker -> rollcall.process.ray.carrier"
     ),
     "Processes and nodes know nothing of training": (
         "process/groups/backend.py", "import rollcall.algo.advantages", "rollcall.process.groups.backend -> rollcall.algo.advantages"

@@ -24,10 +24,10 @@ from rollcall.base.types import Completion, EndReason, Episode, Prompt, Score, T
 from rollcall.base.wait import waiting
 from rollcall.config.rewards import HttpReward, JudgeReward
 from rollcall.reward import endpoint as endpoint_module
-from rollcall.reward import judge as judge_module
+from rollcall.reward import services as services_module
 from rollcall.reward.endpoint import EndpointLostError
-from rollcall.reward.judge import ask, read_score
 from rollcall.reward.scorer import MAX_NOTE, Scorer
+from rollcall.reward.services import ask, read_score
 
 KEY = "sk-test-4242424242"
 RUBRIC = "Question: {prompt}\nReference: {answer}\nGrade this:{completion}Is it right?"
@@ -174,9 +174,9 @@ def test_a_score_is_read_from_json_or_is_the_last_number(text: str, score: float
         ('{"score": true}', "is true, not a number"),
         ('{"score": "1"}', "not a number"),
         ('{"grade": 1}', "is null, not a number"),
-        ('{"reason": "step 1 is wrong and', "not whole"),
+        ('{"reason": "step 1 is wrong and', "is incomplete"),
         ("80%", "outside"),
-        ("{" * 5000 + "}", "not whole"),
+        ("{" * 5000 + "}", "is incomplete"),
         ('{"a":' + "[" * 100_000 + "}", "neither"),
     ],
 )
@@ -196,7 +196,7 @@ HOSTILE = [
 @pytest.mark.parametrize("text", HOSTILE)
 def test_a_hostile_completion_stays_between_its_two_lines(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     code = "a1" * 12
-    monkeypatch.setattr(judge_module.secrets, "token_hex", lambda _: code)
+    monkeypatch.setattr(services_module.secrets, "token_hex", lambda _: code)
     asked = ask(a_judge("http://x"), prompt="2+2?", completion=text, answer="the reference")
     assert asked.count(f", {code}]\n") == 2 and code not in text
     assert f"\n[the completion begins, {code}]\n{text}\n[the completion ends, {code}]\n" in asked
@@ -271,7 +271,7 @@ def test_an_outage_is_waited_for_with_a_message_and_nothing_is_lost(caplog: pyte
 
     async def ask(scorer: Scorer) -> tuple[Score, ...]:
         asking = asyncio.create_task(scorer.score(a_prompt(), completions(*"abc")))
-        while "does not answer since" not in caplog.text:
+        while "has not answered since" not in caplog.text:
             await asyncio.sleep(0.02)
             assert not asking.done()
         what = waiting()
@@ -284,7 +284,7 @@ def test_an_outage_is_waited_for_with_a_message_and_nothing_is_lost(caplog: pyte
     with caplog.at_level(logging.WARNING, "rollcall"), scoring(a_judge(service.url)) as scorer:
         scores = asyncio.run(ask(scorer))
     assert [score.value for score in scores] == [1.0] * 3 and not scorer.num_failed
-    assert f"the judge at {service.url}/chat/completions does not answer since" in caplog.text
+    assert f"the judge at {service.url}/chat/completions has not answered since" in caplog.text
     assert "at most 60 s (reward.0.outage_s). Start the service again" in caplog.text and "answers again" in caplog.text
 
 
@@ -446,7 +446,7 @@ def test_a_run_outlives_its_judge_and_asks_nothing_again_when_it_is_resumed(
     from rollcall.view.samples import show_group
 
     def reply(asked: Asked) -> Reply:
-        if len(service.asked) >= 10 and "does not answer since" not in caplog.text:
+        if len(service.asked) >= 10 and "has not answered since" not in caplog.text:
             return Reply(b"restarting", status=503)
         return scored(len(graded(asked.text)) % 2)
 
@@ -505,4 +505,4 @@ def test_the_trial_shows_what_the_judge_said_and_does_not_wait_for_one_that_is_a
         shown = CliRunner().invoke(app, ["reward", "test", str(run_file), "--rows", "1"])
         assert shown.exit_code == 0 and "judge on row-0, its answer:\n  As it is: 1\n" in shown.output
     shown = CliRunner().invoke(app, ["reward", "test", str(run_file), "--rows", "1"])
-    assert shown.exit_code == 1 and "does not answer since" in shown.output
+    assert shown.exit_code == 1 and "has not answered since" in shown.output

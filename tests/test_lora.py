@@ -379,22 +379,26 @@ def test_adapters_of_each_other_are_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "config", "words"),
     [
-        (dict(rank=8), {}, "has rank 4, and model.lora.rank is 8; write model.lora.rank=4"),
+        (dict(rank=8), {}, "has rank 4, but model.lora.rank is 8; set model.lora.rank=4"),
         (
             dict(targets="all_linear"),
             {},
-            r"has targets \[q_proj,v_proj,up_proj\].*write model.lora.targets=\[q_proj,v_proj,up_proj\]",
+            r"has targets \[q_proj,v_proj,up_proj\].*set model.lora.targets=\[q_proj,v_proj,up_proj\]",
         ),
         ({}, dict(use_rslora=True), "use_rslora=true, which is not supported"),
         ({}, dict(bias="all"), 'bias="all", which is not supported'),
         ({}, dict(init_lora_weights="pissa_niter_4"), 'init_lora_weights="pissa_niter_4", which is not supported'),
         ({}, dict(kasa_config={"beta": 0.1}), "kasa_config=.*, which is not supported"),
-        ({}, dict(r="many"), "is not that of a LoRA adapter"),
-        ({}, dict(lora_alpha=1e300), r"works here: alpha=1e\+300: input should be less than or equal to 1000000"),
+        ({}, dict(r="many"), "does not describe a LoRA adapter"),
+        (
+            {},
+            dict(lora_alpha=1e300),
+            r"Rollcall supports: alpha=1e\+300: input should be less than or equal to 1000000",
+        ),
         (
             {},
             dict(target_modules=["q_proj", "lm_head"]),
-            r"works here: targets: 'lm_head' cannot have an adapter; .*down_proj$",
+            r"Rollcall supports: targets: 'lm_head' cannot have an adapter; .*down_proj$",
         ),
     ],
 )
@@ -416,7 +420,8 @@ def test_an_adapter_of_another_model_is_refused(tmp_path: Path) -> None:
     other = trainable(num_hidden_layers=1)
     write_adapter(tmp_path, make_adapter(other).named_tensors(), ALL, base="base")
     with pytest.raises(
-        ModelFilesError, match=r"lacks base_model.model.model.layers.1.* and 13 more: it is an adapter of another model"
+        ModelFilesError,
+        match=r"is an adapter for a different model: 14 tensors are missing \(base_model.model.model.layers.1",
     ):
         make_adapter(trainable(), ALL.model_copy(update={"path": str(tmp_path)}))
 
@@ -436,9 +441,18 @@ def _with_nan(path: Path) -> None:
     ("damage", "words"),
     [
         (lambda path: path.write_bytes(path.read_bytes()[:-1]), "is not a whole safetensors file"),
-        (lambda path: path.rename(path.with_name("adapter_model.bin")), "adapter_model.bin, which is not read"),
-        (_as(torch.int64), "up_proj.lora_A.weight and 11 more as int64; give an adapter whose numbers are floats"),
-        (_with_nan, "not finite in base_model.model.model.layers.1.self_attn.v_proj.lora_B.weight, so the adapter has"),
+        (
+            lambda path: path.rename(path.with_name("adapter_model.bin")),
+            "adapter_model.bin, which Rollcall does not read",
+        ),
+        (
+            _as(torch.int64),
+            "12 tensors are stored as int64 .*up_proj.lora_A.weight.*; use an adapter whose numbers are floats",
+        ),
+        (
+            _with_nan,
+            "1 tensor is not finite .base_model.model.model.layers.1.self_attn.v_proj.lora_B.weight., so the adapter has",
+        ),
     ],
     ids=["cut off", "pickle", "integers", "nan"],
 )
@@ -483,7 +497,7 @@ def test_a_checkpoint_holds_the_adapter_alone_and_training_goes_on_from_it(tmp_p
 @pytest.mark.parametrize(
     ("lora", "words"),
     [
-        (SOME.model_copy(update={"rank": 2, "alpha": 3.0}), "has rank 4, and model.lora.rank is 2"),
+        (SOME.model_copy(update={"rank": 2, "alpha": 3.0}), "has rank 4, but model.lora.rank is 2"),
         (SOME.model_copy(update={"targets": "all_linear"}), "has targets"),
     ],
 )
@@ -511,7 +525,7 @@ def test_a_model_path_may_be_an_adapter_and_the_export_may_be_merged(tmp_path: P
     for path in (tmp_path / "base").iterdir():
         path.unlink()
     base.rmdir()
-    with pytest.raises(ModelError, match="is an adapter of .*base, which does not exist here"):
+    with pytest.raises(ModelError, match="is an adapter for .*base, which does not exist here"):
         load_causal_lm(str(tmp_path / "adapter"), device=CPU, dtype=torch.float32)
 
 
@@ -523,13 +537,13 @@ def test_a_checkpoint_is_refused_where_the_model_of_its_adapter_has_changed(tmp_
     Decoder.of(other).layers[1].out.mul_(1.01)
     with pytest.raises(
         ModelFilesError,
-        match="holds an adapter that was trained on other weights than those in base: they have changed",
+        match="is an adapter that was not trained on the weights in base: they have changed",
     ):
         read_learner(make_learner(other, make_adapter(model, SOME)), tmp_path)
     for key, value in (("rms_norm_eps", 1e-3), ("rope_parameters", {"rope_type": "default", "rope_theta": 7.0})):
         other = trainable()
         setattr(other.config, key, value)
-        with pytest.raises(ModelFilesError, match=f"another config.json than that in base .{key}: "):
+        with pytest.raises(ModelFilesError, match=f"whose config.json differs from the one in base .{key}: "):
             read_learner(make_learner(other, make_adapter(model, SOME)), tmp_path)
 
 
@@ -537,14 +551,16 @@ def test_an_adapter_is_not_put_on_a_model_that_has_changed(tmp_path: Path) -> No
     folder, base = saved_adapter(tmp_path) / "model", tmp_path / "base"
     config = (base / "config.json").read_text()
     (base / "config.json").write_text(config.replace('"rms_norm_eps": 1e-06', '"rms_norm_eps": 1e-03'))
-    with pytest.raises(ModelError, match="another config.json than that in .*base .rms_norm_eps: 1e-06 -> 0.001"):
+    with pytest.raises(
+        ModelError, match="whose config.json differs from the one in .*base .rms_norm_eps: 1e-06 -> 0.001"
+    ):
         load_causal_lm(str(folder), device=CPU, dtype=torch.float32)
     (base / "config.json").write_text(config)
     weights = load_file(base / "model.safetensors")
     weights["model.norm.weight"] *= 1.5
     save_file(weights, base / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(
-        ModelError, match="holds an adapter that was trained on other weights than those in .*base: they have changed"
+        ModelError, match="is an adapter that was not trained on the weights in .*base: they have changed"
     ):
         load_causal_lm(str(folder), device=CPU, dtype=torch.float32)
     with pytest.raises(StoredError, match="they have changed since it was saved"):
@@ -574,7 +590,7 @@ def test_the_places_of_a_models_numbers_count(tmp_path: Path, change: Any) -> No
     folder = saved_adapter(tmp_path) / "model"
     change_weights(tmp_path / "base", change)
     with pytest.raises(
-        ModelError, match="holds an adapter that was trained on other weights than those in .*base: they have changed"
+        ModelError, match="is an adapter that was not trained on the weights in .*base: they have changed"
     ):
         load_causal_lm(str(folder), device=CPU, dtype=torch.float32)
 
@@ -612,7 +628,7 @@ def test_an_adapter_is_compared_with_a_model_that_is_loaded_in_another_precision
     load_causal_lm(str(folder), device=CPU, dtype=dtype)
     change_weights(tmp_path / "base", _reversed)
     with pytest.raises(
-        ModelError, match="holds an adapter that was trained on other weights than those in .*base: they have changed"
+        ModelError, match="is an adapter that was not trained on the weights in .*base: they have changed"
     ):
         load_causal_lm(str(folder), device=CPU, dtype=dtype)
 
@@ -625,7 +641,7 @@ def test_an_adapter_of_rounded_weights_is_compared_where_that_is_possible(tmp_pa
         load_causal_lm(str(folder), device=CPU, dtype=dtype)
     change_weights(tmp_path / "base", _reversed)
     for dtype in (torch.bfloat16, torch.float32):
-        with pytest.raises(ModelError, match="of other weights than those in"):
+        with pytest.raises(ModelError, match="was not trained on the weights in"):
             load_causal_lm(str(folder), device=CPU, dtype=dtype)
     load_causal_lm(str(folder), device=CPU, dtype=torch.float16)  # rounded in two ways
 
@@ -639,7 +655,7 @@ def test_an_adapter_on_an_adapter_is_loaded_in_any_precision_and_on_any_device(t
     with mock.patch("torch.addmm", lambda c, b, a, *, alpha: c + alpha * (b.flip(1) @ a.flip(0))):  # in another order
         load_causal_lm(str(folder), device=CPU, dtype=torch.float32)
     change_weights(tmp_path / "base", _reversed)
-    with pytest.raises(ModelError, match="of other weights than those in"):
+    with pytest.raises(ModelError, match="was not trained on the weights in"):
         load_causal_lm(str(folder), device=CPU, dtype=torch.float32)
 
 
@@ -655,7 +671,7 @@ def test_an_adapter_on_an_adapter_is_loaded_in_any_precision_and_on_any_device(t
 def test_a_probe_that_cannot_be_read_is_refused(tmp_path: Path, damage: Any) -> None:
     folder = saved_adapter(tmp_path) / "model"
     damage(folder / PROBE)
-    with pytest.raises(ModelError, match="probe.json is not as Rollcall writes it .*; restore the file, or remove it"):
+    with pytest.raises(ModelError, match="probe.json is damaged .*; restore the file, or delete it"):
         load_causal_lm(str(folder), device=CPU, dtype=torch.float32)
 
 
@@ -673,9 +689,7 @@ def test_an_adapter_that_makes_weights_infinite_is_refused(tmp_path: Path, dtype
     path = folder / "adapter_model.safetensors"
     larger = 1e25 if dtype == torch.float32 else 1e4  # each number is finite
     path.write_bytes(save({name: larger * one for name, one in load_file(path).items()}))
-    with pytest.raises(
-        ModelError, match="with the adapter added, .*proj.weight is not finite: .* give another adapter"
-    ):
+    with pytest.raises(ModelError, match="with the adapter added, .*proj.weight is not finite: .* use another adapter"):
         load_causal_lm(str(folder), device=CPU, dtype=dtype)
     shutil.copytree(folder, tmp_path / "alone")  # without checksums
     if dtype == torch.float32:
@@ -928,7 +942,7 @@ def test_an_adapter_is_not_trained_further_on_another_model(tmp_path: Path) -> N
     start(base)
     start(other)  # the same weights in another place
     change_weights(other, _reversed)
-    words = "model.lora.path=.* holds an adapter that was trained on other weights than those in .*other: .*, or write the model of the adapter as model.path"
+    words = "model.lora.path=.* is an adapter that was not trained on the weights in .*other: .*, or set model.path to the model of the adapter"
     with pytest.raises(ModelFilesError, match=words):
         start(other)
     config = load_config(None, [f"model.path={other}", *lora])
@@ -937,7 +951,9 @@ def test_an_adapter_is_not_trained_further_on_another_model(tmp_path: Path) -> N
     change_weights(other, _reversed)  # as it was
     text = (other / "config.json").read_text()
     (other / "config.json").write_text(text.replace('"rms_norm_eps": 1e-06', '"rms_norm_eps": 1e-03'))
-    with pytest.raises(ModelFilesError, match="another config.json than that in .*other .rms_norm_eps: 1e-06 -> 0.001"):
+    with pytest.raises(
+        ModelFilesError, match="whose config.json differs from the one in .*other .rms_norm_eps: 1e-06 -> 0.001"
+    ):
         start(other)
 
 

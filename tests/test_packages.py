@@ -14,7 +14,7 @@ from peers import peer
 
 from rollcall.base.errors import ConfigError
 from rollcall.config.environments import ClassEnvironment, StepEnvironment
-from rollcall.environments.make import make_environments
+from rollcall.environments.host import make_environments
 from rollcall.environments.packages import package
 from rollcall.environments.packages.openenv import Server
 from rollcall.environments.packages.textarena import listed_move

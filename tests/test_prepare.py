@@ -168,5 +168,5 @@ def test_a_hub_name_is_fetched_without_copies_in_other_formats_and_then_found_in
 def test_a_download_that_stands_still_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fetch, "STANDSTILL_S", 0.5)
     monkeypatch.setattr(fetch, "LOOK_EVERY_S", 0.1)
-    with a_hub(monkeypatch, tmp_path), pytest.raises(HubError, match="has stood still for 0.5 s"):
+    with a_hub(monkeypatch, tmp_path), pytest.raises(HubError, match="has made no progress for 0.5 s"):
         fetch.fetch_model("someone/slow")

@@ -18,7 +18,7 @@ import pytest
 from rollcall.base.errors import ConfigError
 from rollcall.base.process_table import Process
 from rollcall.config.environments import ClassEnvironment, StepEnvironment
-from rollcall.environments.make import make_environments
+from rollcall.environments.host import make_environments
 from rollcall.environments.processes import ProcessEnvironments
 from rollcall.environments.protocol import Environment, EnvironmentFailed
 from rollcall.process.debug.here import warn_passed_over

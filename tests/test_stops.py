@@ -22,7 +22,7 @@ from rollcall.config import RolloutSection
 from rollcall.engine.protocol import Request, Sampling
 from rollcall.engine.sequence import Sequence, cut_at_stop_string, text_of, texts_of
 from rollcall.model.load import load_causal_lm, load_tokenizer
-from rollcall.model.stop_tokens import check_stop_strings, stop_token_ids
+from rollcall.model.tokenizers import check_stop_strings, stop_token_ids
 
 IM_END = "<|im_end|>"
 

@@ -14,12 +14,11 @@ from saved import write_manifest
 from tiny import ARCHITECTURES, SHAPE
 
 from rollcall.checkpoint.store import CheckpointStore
-from rollcall.model.stored.dtypes import DTYPES
-from rollcall.model.stored.manifest import newest_checkpoint
+from rollcall.model.stored.find import newest_checkpoint
 from rollcall.model.stored.open import open_stored
 from rollcall.model.stored.outline import known_outline, outline_of
 from rollcall.model.stored.safetensors import open_parts
-from rollcall.model.stored.tensors import Piece, StoredError, StoredFile, StoredTensor, refuse_gaps
+from rollcall.model.stored.tensors import DTYPES, Piece, StoredError, StoredFile, StoredTensor, refuse_gaps
 
 WHOLE = {
     "embed.weight": torch.arange(7 * 6, dtype=torch.float32).reshape(7, 6),

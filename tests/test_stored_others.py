@@ -150,11 +150,11 @@ def test_a_pickle_that_wants_more_than_tensors_is_refused_and_not_run(
     torch.save({"w": torch.zeros(2), "x": Harm()}, file)
     with pytest.raises(pickle.UnpicklingError):
         torch.load(file, weights_only=True)
-    with pytest.raises(StoredError, match="rank_0.pt wants posix.mkdir.*nothing was run"):
+    with pytest.raises(StoredError, match="rank_0.pt refers to posix.mkdir.*no code was run"):
         open_stored(folder)
     (tmp_path / "b").mkdir()
     (tmp_path / "b" / ".metadata").write_bytes(pickle.dumps(Harm()))
-    with pytest.raises(StoredError, match="metadata wants posix.mkdir.*nothing was run"):
+    with pytest.raises(StoredError, match="metadata refers to posix.mkdir.*no code was run"):
         open_stored(tmp_path / "b")
     assert not (tmp_path / "harm-was-done").exists()
 
@@ -194,7 +194,7 @@ def test_a_distributed_checkpoint_whose_files_do_not_fit_is_refused(tmp_path: Pa
 
 def test_what_is_not_weights_is_refused(tmp_path: Path) -> None:
     (tmp_path / "x.json").write_text(json.dumps({}))
-    with pytest.raises(StoredError, match="holds no weights that can be read; give"):
+    with pytest.raises(StoredError, match="has no weights that Rollcall can read; use"):
         open_stored(tmp_path)
 
 

@@ -23,9 +23,8 @@ from rollcall.base.process_table import Process, environment_of
 from rollcall.base.types import Completion, EndReason, Prompt
 from rollcall.config.environments import VerifiersEnvironment
 from rollcall.environments.agent import AgentEnvironments
-from rollcall.environments.host import EnvironmentHost, HostPlace
+from rollcall.environments.host import EnvironmentHost, HostPlace, make_environments, make_here
 from rollcall.environments.hosted import HostedEnvironments
-from rollcall.environments.make import make_environments, make_here
 from rollcall.environments.program import KEY
 from rollcall.environments.taskset import MARK, TasksetPrograms
 from rollcall.nodes.door import new_secret

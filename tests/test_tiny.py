@@ -12,7 +12,7 @@ from tiny import reference_logprobs
 from rollcall.loop.data.arithmetic import arithmetic
 from rollcall.model.files import MODEL_DIR, resolve_model
 from rollcall.model.load import load_causal_lm, load_tokenizer
-from rollcall.model.tiny import ALPHABET, char_tokenizer
+from rollcall.model.tokenizers import ALPHABET, char_tokenizer
 from scripts import make_arithmetic_model as script
 
 

@@ -23,7 +23,7 @@ from rollcall.engine.protocol import Made, Request
 from rollcall.engine.ticker import Ticker
 from rollcall.engine.vllm.setup import PYTHON_VARIABLE, VllmUnavailable, find_python
 from rollcall.learner.learner import Learner
-from rollcall.model.tiny import SPECIAL
+from rollcall.model.tokenizers import SPECIAL
 
 NUM_TURNS = 10_000
 TOLERANCE = 1e-4  # nats: what the tests of engines allow for completions of one turn

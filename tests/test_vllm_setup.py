@@ -19,12 +19,11 @@ from tiny import make_model, make_tokenizer
 from tokenizers import normalizers, pre_tokenizers
 
 from rollcall.config import VllmSection, load_config
-from rollcall.engine.tokenizers import refuse_other_tokenizers, tokenizer_mark
 from rollcall.engine.vllm.child import ALIGN, Child, SharedMemory, VllmError, child_environment
 from rollcall.engine.vllm.engine import vllm_seed
 from rollcall.engine.vllm.server import Server, begin_weights, end_weights, take_weights, verify
 from rollcall.engine.vllm.setup import PYTHON_VARIABLE, VllmUnavailable, find_python, make_spec
-from rollcall.model.tiny import char_tokenizer
+from rollcall.model.tokenizers import char_tokenizer, refuse_other_tokenizers, tokenizer_mark
 from rollcall.run.training import train
 
 without_vllm = pytest.mark.skipif(importlib.util.find_spec("vllm") is not None, reason="vLLM is installed here")

@@ -11,7 +11,7 @@ import psutil
 import pytest
 
 from rollcall.config.environments import ClassEnvironment
-from rollcall.environments.make import make_environments
+from rollcall.environments.host import make_environments
 from rollcall.environments.processes import ProcessEnvironments
 from rollcall.environments.protocol import Environment, EnvironmentFailed
 

@@ -27,7 +27,7 @@ from transformers import (
 
 from rollcall.model.decoder import has_compiler
 from rollcall.model.load import has_bfloat16
-from rollcall.model.tiny import char_tokenizer
+from rollcall.model.tokenizers import char_tokenizer
 
 needs_compiler = pytest.mark.skipif(not has_compiler(), reason="compiling for a CPU needs a C++ compiler (g++, or CXX)")
 needs_bfloat16 = pytest.mark.skipif(not has_bfloat16(), reason="this CPU does not compute in bfloat16")

@@ -240,7 +240,7 @@ def test_an_update_damaged_twice_is_an_error_that_names_the_receiver(kind: Weigh
 
 def test_a_receiver_that_does_not_come_is_named_at_the_deadline(kind: WeightKind, tmp_path: Path) -> None:
     meeting = Meeting(kind, make_tensors(0), tmp_path, timeout_s=SHORT_S)
-    with pytest.raises(MissingPeerError, match="did not come within 1 s: rollout 1$"):
+    with pytest.raises(MissingPeerError, match="did not connect within 1 s: rollout 1$"):
         meeting.update(0, absent=["rollout 1"])
     assert isinstance(meeting.failures["rollout 0"], WeightUpdateError), "who came does not wait for ever"
     meeting.close()

@@ -83,7 +83,7 @@ def hold_weights(module: Any) -> None:
 
 AFTER_IMPORT = {
     "rollcall.learner.learner": hold_learner,
-    "rollcall.learner.whole": hold_whole,
+    "rollcall.learner.body": hold_whole,
     "rollcall.learner.gang": hold_gang,
     "rollcall.checkpoint.training": hold_save,
     "rollcall.checkpoint.parts": hold_parts,

@@ -20,9 +20,9 @@ from transformers.core_model_loading import revert_weight_conversion
 from rollcall.base.atomic import fsync_tree, staging, swap_in
 from rollcall.base.errors import CheckpointError
 from rollcall.checkpoint.probe import TrainedProbe, with_probe
-from rollcall.model.stop_tokens import special_ids, stop_token_ids
 from rollcall.model.stored.find import PROBE
 from rollcall.model.stored.safetensors import write_header
+from rollcall.model.tokenizers import special_ids, stop_token_ids
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -22,7 +22,7 @@ from rollcall.learner.learner import Body, Critic, Learner
 from rollcall.learner.optimizer import Optimizer
 from rollcall.model.decoder import module_names
 from rollcall.model.load import refuse_other_tensors
-from rollcall.model.stored.manifest import read_manifest
+from rollcall.model.stored.find import read_manifest
 from rollcall.model.stored.safetensors import open_parts, read_header
 from rollcall.model.stored.tensors import Stored
 

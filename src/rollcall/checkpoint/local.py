@@ -24,7 +24,7 @@ from rollcall.base.errors import CheckpointError
 from rollcall.base.patience import plain_disk_errors
 from rollcall.base.wait import warn
 from rollcall.model.stored.files import file_checksum
-from rollcall.model.stored.manifest import read_manifest
+from rollcall.model.stored.find import read_manifest
 
 FOLDER_NAME = "node-folder"  # in the run's checkpoints folder
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,99}")

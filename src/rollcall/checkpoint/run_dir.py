@@ -13,7 +13,7 @@ from rollcall.base.atomic import TEMPORARY
 from rollcall.base.errors import ConfigError
 from rollcall.base.journal import ATTEMPTS, GROUPS
 from rollcall.base.wait import warn
-from rollcall.model.stored.manifest import checkpoints_of
+from rollcall.model.stored.find import checkpoints_of
 
 RUN_FILE = "run.yaml"  # the config that the run was last started with
 _OF_A_RUN = (RUN_FILE, "journal", "checkpoints", "events.jsonl", "metrics.jsonl", "summary.json")

@@ -24,7 +24,7 @@ from rollcall.base.errors import CheckpointError
 from rollcall.base.patience import persist
 from rollcall.base.wait import warn
 from rollcall.model.stored.files import StoredError, StoredFile, file_checksum
-from rollcall.model.stored.manifest import MANIFEST, STEP_NAME, missing_file, read_manifest
+from rollcall.model.stored.find import MANIFEST, STEP_NAME, missing_file, read_manifest
 
 STATE = "state.json"
 

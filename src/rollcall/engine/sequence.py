@@ -13,6 +13,7 @@ import numpy as np
 
 from rollcall.base.types import Completion, FinishReason, Ints, Segment
 from rollcall.engine.protocol import Refused, Request
+from rollcall.model.tokenizers import is_plain_fast
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -154,21 +155,9 @@ def completion_of(sequence: Sequence, text: str) -> Completion:
 
 def texts_of(many: list[list[int]], tokenizer: Any) -> list[str]:
     """Decode each list with ``text_of``. Many completions end together, and a Rust tokenizer decodes them in parallel."""
-    if not _decodes_as_its_backend(tokenizer):
-        return [text_of(token_ids, tokenizer) for token_ids in many]
-    return tokenizer.backend_tokenizer.decode_batch(many, skip_special_tokens=True)
-
-
-def _decodes_as_its_backend(tokenizer: Any) -> bool:
-    """Whether the Rust tokenizer alone decides what tokens decode to."""
-    from transformers import PreTrainedTokenizerFast
-
-    kind, plain = type(tokenizer), PreTrainedTokenizerFast
-    return (
-        isinstance(tokenizer, plain)
-        and (kind.decode, kind._decode) == (plain.decode, plain._decode)
-        and not tokenizer.clean_up_tokenization_spaces
-    )
+    if is_plain_fast(tokenizer, "decode", "_decode") and not tokenizer.clean_up_tokenization_spaces:
+        return tokenizer.backend_tokenizer.decode_batch(many, skip_special_tokens=True)
+    return [text_of(token_ids, tokenizer) for token_ids in many]
 
 
 def text_of(token_ids: list[int], tokenizer: Any) -> str:

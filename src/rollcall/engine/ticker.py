@@ -1,4 +1,4 @@
-"""The engine of this process: a core as an ``Engine``.
+"""The engine of this process: a core as an ``Engine``. ``exchange`` steps a core that a router in another process uses.
 
 While there are requests, one task steps the core, in the event loop's thread. It also decides how turns are batched. Fast environments
 send their next turns within moments. Filled and decoded together, these turns cost far less than one by one. So the task waits while
@@ -11,10 +11,11 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 from rollcall.base.types import Completion
-from rollcall.engine.protocol import LOCAL, Core, Made, Request, Stats
+from rollcall.engine.protocol import LOCAL, Core, Made, Refused, Request, Stats
 
 QUIET_S, QUIET_SHARE, GATHER_SHARE = 0.002, 0.05, 0.5
 FIRST_QUIET_S, FIRST_GATHER_S, BURST = 0.005, 0.2, 8
@@ -156,3 +157,32 @@ class Ticker:
             except TimeoutError:
                 if time.perf_counter() - now < 2 * pause_s:  # otherwise other tasks ran meanwhile, so it was not quiet
                     return
+
+
+@dataclass(slots=True, kw_only=True)
+class Exchanged:
+    ended: dict[str, Completion] = field(default_factory=dict)  # by request
+    refused: dict[str, str] = field(default_factory=dict)  # request -> why
+    num_waiting: int = 0  # requests that the core has not started
+    num_preemptions: int = 0  # since the core was created
+
+
+def exchange(
+    core: Core, new: Sequence[Request], cancelled: Sequence[str], ended_sessions: Sequence[str], *, look_s: float
+) -> Exchanged:
+    """One call to a process with a core: submit the new requests, then decode until a request has ended or ``look_s`` has passed."""
+    answer = Exchanged()
+    for request_id in cancelled:
+        core.abort(request_id)
+    for session in ended_sessions:
+        core.end_session(session)
+    for request in new:
+        try:
+            core.submit(request)
+        except Refused as error:
+            answer.refused[request.id] = str(error)
+    until = time.monotonic() + look_s
+    while core.num_unfinished and not answer.ended and time.monotonic() < until:
+        answer.ended = core.step()
+    answer.num_waiting, answer.num_preemptions = core.num_waiting, core.num_preemptions
+    return answer

@@ -23,13 +23,14 @@ from rollcall.base.wait import warn
 from rollcall.base.words import visible
 from rollcall.config.environments import EnvironmentBase
 from rollcall.engine.protocol import Sampling
-from rollcall.environments.callers import Caller, Served
 from rollcall.environments.calls import CallFormat
 from rollcall.environments.conversation import Conversations
 from rollcall.environments.endpoint import (
     LOOPBACK,
+    Caller,
     Endpoint,
     EndpointServer,
+    Served,
     call_format_of,
     in_loop,
     take_reward,

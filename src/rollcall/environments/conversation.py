@@ -26,6 +26,7 @@ from rollcall.base.types import Ints, Prompt
 from rollcall.base.wait import warn
 from rollcall.environments.protocol import EnvironmentFailed, Message
 from rollcall.model.chat_template import TemplateError, render_chats
+from rollcall.model.tokenizers import is_plain_fast
 from rollcall.reward.trl import MESSAGES
 
 _MARKERS = ("ROLLCALLFIRST", "ROLLCALLSECOND")
@@ -152,8 +153,8 @@ class Conversations:
             if lost := unknown_characters(text.replace(self._cut, ""), found, self.tokenizer):
                 self._num_examined = _TEXTS_EXAMINED
                 warn(
-                    f"the tokenizer has no tokens for {', '.join(map(repr, lost[:8]))} of what the environment says "
-                    f"({text[:40]!r}), so the model does not see them; use another model, or words that its tokenizer can write"
+                    f"the tokenizer has no tokens for {', '.join(map(repr, lost[:8]))} in the environment's text "
+                    f"({text[:40]!r}), so the model does not see them; use another model, or words that its tokenizer knows"
                 )
         return found
 
@@ -167,12 +168,8 @@ def unknown_characters(text: str, token_ids: Ints, tokenizer: Any) -> list[str]:
 
 def _plain_backend(tokenizer: Any) -> Any:
     """Return the backend that produces the same IDs in half the time, or None if the tokenizer does more work in Python."""
-    from transformers import PreTrainedTokenizerFast
-
-    kind, plain = type(tokenizer), PreTrainedTokenizerFast
-    if not isinstance(tokenizer, plain) or (kind.__call__, kind._encode_plus) != (plain.__call__, plain._encode_plus):
-        return None
-    if hasattr(tokenizer, "_switch_to_input_mode"):  # translation tokenizers add a language token
+    # Translation tokenizers add a language token.
+    if not is_plain_fast(tokenizer, "__call__", "_encode_plus") or hasattr(tokenizer, "_switch_to_input_mode"):
         return None
     tokenizer("")  # turns off any truncation and padding from its file
     return tokenizer.backend_tokenizer

@@ -6,7 +6,8 @@
     GET  /v1/models              the served model, with `max_model_len`
     POST /v1/reward              an episode's reward, reported by its program
 
-Every request needs a key. Each episode has its own key. The body is read only if the key is valid, up to ``MAX_BODY_BYTES``.
+Every request needs a key. Each key belongs to one caller with its own histories: an episode, or a user of `rollcall serve`. The body is
+read only if the key is valid, up to ``MAX_BODY_BYTES``.
 
 The server is uvicorn in a thread with its own event loop. An engine in this process blocks the run's event loop while it decodes a
 chunk of tokens. Meanwhile, this thread parses, renders and tokenises requests, so they can all join the next chunk. A request crosses
@@ -23,9 +24,9 @@ import socket
 import threading
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from importlib.util import find_spec
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 
@@ -41,9 +42,8 @@ from rollcall.environments.answers import (
     text_body,
     to_bytes,
 )
-from rollcall.environments.callers import Caller, Served
 from rollcall.environments.calls import Call, CallFormat, format_of, parse_calls
-from rollcall.environments.histories import Asked
+from rollcall.environments.histories import Asked, Histories
 from rollcall.environments.protocol import EnvironmentFailed, SampleTurn, add_metrics
 from rollcall.environments.wire import ChatRequest, GenerateRequest, Refused, TextRequest, Wanted, Worth, read
 from rollcall.nodes.http_server import http_server, listen
@@ -410,3 +410,75 @@ def in_loop(sample: SampleTurn, loop: asyncio.AbstractEventLoop) -> SampleTurn:
         return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(there(), loop))
 
     return crossing
+
+
+class Rules(Protocol):
+    """Decides on a caller's requests. A method refuses a request by raising ``Refused``."""
+
+    model: str | None  # the model name that requests may use; None allows any name
+
+    def sampling(self, wanted: Wanted, *, room: int, num_added: int) -> Sampling:
+        """``room``: how many tokens fit after the prompt. ``num_added``: how many prompt tokens follow the answer it extends."""
+        ...
+
+    def admit(self, num_choices: int) -> None: ...
+    def seed(self, wanted: Wanted, place: int) -> int: ...
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Caller:
+    rules: Rules
+    histories: Histories
+    sample: SampleTurn
+    tasks: set[asyncio.Task[Any]] = field(default_factory=set)  # the open requests
+    num_requests: int = 0
+    num_refused: int = 0
+    reward: float | None = None  # reported by the program
+    metrics: dict[str, float] = field(default_factory=dict)
+    takes_reward: bool = False
+    last_refusal: str = ""
+    is_ended: bool = False
+
+    async def end_requests(self) -> None:
+        """Answer the open requests with a refusal, because the episode has ended."""
+        self.is_ended = True
+        for task in (tasks := list(self.tasks)):
+            task.cancel()
+        if tasks:
+            await asyncio.wait(tasks)
+
+
+@dataclass(slots=True, kw_only=True)
+class Served:
+    name: str
+    max_model_len: int
+    vocabulary: int
+
+
+@dataclass(slots=True, kw_only=True)
+class Open:
+    """Lets the request decide. ``default`` supplies the missing values."""
+
+    model: str | None
+    default: Sampling
+    is_stopping: bool = False
+
+    def sampling(self, wanted: Wanted, *, room: int, num_added: int) -> Sampling:
+        default = self.default
+        return Sampling(
+            temperature=default.temperature if wanted.temperature is None else wanted.temperature,
+            top_p=default.top_p if wanted.top_p is None else wanted.top_p,
+            top_k=default.top_k if wanted.top_k is None else wanted.top_k,
+            max_tokens=min(wanted.token_limit or room, room),
+            stop_token_ids=tuple(dict.fromkeys((*default.stop_token_ids, *wanted.stop_token_ids))),
+            stop_strings=(*default.stop_strings, *wanted.stop),
+        )
+
+    def admit(self, num_choices: int) -> None:
+        if self.is_stopping:
+            raise Refused(503, "this server is stopping", code="stopping")
+
+    def seed(self, wanted: Wanted, place: int) -> int:
+        if wanted.seed is None:
+            return secrets.randbits(64) - (1 << 63)
+        return (wanted.seed + place + (1 << 63)) % (1 << 64) - (1 << 63)

@@ -19,6 +19,7 @@ from rollcall.config import EnvironmentBase
 from rollcall.config.environments import ClassEnvironment
 from rollcall.engine.protocol import Sampling
 from rollcall.environments.conversation import Conversations, Tools
+from rollcall.environments.histories import Row
 from rollcall.environments.protocol import (
     KIND,
     Environment,
@@ -29,7 +30,6 @@ from rollcall.environments.protocol import (
     SampleTurn,
     add_metrics,
 )
-from rollcall.environments.rows import Row
 from rollcall.process.debug.board import BOARD
 from rollcall.process.pause import running_s
 from rollcall.reward.functions import LARGEST_SCORE

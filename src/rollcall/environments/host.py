@@ -20,15 +20,20 @@ from typing import Any
 
 from pydantic import TypeAdapter
 
+from rollcall.config import EnvironmentSection
+from rollcall.config.environments import AgentEnvironment, VerifiersEnvironment
+from rollcall.environments.agent import AgentEnvironments
 from rollcall.environments.answering import answer_calls
+from rollcall.environments.endpoint import refuse_without_packages
 from rollcall.environments.processes import ProcessEnvironments
 from rollcall.environments.program import ProgramsHere
-from rollcall.environments.protocol import Environment
+from rollcall.environments.protocol import Environment, Environments
 from rollcall.environments.taskset import TasksetPrograms
 from rollcall.nodes.door import Door, listen_at, watch_peer
 
 _ANSWER: TypeAdapter[Any] = TypeAdapter(Any)
 RunsHere = ProcessEnvironments | ProgramsHere | TasksetPrograms
+Driven = AgentEnvironment | VerifiersEnvironment  # environments driven by a program
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,3 +123,22 @@ class _Episode:
     async def end(self) -> None:
         if self._environment is not None:
             await self._environment.close(broken=self._is_broken)
+
+
+def make_environments(section: EnvironmentSection, *, chat_template: str | None) -> Environments:
+    """Create the environment and wait until episodes can start. Raise ConfigError if the section cannot be used."""
+    if isinstance(section, Driven):
+        refuse_without_packages()
+    made = make_here(section, chat_template=chat_template)
+    if isinstance(made, ProcessEnvironments):
+        return made
+    return AgentEnvironments(section, chat_template=chat_template, programs=made)
+
+
+def make_here(section: EnvironmentSection, *, chat_template: str | None) -> RunsHere:
+    """Start the processes that play episodes on this node, which is either a host or the run's own node."""
+    if isinstance(section, AgentEnvironment):
+        return ProgramsHere(section.run, env=section.env, memory_mb=section.memory_mb, max_running=section.max_running)
+    if isinstance(section, VerifiersEnvironment):
+        return TasksetPrograms(section)
+    return ProcessEnvironments(section, chat_template=chat_template)

@@ -125,7 +125,7 @@ class HostedEnvironments:
             self._failure = found
         else:
             host.place = found
-            say(f"{name} is replaced and plays again")
+            say(f"{name} has been replaced and is playing again")
         self._changed.set()
 
 

@@ -347,7 +347,7 @@ def find_python(given: str | None) -> str | None:
     if found is None:
         raise ConfigError(
             f"environment.python={given} is not a program that can be run here; make an environment with `python3 -m venv DIR`, "
-            "install the package there, and give DIR/bin/python"
+            "install the package there, and set environment.python to DIR/bin/python"
         )
     return os.path.abspath(found)
 

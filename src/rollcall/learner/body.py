@@ -1,10 +1,11 @@
-"""The learner's model: either all of its weights (``whole.py``) or one rank's part of them (``sharded.py``)."""
+"""The learner's model: either all of its weights (``Whole``) or one rank's part of them (``sharded.py``)."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -12,14 +13,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from rollcall.base.types import MicroBatch
-from rollcall.learner.context_parallel import ContextGroup
+from rollcall.learner.context_parallel import ContextGroup, join_context
 from rollcall.learner.gang import Gang
-from rollcall.learner.layout import WeightSplit
+from rollcall.learner.layout import WeightSplit, fused_rows
 from rollcall.learner.logprobs import TokenStats, token_stats
+from rollcall.learner.optimizer import Optimizer, norm_of
 from rollcall.learner.packing import Fit
 from rollcall.model.adapter import Adapter
-from rollcall.model.arrays import on_device
-from rollcall.model.attention import layout_of, packed_attention
+from rollcall.model.attention import layout_of, on_device, packed_attention
 from rollcall.model.decoder import Decoder, Rope
 from rollcall.model.layer import Halves, Ops, Pass, Shape, TorchOps, compiled_halves
 from rollcall.model.load import non_finite_of
@@ -191,3 +192,70 @@ def head_outputs(
     if "head" in weights:
         return (F.linear(hidden, weights["head"], weights["head_bias"])[:, 0].float(),)
     return token_stats(hidden, weights.get("lm_head", weights["embed"]), targets, temperature=temperature)
+
+
+class Whole(BodyBase):
+    """A model that is complete in this process. ``sharded.Sharded`` has the same methods for a divided model."""
+
+    in_parts = False
+    norm = staticmethod(norm_of)  # over all gradients together
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        *,
+        gang: Gang,
+        heads: Mapping[str, Tensor] | None = None,
+        context: int = 1,
+        adapter: Adapter | None = None,
+    ):
+        """``heads`` are a critic's heads, which replace the output head. ``context`` neighbours divide the tokens of their rows. With
+        an ``adapter``, only the adapter is trained."""
+        group = join_context(gang, size=context)
+        super().__init__(
+            decoder, shape=decoder.shape, rope=decoder.rope, device=decoder.device, gang=gang, context=group,
+            adapter=adapter,
+        )  # fmt: skip
+        self.base = decoder
+        self.decoder = decoder if adapter is None else adapter.on(decoder)
+        self.together = context > 1
+        self.counts = group.rank == 0
+        self.place = (gang.rank // context, gang.size // context)
+        base = decoder.named_tensors()
+        trained = adapter.named_tensors() if adapter is not None else base | dict(heads or {})
+        self._weights = base | trained
+        self.base_names = list(base)
+        self.named = {name: tensor for name, tensor in trained.items() if not (heads and name == "lm_head")}
+
+    def _run(self, work: Work) -> tuple[Tensor, ...]:
+        decoder = self.base if work.plain else self.decoder
+        hidden = decoder.run(work.token_ids, work.layers).index_select(0, work.logit_index)
+        return head_outputs(hidden, self._weights, work.targets, temperature=work.temperature)
+
+    def gradients(self, loss: Tensor) -> Sequence[Tensor | None]:
+        return torch.autograd.grad(loss, list(self.named.values()), allow_unused=True)
+
+    def sum_gradients(self, optimizer: Optimizer) -> None:
+        optimizer.sum_over(self.gang)
+
+    def local(self, name: str) -> Tensor:
+        return self._weights[name]
+
+    def layout(self, name: str) -> WeightSplit:
+        shape = self._weights[name].shape
+        heads = dict(heads=self.shape.heads, kv_heads=self.shape.kv_heads)
+        return WeightSplit(name=name, shape=shape, rows=fused_rows(name, shape[0], **heads))
+
+    def gather(self, name: str, local: Tensor) -> Tensor:
+        return local
+
+    def masters(self, optimizer: Optimizer) -> Mapping[str, Tensor]:
+        """Return the master weights; empty if the optimizer updates the weights themselves."""
+        return optimizer.targets if optimizer.uses_masters else {}
+
+    def load_state(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
+        optimizer.load_state_dict(state)
+
+    def whole_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """Return the full state, for any body's ``load_state``."""
+        return optimizer.state_dict()

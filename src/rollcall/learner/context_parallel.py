@@ -26,7 +26,7 @@ from torch import Tensor
 from rollcall.base.types import Longs, MicroBatch
 from rollcall.learner.gang import Gang
 from rollcall.learner.tensor_parallel import all_gather, exchanged, pad_rows
-from rollcall.model.arrays import on_device
+from rollcall.model.attention import on_device
 from rollcall.model.layer import Attend
 
 

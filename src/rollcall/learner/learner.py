@@ -22,13 +22,13 @@ from rollcall.algo.recipe import loss_weights, policy_loss, value_loss
 from rollcall.base.errors import NonFiniteError, short_of_memory
 from rollcall.base.types import Floats, MicroBatch, Sample, attempts_of
 from rollcall.config import Algorithm, OptimizerSection, Ppo
+from rollcall.learner.body import Whole
 from rollcall.learner.fit import accumulate, each_fitting, step_sentence
 from rollcall.learner.gang import Gang, share
 from rollcall.learner.optimizer import Optimizer, optimizer_class
 from rollcall.learner.packing import Fit, Packing
-from rollcall.learner.whole import Whole
 from rollcall.model.adapter import Adapter
-from rollcall.model.arrays import on_device
+from rollcall.model.attention import on_device
 from rollcall.model.base import base_identities, is_adapter
 from rollcall.model.decoder import Decoder
 from rollcall.model.stored.tensors import Stored

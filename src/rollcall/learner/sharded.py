@@ -1,7 +1,7 @@
 """A model whose weights are divided over the ranks of a gang: FSDP2 over the data ranks, tensor parallelism inside.
 
 Each decoder layer is a module that owns its fused weights; so is the root with embeddings, final norm and output head
-(``sharded_modules.py``). FSDP gathers a module's weights before its forward and its backward, frees them afterwards, and leaves
+(``ShardedLayer``, ``ShardedRoot``). FSDP gathers a module's weights before its forward and its backward, frees them afterwards, and leaves
 each rank its part of the gradient sum over all ranks. Loss weights are global, so gradients are summed and never divided.
 
 All ranks must run the same forwards and backwards together. A rank with fewer micro-batches runs idle ones, whose gradient is zero
@@ -12,22 +12,24 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from rollcall.config import OptimizerSection
-from rollcall.learner.body import BodyBase, Work
+from rollcall.config.lora import LoraSection
+from rollcall.learner.body import BodyBase, Work, head_outputs
 from rollcall.learner.context_parallel import join_context
 from rollcall.learner.gang import Gang, Meshes, make_meshes
 from rollcall.learner.layout import WeightSplit, fused_rows, read_part
 from rollcall.learner.optimizer import Optimizer
-from rollcall.learner.sharded_modules import LAYER_TENSORS, ShardedLayer, ShardedRoot
 from rollcall.learner.tensor_parallel import (
     SHARED_HEADS,
     TensorGroup,
@@ -39,10 +41,80 @@ from rollcall.learner.tensor_parallel import (
 )
 from rollcall.model.adapter import Adapter
 from rollcall.model.decoder import Decoder, Rope, module_names
-from rollcall.model.layer import Ops
+from rollcall.model.layer import Layer, Ops, Shape
 from rollcall.model.load import non_finite_of, refuse_diverged
+from rollcall.model.low_rank import LayerAdapter, a_of, b_of, fuse
 from rollcall.model.stored.tensors import Stored
 from rollcall.plan.mesh import ModelSplit
+
+LAYER_TENSORS = tuple(field.name for field in fields(Layer) if field.name not in ("window", "lora"))
+
+
+class ShardedLayer(nn.Module):
+    """One decoder layer. The code that creates it registers its weights under the names in ``Layer``, and an adapter's weights under
+    the names in ``low_rank.py``."""
+
+    def __init__(self, *, index: int, window: int, shape: Shape, group: TensorGroup, lora: LoraSection | None = None):
+        super().__init__()
+        self.index, self.window, self.shape, self.group, self.lora = index, window, shape, group, lora
+
+    def forward(self, x: Tensor, work: Work) -> Tensor:
+        return work.layers.layer(x, self.index, partial(self._layer, plain=work.plain))
+
+    def _layer(self, *, plain: bool) -> Layer:
+        weights = {name: self._local(name, getattr(self, name)) for name in LAYER_TENSORS}
+        lora = None if self.lora is None or plain else self._adapter(self.lora, half=len(weights["gate_up"]) // 2)
+        return Layer(**weights, window=self.window, lora=lora)
+
+    def _adapter(self, section: LoraSection, *, half: int) -> LayerAdapter:
+        names = [name for module in section.modules for name in (a_of(module), b_of(module))]
+        tensors = {name: self._local(name, getattr(self, name)) for name in names}
+        q, kv = self.shape.q_width, self.shape.kv_width
+        rows = {"qkv": (q, kv, kv), "gate_up": (half, half), "out": (), "down": ()}
+        return fuse(tensors, rows=rows, gain=section.gain, dropout=section.dropout)
+
+    def _local(self, name: str, weight: Any) -> Any:
+        if not isinstance(weight, DTensor):
+            return weight
+        if name in ("qkv", "qkv_bias"):
+            return self.group.with_kv_copies(weight.to_local(), num_own=self.shape.q_width)
+        if name in SHARED_HEADS:
+            return self.group.with_kv_copies(weight.to_local(), num_own=0)
+        if cut_dim(name) is not None:
+            return weight.to_local()
+        # All ranks have this weight. A rank computes a part of its gradient: for its heads or columns, or with sequence parallelism
+        # for its tokens.
+        is_partial = (
+            name in ("q_norm", "k_norm") or name.endswith(("_lora_A", "_lora_B")) or self.group.sequence_parallel
+        )
+        return weight.to_local(grad_placements=[Partial() if is_partial else Replicate()])
+
+
+class ShardedRoot(nn.Module):
+    """Embeddings, layers, final norm, and the policy's or the critic's head."""
+
+    def __init__(self, weights: Mapping[str, nn.Parameter], layers: Sequence[ShardedLayer], *, group: TensorGroup):
+        super().__init__()
+        self.group = group
+        for name, weight in weights.items():
+            self.register_parameter(name, weight)
+        self.layers = nn.ModuleList(layers)
+
+    def forward(self, work: Work) -> tuple[Tensor, ...]:
+        """Return the token statistics (or the values), [M] each, the same on every rank of a tensor group."""
+        group, count = self.group, len(work.token_ids)
+        weights: dict[str, Any] = self._parameters
+        x = F.embedding(group.own_part(work.token_ids), weights["embed"])
+        if not group.sequence_parallel:
+            x = group.join_parts(x, count)
+        for layer in self.layers:
+            x = layer(x, work)
+        # Each rank of a tensor group takes its part of the rows from here on, so its gradients are its own share.
+        rows = group.own_part(work.logit_index)
+        hidden = work.layers.ops.norm(group.enter(x, count).index_select(0, rows), weights["norm"])
+        out = head_outputs(hidden, weights, group.own_part(work.targets), temperature=work.temperature)
+        # Clone the outputs: FSDP hooks its backward to them, and the statistics are views of one tensor.
+        return tuple(group.join_parts(part, len(work.targets)).clone() for part in out)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

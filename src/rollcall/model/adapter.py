@@ -66,7 +66,7 @@ class Adapter:
         """Refuse ``model`` unless the adapter in ``section.path`` was trained on it. ``tensors`` are the model's weights."""
         if (path := self.section.path) is None:
             return
-        advice = f", or write the model of the adapter as model.path ({ADAPTER_CONFIG} names it)"
+        advice = f", or set model.path to the model of the adapter ({ADAPTER_CONFIG} names it)"
         folder, where = Path(path).expanduser(), f"model.lora.path={path}"
         refuse_other_model(folder, model, tensors, base=self.base, where=where, advice=advice)
 
@@ -111,8 +111,8 @@ class Deltas:
         added = torch.addmm(weight.float(), b, a, alpha=self._gain).to(weight.dtype)
         if not torch.stack(added.aminmax()).isfinite().all():  # both are NaN if any element is
             raise ModelFilesError(
-                f"with the adapter added, {name} is not finite: numbers of the adapter are too large, or its alpha / rank ({self._gain:g}); give "
-                "another adapter, such as that of an older checkpoint"
+                f"with the adapter added, {name} is not finite: the adapter's numbers or its alpha / rank ({self._gain:g}) are too large; use "
+                "another adapter, such as one from an older checkpoint"
             )
         return added
 

@@ -20,10 +20,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from rollcall.base.types import MicroBatch
-from rollcall.model.arrays import on_device
 
 if TYPE_CHECKING:
     from rollcall.model.kernels.gradients import Shared  # needs Triton
+
 
 # Up to this many scores (segments x heads x queries x keys), a CPU processes all query heads of a KV head at once. This takes
 # memory: products store the scores, and the fused kernel repeats the mask for each of those heads.
@@ -273,3 +273,9 @@ def end_aligned_mask(q_length: int, k_length: int, window: int, device: torch.de
     distance = queries[:, None] - torch.arange(k_length, device=device)
     mask = distance >= 0
     return mask & (distance < window) if window else mask
+
+
+def on_device(array: np.ndarray, device: torch.device) -> Tensor:
+    """Copy the array to the device. Pinned memory keeps the host from waiting for work already queued on a GPU."""
+    tensor = torch.from_numpy(array)
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)

@@ -20,8 +20,8 @@ from torch import Tensor
 from rollcall.base.errors import ModelFilesError
 from rollcall.config.yaml import read_small
 from rollcall.model.files import read_model_config
-from rollcall.model.stored.dtypes import name_of
 from rollcall.model.stored.find import PROBE, adapter_folder
+from rollcall.model.stored.tensors import name_of
 
 PIECE = 1 << 19  # elements processed at once, to limit memory use
 _FACTOR = 0x9E3779B97F4A7C15  # odd, so that folding loses no information
@@ -103,8 +103,8 @@ def refuse_other_model(
         now = used_of(model.config)
         if other := [f"{key}: {one} -> {now[key]}" for key, one in before.items() if one != now[key]]:
             raise ModelFilesError(
-                f"{where} holds an adapter of a model with another config.json than that in {base} ({'; '.join(other)}): put the model back there "
-                f"as it was{advice}"
+                f"{where} is an adapter for a model whose config.json differs from the one in {base} ({'; '.join(other)}); restore the original "
+                f"model there{advice}"
             )
     saved, own = {} if is_adapter(base) else _noted(folder, where=where), name_of(model.dtype)
     if own in saved:
@@ -115,8 +115,8 @@ def refuse_other_model(
         return  # another program's adapter, an older one, or the weights were rounded to two dtypes that cannot be compared
     if saved[kind] != _identities(tensors, [_DTYPES[kind]])[kind]:
         raise ModelFilesError(
-            f"{where} holds an adapter that was trained on other weights than those in {base}: they have changed since it was saved, or it "
-            f"belongs to a different model; put the model back there as it was{advice}"
+            f"{where} is an adapter that was not trained on the weights in {base}: they have changed since it was saved, or it belongs to a "
+            f"different model; restore the original model there{advice}"
         )
 
 
@@ -127,7 +127,7 @@ def used_of(config: Any) -> dict[str, Any]:
 def _noted(folder: Path, *, where: str) -> Mapping[str, str]:
     """Return the fingerprints saved with an adapter; empty if it has no probe file."""
     path = folder / PROBE
-    if not path.exists() and not path.is_symlink():
+    if not path.exists():
         return {}
     try:
         found = json.loads(read_small(path))
@@ -140,8 +140,8 @@ def _noted(folder: Path, *, where: str) -> Mapping[str, str]:
             raise ValueError("it names no type of weights")
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ModelFilesError(
-            f"{where}: {PROBE} is not as Rollcall writes it ({type(error).__name__}: {error}), so it is not known which weights the adapter is "
-            "of; restore the file, or remove it to use the adapter without this check"
+            f"{where}: {PROBE} is damaged ({type(error).__name__}: {error}), so Rollcall cannot tell which weights the adapter was trained on; "
+            "restore the file, or delete it to use the adapter without this check"
         ) from None
     return base
 

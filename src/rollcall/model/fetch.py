@@ -62,8 +62,8 @@ def _download(name: str, *, key: str) -> Path:
             size, still = now, Wait(STANDSTILL_S)
         elif still.is_over:
             raise HubError(
-                f"{key}={name}: the download has stood still for {STANDSTILL_S:g} s at {size / 2**20:.0f} MiB; check the "
-                "network and run the command again, it continues where it stopped"
+                f"{key}={name}: the download has made no progress for {STANDSTILL_S:g} s, at {size / 2**20:.0f} MiB; check the "
+                "network, then run the same command again: it continues where it stopped"
             )
 
     answers = {"fetch": json.loads}
@@ -82,7 +82,7 @@ def _download(name: str, *, key: str) -> Path:
     if "refused" in answer:
         raise HubError(f"{key}={name} {answer['refused']}")
     raise HubError(
-        f"{key}={name} could not be fetched ({answer['error']}); run the command again, it continues where it stopped"
+        f"{key}={name} could not be downloaded ({answer['error']}); run the same command again: it continues where it stopped"
     )
 
 
@@ -110,7 +110,7 @@ class Downloader:
             options: dict[str, Any] = {"ignore_patterns": OTHER_WEIGHTS} if has_safetensors else {}
             return {"folder": str(snapshot_download(name, **options))}
         except GatedRepoError:
-            return {"refused": "needs its owner's consent; ask for it on the hub, and set HF_TOKEN"}
+            return {"refused": "is gated; request access on the hub, and set HF_TOKEN"}
         except RepositoryNotFoundError:
             return {
                 "refused": "does not exist on the hub, or is private; check the name, and set HF_TOKEN for a private model"

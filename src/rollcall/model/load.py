@@ -21,13 +21,12 @@ from rollcall.model.fetch import fetch_model
 from rollcall.model.files import check_model_dir, model_folder
 from rollcall.model.hub import HubError, cached_folder, first_line, hub_options
 from rollcall.model.peft_files import read_base, read_section, read_tensors
-from rollcall.model.stored.dtypes import DTYPES, name_of
 from rollcall.model.stored.files import StoredError
 from rollcall.model.stored.find import ADAPTER_CONFIG, adapter_folder, is_model_dir
 from rollcall.model.stored.open import open_stored
 from rollcall.model.stored.outline import ROTARY
 from rollcall.model.stored.safetensors import read_header, weight_files
-from rollcall.model.stored.tensors import Stored, first_tensors, other_tensors, refuse_whole_numbers
+from rollcall.model.stored.tensors import DTYPES, Stored, first_tensors, name_of, other_tensors, refuse_whole_numbers
 
 HEAD = "lm_head.weight"
 
@@ -52,8 +51,8 @@ def resolve_dtype(name: str, device: torch.device) -> torch.dtype:
         return torch.bfloat16 if device.type == "cuda" else torch.float32
     if name == "bfloat16" and device.type == "cpu" and not has_bfloat16():
         raise ModelError(
-            "model.dtype=bfloat16 needs a CUDA device or a CPU that computes in it (AVX-512, ARM with bf16), which this one "
-            "does not: use model.dtype=float32 or auto"
+            "model.dtype=bfloat16 needs a CUDA device or a CPU with bfloat16 instructions (AVX-512, ARM with bf16), and this machine has "
+            "neither; use model.dtype=float32 or auto"
         )
     return getattr(torch, name)
 
@@ -188,8 +187,8 @@ def refuse_diverged(path: str, bad: Sequence[str]) -> None:
     """Refuse a model if ``bad``, the names of its tensors with non-finite values, is not empty."""
     if bad:
         raise ModelError(
-            f"model.path={path}: {first_tensors(bad, 'not finite')}, so the model has diverged; give "
-            "another, such as an older checkpoint"
+            f"model.path={path}: {first_tensors(bad, 'not finite')}, so the model has diverged; use "
+            "another one, such as an older checkpoint"
         )
 
 
@@ -246,14 +245,11 @@ def is_stored(path: str) -> bool:
 
 def outline_causal_lm(path: str, *, dtype: torch.dtype, trust_remote_code: bool = False) -> Any:
     """Build the model of ``load_causal_lm`` without loading weights; its parameters are on the meta device."""
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM
 
-    check_model_path(path)
-    path = str(model_folder(path) or path)
-    with loading(f"model.path={path}"):
-        config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code, **hub_options(path))
-        with torch.device("meta"):
-            model: Any = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=trust_remote_code)
+    path, config = _load_config(path, trust_remote_code=trust_remote_code)
+    with loading(f"model.path={path}"), torch.device("meta"):
+        model: Any = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=trust_remote_code)
     _take_generation_config(model, path)
     model = model.eval().requires_grad_(False)
     fuse_parameters(model)
@@ -262,16 +258,21 @@ def outline_causal_lm(path: str, *, dtype: torch.dtype, trust_remote_code: bool 
 
 def check_architecture(path: str, *, trust_remote_code: bool = False) -> None:
     """Refuse a model that cannot be trained, judging by its config.json, before reading data or weights."""
+    path, config = _load_config(path, trust_remote_code=trust_remote_code)
+    try:
+        refuse_unsupported(config)
+    except UnsupportedModel as error:
+        raise ModelError(f"model.path={path}: {error}") from None
+
+
+def _load_config(path: str, *, trust_remote_code: bool) -> tuple[str, Any]:
+    """Return the folder or hub name with the model's config, and the config."""
     from transformers import AutoConfig
 
     check_model_path(path)
     path = str(model_folder(path) or path)
     with loading(f"model.path={path}"):
-        config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code, **hub_options(path))
-    try:
-        refuse_unsupported(config)
-    except UnsupportedModel as error:
-        raise ModelError(f"model.path={path}: {error}") from None
+        return path, AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code, **hub_options(path))
 
 
 @contextmanager
@@ -307,7 +308,7 @@ def refuse_other_tensors(what: str, *, wanted: Mapping[str, Sequence[int]], foun
     """Refuse weights that do not match the model: missing weights would be random, and extra weights would be lost."""
     if faults := other_tensors(wanted=wanted, found=found):
         raise ModelError(
-            f"{what} does not hold the weights of the model: {faults}. Give the weights that belong to the model's config.json"
+            f"{what} does not contain the model's weights: {faults}. Use the weights that belong to its config.json"
         )
 
 

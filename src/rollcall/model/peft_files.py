@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ from rollcall.model.decoder import module_names
 from rollcall.model.stored.files import StoredError
 from rollcall.model.stored.find import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from rollcall.model.stored.safetensors import read_header
+from rollcall.model.stored.tensors import first_tensors, other_tensors
 
 PICKLED = "adapter_model.bin"
 PREFIX = "base_model.model."
@@ -75,7 +76,7 @@ def read_adapter(folder: Path, section: LoraSection, like: Mapping[str, Tensor],
         given, there = (_shown(one, name) for one in (section, found))
         if given != there:
             raise ModelFilesError(
-                f"{where} has {name} {there}, and model.lora.{name} is {given}; write model.lora.{name}={there}"
+                f"{where} has {name} {there}, but model.lora.{name} is {given}; set model.lora.{name}={there}"
             )
     return read_tensors(folder, like, where=where)
 
@@ -87,14 +88,12 @@ def _shown(section: LoraSection, name: str) -> str:
 def read_section(folder: Path, *, where: str) -> LoraSection:
     """Read the settings in ``adapter_config.json``. Refuses keys that Rollcall does not support."""
     if not (folder / ADAPTER_CONFIG).is_file():
-        raise ModelFilesError(
-            f"{where} has no {ADAPTER_CONFIG}; give a directory that PEFT or Rollcall has written an adapter to"
-        )
+        raise ModelFilesError(f"{where} has no {ADAPTER_CONFIG}; use a directory with an adapter from PEFT or Rollcall")
     try:
         fields = json.loads(read_small(folder / ADAPTER_CONFIG, most=MAX_CONFIG_BYTES))
         if (key := _other_kind(fields)) is not None:
             raise ModelFilesError(
-                f"{where}: {ADAPTER_CONFIG} has {key}={json.dumps(fields[key])[:80]}, which is not supported; give a plain LoRA adapter of "
+                f"{where}: {ADAPTER_CONFIG} has {key}={json.dumps(fields[key])[:80]}, which is not supported; use a plain LoRA adapter for "
                 "linear layers"
             )
         targets = _targets(folder, fields.get("target_modules"), where=where)
@@ -104,11 +103,11 @@ def read_section(folder: Path, *, where: str) -> LoraSection:
         raise
     except ValidationError as error:
         raise ModelFilesError(
-            f"{where}: {ADAPTER_CONFIG} is not that of a LoRA adapter which works here: {explain_all(error, LoraSection)}"
+            f"{where}: {ADAPTER_CONFIG} does not describe a LoRA adapter that Rollcall supports: {explain_all(error, LoraSection)}"
         ) from None
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ModelFilesError(
-            f"{where}: {ADAPTER_CONFIG} is not that of a LoRA adapter: {type(error).__name__} {error}"
+            f"{where}: {ADAPTER_CONFIG} does not describe a LoRA adapter: {type(error).__name__} {error}"
         ) from None
 
 
@@ -120,11 +119,11 @@ def read_base(folder: Path, *, where: str) -> str:
         base = None
     if not isinstance(base, str) or not base:
         raise ModelFilesError(
-            f"{where}: {ADAPTER_CONFIG} does not say which model the adapter is of; write its path as base_model_name_or_path"
+            f"{where}: {ADAPTER_CONFIG} does not name the base model; set base_model_name_or_path to its path"
         )
     if base.startswith(("/", "~", ".")) and not os.path.isdir(os.path.expanduser(base)):
         raise ModelFilesError(
-            f"{where} is an adapter of {base}, which does not exist here; put the model there, or correct base_model_name_or_path in "
+            f"{where} is an adapter for {base}, which does not exist here; put the model there, or correct base_model_name_or_path in "
             f"{folder / ADAPTER_CONFIG}"
         )
     return base
@@ -145,7 +144,7 @@ def _header(folder: Path, *, where: str) -> dict[str, Any]:
     """Read the list of tensors from the weights file. Refuses a file that is not regular or is incomplete."""
     if (folder / PICKLED).exists() and not (folder / ADAPTER_WEIGHTS).exists():
         raise ModelFilesError(
-            f"{where} has {PICKLED}, which is not read, since such a file may run code; save the adapter as {ADAPTER_WEIGHTS}, as PEFT does by default"
+            f"{where} has {PICKLED}, which Rollcall does not read, because such a file can run code; save the adapter as {ADAPTER_WEIGHTS}, as PEFT does by default"
         )
     try:
         return dict(read_header(folder / ADAPTER_WEIGHTS)[0])
@@ -156,28 +155,15 @@ def _header(folder: Path, *, where: str) -> dict[str, Any]:
 def read_tensors(folder: Path, like: Mapping[str, Tensor], *, where: str) -> dict[str, Tensor]:
     header = _header(folder, where=where)
     wanted = {PREFIX + module_names(name)[0]: name for name in like}
-    misshaped = [name for name in wanted.keys() & header.keys() if header[name].shape != like[wanted[name]].shape]
-    for fault, names in (
-        ("lacks", wanted.keys() - header.keys()),
-        ("has, besides those of the model,", header.keys() - wanted.keys()),
-        ("has in another shape", misshaped),
-    ):
-        if names:
-            raise ModelFilesError(
-                f"{where} {fault} {_first_of(names)}: it is an adapter of another model; give one of this model"
-            )
-    if strange := sorted(name for name in wanted if not header[name].dtype.is_floating_point):
-        raise ModelFilesError(
-            f"{where} has {_first_of(strange)} as {header[strange[0]].dtype.name}; give an adapter whose numbers are floats"
-        )
+    found = {name: entry.shape for name, entry in header.items()}
+    if faults := other_tensors(wanted={name: like[own].shape for name, own in wanted.items()}, found=found):
+        raise ModelFilesError(f"{where} is an adapter for a different model: {faults}; use an adapter for this model")
+    if strange := [name for name in wanted if not header[name].dtype.is_floating_point]:
+        stored_as = f"stored as {header[strange[0]].dtype.name}"
+        raise ModelFilesError(f"{where}: {first_tensors(strange, stored_as)}; use an adapter whose numbers are floats")
     stored = load_file(folder / ADAPTER_WEIGHTS)
     if bad := [name for name in wanted if not stored[name].float().isfinite().all()]:
         raise ModelFilesError(
-            f"{where} has values that are not finite in {_first_of(bad)}, so the adapter has diverged; give another, such as an older checkpoint"
+            f"{where}: {first_tensors(bad, 'not finite')}, so the adapter has diverged; use another one, such as an older checkpoint"
         )
     return {own: stored[name] for name, own in wanted.items()}
-
-
-def _first_of(names: Iterable[str]) -> str:
-    first, *more = sorted(names)
-    return first + (f" and {len(more)} more" if more else "")

@@ -219,7 +219,7 @@ class Endpoint:
             limit = f"at most {most_s:g} s (reward.{self._place}.outage_s)"
             if lasted_s >= most_s:
                 raise EndpointLostError(
-                    f"{self._name} does not answer since {outage.since}, and the run waits {limit}: {problem}. {advice}, then run the "
+                    f"{self._name} has not answered since {outage.since}, and the run waits {limit}: {problem}. {advice}, then run the "
                     "same command again (leave out --fresh): it resumes, and what was scored is kept"
                 )
             if lasted_s >= SAY_FIRST_S:
@@ -227,8 +227,8 @@ class Endpoint:
                 if time.monotonic() - outage.said_s >= _SAY_EVERY_S:
                     outage.said_s = time.monotonic()
                     warn(
-                        f"{self._name} does not answer since {outage.since} ({problem}); waiting for it, {limit}. {advice}. "
-                        "Nothing is lost meanwhile"
+                        f"{self._name} has not answered since {outage.since} ({problem}); waiting for it, {limit}. {advice}. "
+                        "Nothing is lost in the meantime"
                     )
             outage.num_pauses += 1
             pause_s = min(max(_pause_s(outage.num_pauses), problem.retry_after_s or 0), most_s - lasted_s)

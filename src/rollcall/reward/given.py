@@ -48,7 +48,7 @@ def with_pickled(spec: dict[str, Any], *, index: int) -> dict[str, Any]:
         return spec
     if path not in _pickled:
         raise ConfigError(
-            f"reward.{index}.path={path} is a function that Python code gave, and it is not in a file; give it again "
+            f"reward.{index}.path={path} is a function that Python code passed as an object, and this process does not have it; pass it again "
             f"(rollcall.train(..., reward=[{path.removeprefix(PREFIX)}]), or rollcall.evaluate), or put it in a module"
         )
     return {**spec, "pickled": _pickled[path]}
@@ -74,8 +74,8 @@ def _named(reward: Any, taken: set[str]) -> Any:
             _pickled[path] = cloudpickle.dumps(function)
         except Exception as error:  # noqa: BLE001 - pickling can fail with many kinds of errors
             raise ConfigError(
-                f"the reward {name} cannot be sent to the processes that run rewards: {type(error).__name__}: {error}; make what it "
-                "holds inside the function, or put it in a module and give module:name"
+                f"the reward {name} cannot be sent to the processes that run rewards: {type(error).__name__}: {error}; create what it "
+                "holds inside the function, or put it in a module and pass module:name"
             ) from None
     return {"type": "function", **reward, "path": path}
 

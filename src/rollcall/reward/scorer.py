@@ -239,8 +239,8 @@ def environment_reward(completion: Completion) -> RewardResult:
         if episode.ended in (EndReason.TURNS, EndReason.TOKENS):
             return RewardResult(0.0)  # it was cut off before the environment could return a reward
         why = (
-            "the environment gave no reward; let it give one, 0 too (get_reward, the reward of a step, or the last line of a program, "
-            '{"reward": 1.0}), or name other rewards'
+            "the environment returned no reward; return one, which may be 0, from get_reward, from a step or in the last line of a program "
+            '({"reward": 1.0}), or list other rewards'
         )
         return RewardResult(0.0, "nan", why)
     return checked(sum(given) + (episode.reward or 0.0))

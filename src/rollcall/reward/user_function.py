@@ -87,7 +87,9 @@ def load_function(path: str, *, pickled: bytes | None = None) -> UserFunction:
         try:
             target = pickle.loads(pickled)
         except BaseException:  # noqa: BLE001 - unpickling imports the function's modules, which may raise anything
-            raise ValueError(f"path={path!r}: it cannot be made again here\n{traceback.format_exc()}") from None
+            raise ValueError(
+                f"path={path!r}: it cannot be unpickled in the reward process\n{traceback.format_exc()}"
+            ) from None
     if not callable(target):
         raise ValueError(f"path={path!r} is {type(target).__name__}, not a function; give {_EXPECTED}")
     return user_function(path, target)

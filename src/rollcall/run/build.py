@@ -47,9 +47,9 @@ from rollcall.model.load import (
     resolve_device,
     resolve_dtype,
 )
-from rollcall.model.stop_tokens import check_stop_strings, stop_token_ids
 from rollcall.model.stored.find import is_model_dir
 from rollcall.model.stored.tensors import Stored
+from rollcall.model.tokenizers import check_stop_strings, stop_token_ids
 from rollcall.plan.activations import COMPILE_FROM
 from rollcall.plan.choose import kv_fraction
 from rollcall.reward.scorer import ModelRewardFunction, Scorer, columns_needed
@@ -397,7 +397,7 @@ def build_environments(
     extended turn by turn."""
     if section is None:
         return None
-    from rollcall.environments.make import make_environments  # imported late: few runs have an environment
+    from rollcall.environments.host import make_environments  # imported late: few runs have an environment
 
     say("starting the environment")
     rows = [prompt.metadata for prompts in sets if prompts is not None for prompt in prompts.prompts]

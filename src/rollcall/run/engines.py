@@ -22,8 +22,8 @@ from typing import Any
 
 from rollcall.base.errors import WorkerDiedError, WorkerError, WorkerLostError
 from rollcall.base.wait import say, warn
-from rollcall.engine.exchange import Exchanged
 from rollcall.engine.protocol import Made, Refused, Request, Stats
+from rollcall.engine.ticker import Exchanged
 from rollcall.loop.tasks import in_thread
 from rollcall.plan.placement import Role
 from rollcall.run.router import RolloutWorker, Router

@@ -15,9 +15,8 @@ from rollcall.base.errors import ConfigError
 from rollcall.config import EnvironmentSection, TrainerSection
 from rollcall.environments.agent import AgentEnvironments
 from rollcall.environments.endpoint import refuse_without_packages
-from rollcall.environments.host import EnvironmentHost, HostPlace
+from rollcall.environments.host import Driven, EnvironmentHost, HostPlace, make_here
 from rollcall.environments.hosted import HostedEnvironments
-from rollcall.environments.make import Driven, make_here
 from rollcall.environments.protocol import Environments
 from rollcall.nodes.address import is_own, own_address
 from rollcall.nodes.door import new_secret

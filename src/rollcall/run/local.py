@@ -19,7 +19,7 @@ from rollcall.environments.protocol import Environments
 from rollcall.learner.gang import Gang
 from rollcall.loop.workers import Workers
 from rollcall.model.load import load_causal_lm, resolve_device, resolve_dtype
-from rollcall.model.stop_tokens import stop_token_ids
+from rollcall.model.tokenizers import stop_token_ids
 from rollcall.reward.model import load_reward_models
 from rollcall.run.build import (
     NUM_REWARD_WORKERS,

@@ -20,10 +20,10 @@ from rollcall.base.words import counted
 from rollcall.checkpoint.saving import saving_of
 from rollcall.config import Config
 from rollcall.config.sections import ElasticSection
-from rollcall.engine.tokenizers import refuse_other_tokenizers, tokenizer_mark
 from rollcall.learner.learner import TokenScores
 from rollcall.learner.optimizer import optimizer_class
 from rollcall.loop.workers import Workers
+from rollcall.model.tokenizers import refuse_other_tokenizers, tokenizer_mark
 from rollcall.nodes.cluster import Cluster
 from rollcall.plan.judge import indivisible, workable_plan
 from rollcall.plan.memory import read_sizes

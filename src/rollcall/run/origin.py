@@ -25,14 +25,13 @@ from rollcall.config import Config
 from rollcall.config.environments import AgentEnvironment, named_code
 from rollcall.config.rewards import ModelReward
 from rollcall.config.yaml import read_small
-from rollcall.engine.tokenizers import tokenizer_mark
 from rollcall.learner.learner import Learner
 from rollcall.loop.data.columns import DataError
 from rollcall.loop.data.load import PromptSet
 from rollcall.model.base import base_identities, is_adapter, used_of
 from rollcall.model.load import bases_of
-from rollcall.model.stop_tokens import stop_token_ids
 from rollcall.model.stored.find import adapter_folder
+from rollcall.model.tokenizers import stop_token_ids, tokenizer_mark
 
 ROWS, BASE, CODE = "data.json", "base.json", "code.json"
 FORMAT = 2  # of a run directory; earlier formats are refused

@@ -23,9 +23,8 @@ from rollcall.checkpoint.run_dir import RUN_FILE, run_file_of
 from rollcall.config import load_config
 from rollcall.engine.protocol import Engine, Refused, Request, Sampling
 from rollcall.engine.ticker import Ticker
-from rollcall.environments.callers import Caller, Open, Served
 from rollcall.environments.conversation import Conversations
-from rollcall.environments.endpoint import Endpoint, EndpointServer, call_format_of, in_loop
+from rollcall.environments.endpoint import Caller, Endpoint, EndpointServer, Open, Served, call_format_of, in_loop
 from rollcall.environments.histories import Histories
 from rollcall.loop.group_maker import sampling_of
 from rollcall.nodes.http_server import listen

@@ -170,7 +170,7 @@ def make_tiny_model(directory: Path, *, is_reward: bool = False) -> Path:
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification
 
-    from rollcall.model.tiny import ALPHABET, char_tokenizer
+    from rollcall.model.tokenizers import ALPHABET, char_tokenizer
 
     tokenizer = char_tokenizer(ALPHABET)
     ids: dict[str, Any] = dict(

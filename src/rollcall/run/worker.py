@@ -24,9 +24,8 @@ from rollcall.base.wait import say
 from rollcall.checkpoint.in_parts import num_parts
 from rollcall.checkpoint.training import in_modules
 from rollcall.config import Config
-from rollcall.engine.exchange import Exchanged, exchange
 from rollcall.engine.protocol import Request
-from rollcall.engine.tokenizers import tokenizer_mark
+from rollcall.engine.ticker import Exchanged, exchange
 from rollcall.engine.vllm.engine import VllmEngine
 from rollcall.engine.weights.layout import Parts, SentBlock
 from rollcall.engine.weights.protocol import Invitation
@@ -35,8 +34,8 @@ from rollcall.learner.layout import Block, module_shapes
 from rollcall.learner.learner import Body, Reference, TokenScores, score_samples, whole_body
 from rollcall.model.files import resolve_model
 from rollcall.model.load import WholeOnly, load_causal_lm, open_unread, outline_causal_lm, resolve_device, resolve_dtype
-from rollcall.model.stop_tokens import stop_token_ids
 from rollcall.model.stored.tensors import Stored
+from rollcall.model.tokenizers import stop_token_ids, tokenizer_mark
 from rollcall.nodes.address import own_address
 from rollcall.nodes.door import listen_at
 from rollcall.nodes.interfaces import interface_of

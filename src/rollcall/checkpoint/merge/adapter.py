@@ -13,8 +13,7 @@ from rollcall.base.patience import plain_disk_errors
 from rollcall.base.wait import say
 from rollcall.checkpoint.merge.staging import locked
 from rollcall.model.stored.files import StoredError, file_checksum
-from rollcall.model.stored.find import adapter_folder, checkpoint_of
-from rollcall.model.stored.manifest import read_manifest
+from rollcall.model.stored.find import adapter_folder, checkpoint_of, read_manifest
 from rollcall.model.stored.safetensors import open_model_dir
 from rollcall.model.stored.tensors import Stored
 

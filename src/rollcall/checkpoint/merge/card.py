@@ -13,10 +13,9 @@ from typing import Any
 from rollcall.base.version import __version__
 from rollcall.base.words import visible
 from rollcall.config.yaml import read_small, read_yaml
-from rollcall.model.stored.dtypes import DType
 from rollcall.model.stored.files import StoredError
 from rollcall.model.stored.find import ADAPTER_CONFIG, PROBE, checkpoint_of
-from rollcall.model.stored.tensors import Stored
+from rollcall.model.stored.tensors import DType, Stored
 
 # Suffixes of config files. The only folder that is copied is the one with additional templates.
 CONFIG_ENDS = (".json", ".txt", ".model", ".jinja", ".tiktoken", ".py")

@@ -23,10 +23,10 @@ from rollcall.checkpoint.merge.card import card, copy_config_files, not_of_a_mod
 from rollcall.checkpoint.merge.plan import MergePlan, copy_unit, plan_merge, written_dtype
 from rollcall.checkpoint.merge.selection import select
 from rollcall.checkpoint.merge.staging import Staging, begin
-from rollcall.model.stored.dtypes import DTYPES as KINDS
 from rollcall.model.stored.files import StoredError
 from rollcall.model.stored.open import open_stored
 from rollcall.model.stored.safetensors import INDEX
+from rollcall.model.stored.tensors import DTYPES as KINDS
 from rollcall.model.stored.tensors import Stored
 
 DTYPES = {

@@ -18,10 +18,9 @@ from math import prod
 from pathlib import Path
 
 from rollcall.base.append_file import write_at
-from rollcall.model.stored.dtypes import DType
 from rollcall.model.stored.files import CheckedRange, StoredError, StoredFile, new_checksum, read_fully
 from rollcall.model.stored.safetensors import write_header
-from rollcall.model.stored.tensors import Piece, Stored, StoredTensor
+from rollcall.model.stored.tensors import DType, Piece, Stored, StoredTensor
 
 UNIT_BYTES = 256 << 20
 CHUNK = 512 << 10  # a multiple of every element's size

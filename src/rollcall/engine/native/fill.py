@@ -15,8 +15,7 @@ from torch import Tensor
 
 from rollcall.base.errors import is_out_of_memory
 from rollcall.engine.native.runner import Fill
-from rollcall.model.arrays import on_device
-from rollcall.model.attention import end_aligned_mask, flash, runs_flash
+from rollcall.model.attention import end_aligned_mask, flash, on_device, runs_flash
 from rollcall.model.decoder import Decoder
 
 Store = Callable[[int, Tensor, Tensor], None]

@@ -34,7 +34,7 @@ from rollcall.engine.native.runner import (
     prompt_key,
 )
 from rollcall.engine.native.sampler import truncate
-from rollcall.model.arrays import on_device
+from rollcall.model.attention import on_device
 from rollcall.model.decoder import Decoder, UnsupportedModel
 from rollcall.model.kernels import attention, sampling
 from rollcall.model.kernels import decode as kernels

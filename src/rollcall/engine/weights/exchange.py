@@ -25,7 +25,7 @@ from rollcall.base.errors import WeightUpdateError
 from rollcall.base.wait import Wait
 from rollcall.engine.weights import delta, shared_memory
 from rollcall.engine.weights.broadcast import BroadcastInlet, BroadcastOutlet
-from rollcall.engine.weights.carrier import Hellos, Inlet, Outlet, visible_gpus
+from rollcall.engine.weights.carrier import Inlet, Outlet, visible_gpus
 from rollcall.engine.weights.layout import Layout, Parts, Views, cut, fit, view
 from rollcall.engine.weights.line import Desk, Line, call, hear_all
 from rollcall.engine.weights.protocol import Carrying, Invitation, RefusedUpdateError, refuse_stale
@@ -78,17 +78,17 @@ class StreamSender:
             views = tensors if isinstance(tensors, Parts) else view(tensors)
             if self._outlet is None:
                 self._lines, hellos = self._desk.welcome(deadline)
-                self._outlet = self._open_outlet(views, hellos, deadline)
+                if self._carrying == "broadcast":
+                    self._outlet = BroadcastOutlet(self._lines, hellos, views.device, deadline)
+                else:
+                    through_host = isinstance(views, Parts)
+                    self._outlet = shared_memory.open_outlet(
+                        self._lines, hellos, views.device, deadline, through_host=through_host
+                    )
             self._exchange(views, version=version, deadline=deadline)
         except BaseException:  # receivers must not wait for a sender that has given up
             self.close()
             raise
-
-    def _open_outlet(self, views: Views | Parts, hellos: Hellos, deadline: Wait) -> Outlet:
-        if self._carrying == "broadcast":
-            return BroadcastOutlet(self._lines, hellos, views.device, deadline)
-        through_host = isinstance(views, Parts)
-        return shared_memory.open_outlet(self._lines, hellos, views.device, deadline, through_host=through_host)
 
     def close(self) -> None:
         self._is_closed = True
@@ -220,7 +220,9 @@ class LineReceiver(ABC):
         headers = [line.hear(deadline) for line in lines]
         refusal: RefusedUpdateError | None = None
         try:
-            self._check(headers, version=version)
+            for header in headers:
+                refuse_stale(header["version"], due=version, newest=self._newest)
+            self._fit(headers)
         except RefusedUpdateError as error:
             refusal = error
         if (step := self._answer(refusal, deadline)) != "data":
@@ -239,11 +241,6 @@ class LineReceiver(ABC):
             )
         return refusal, self._answer(refusal, deadline)
 
-    def _check(self, headers: Sequence[Header], *, version: int) -> None:
-        for header in headers:
-            refuse_stale(header["version"], due=version, newest=self._newest)
-        self._fit(headers)
-
     def _answer(self, refusal: Exception | None, deadline: Wait) -> str:
         """Give all senders the same answer; return what they do next."""
         for line, _ in self._ends:
@@ -252,7 +249,7 @@ class LineReceiver(ABC):
         if len(set(steps.values())) > 1:  # another receiver, which shares only some of the senders, has refused
             found = ", ".join(f"{sender}: {step}" for sender, step in steps.items())
             raise WeightUpdateError(
-                f"{self.name} cannot continue: another receiver of weights refused them, and its senders differ ({found}); start the run again"
+                f"{self.name} cannot continue: another receiver refused the weights, and the senders disagree about what to do next ({found}); run the same command again"
             )
         return steps.popitem()[1]
 

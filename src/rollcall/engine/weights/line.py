@@ -99,10 +99,10 @@ class Line:
             raise (self._silent(deadline) if is_silent else self.gone(error)) from None
 
     def gone(self, error: OSError | None) -> MissingPeerError:
-        return MissingPeerError(f"{self.peer} is gone in the middle of a weight update{f' ({error})' if error else ''}")
+        return MissingPeerError(f"{self.peer} went away during a weight update{f' ({error})' if error else ''}")
 
     def _silent(self, deadline: Wait) -> MissingPeerError:
-        return MissingPeerError(f"no word from {self.peer} within {deadline.timeout_s:g} s of a weight update")
+        return MissingPeerError(f"{self.peer} did not answer within the {deadline.timeout_s:g} s of a weight update")
 
 
 def hear_all(lines: Mapping[str, Line], deadline: Wait, *, waiting_for: str) -> dict[str, dict[str, Any]]:
@@ -156,12 +156,12 @@ class Desk:
         while missing := [name for name in self._receivers if name not in lines]:
             connection = self._door.accept(deadline.until_word_s)
             if connection is None and not deadline.is_over:
-                deadline.tell(f"weights: waiting for {', '.join(missing)} to come")
+                deadline.tell(f"weights: waiting for {', '.join(missing)} to connect")
                 continue
             if connection is None:
                 _close_all(lines)
                 raise MissingPeerError(
-                    f"{len(missing)} of {len(self._receivers)} receivers of weights did not come within "
+                    f"{len(missing)} of {len(self._receivers)} receivers of weights did not connect within "
                     f"{deadline.timeout_s:g} s: {', '.join(missing)}"
                 )
             line = Line(connection, peer="a receiver of weights")
@@ -176,7 +176,7 @@ class Desk:
             lines[name], hellos[name] = line, hello
             if hello.get("gone"):
                 _close_all(lines)
-                raise MissingPeerError(f"{name} is lost and does not come for its weights")
+                raise MissingPeerError(f"{name} is lost and will not receive its weights")
         return {name: lines[name] for name in self._receivers}, hellos
 
     def close(self) -> None:
@@ -202,7 +202,7 @@ def call(invitation: Invitation, *, name: str, deadline: Wait, about: Mapping[st
         read, write = partial(line.read, deadline=deadline), partial(line.write, deadline=deadline)
         if not prove(read, write, secret=invitation.secret):
             raise MissingPeerError(
-                f"what listens in the place of {invitation.sender} does not know the invitation's secret"
+                f"the process that listens at the address of {invitation.sender} does not know the invitation's secret"
             )
         line.tell({"name": name, **about}, deadline)
     except BaseException:

@@ -25,7 +25,7 @@ from rollcall.config import Config, load_config
 from rollcall.launch.finish.gather import gather, is_here, parts_elsewhere
 from rollcall.launch.finish.nodes_of import find_nodes
 from rollcall.launch.finish.upload import Uploaded, upload
-from rollcall.model.stored.manifest import checkpoints_of, is_checkpoint, newest_checkpoint
+from rollcall.model.stored.find import checkpoints_of, is_checkpoint, newest_checkpoint
 from rollcall.model.stored.tensors import StoredError
 
 NOTES = "finish.json"  # in the run directory

@@ -27,7 +27,7 @@ from rollcall.checkpoint.local import FOLDER_NAME, names_of_run
 from rollcall.launch.finish.node_files import PART
 from rollcall.launch.finish.nodes_of import Node, NodeError
 from rollcall.model.stored.files import new_checksum
-from rollcall.model.stored.manifest import Manifest, read_manifest
+from rollcall.model.stored.find import Manifest, read_manifest
 
 FOLDER = ".gather"  # in the checkpoint's folder
 NODES_AT_ONCE = 8

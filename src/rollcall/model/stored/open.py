@@ -7,8 +7,16 @@ from pathlib import Path
 
 from rollcall.model.stored.dcp import open_dcp
 from rollcall.model.stored.files import StoredError
-from rollcall.model.stored.find import METADATA, checkpoint_of, is_model_dir, verl_folder
-from rollcall.model.stored.manifest import MANIFEST, checkpoints_of, missing_file, read_manifest
+from rollcall.model.stored.find import (
+    MANIFEST,
+    METADATA,
+    checkpoint_of,
+    checkpoints_of,
+    is_model_dir,
+    missing_file,
+    read_manifest,
+    verl_folder,
+)
 from rollcall.model.stored.safetensors import open_model_dir, open_parts
 from rollcall.model.stored.tensors import Stored
 from rollcall.model.stored.verl import open_verl
@@ -22,7 +30,7 @@ def open_checkpoint(checkpoint: Path) -> Stored:
     of_model = {name: file for name, file in manifest.files.items() if name.startswith("model/")}
     if why := missing_file(of_model.values()):  # the tokenizer must be there too
         raise StoredError(
-            f"{checkpoint} is not complete: {why}; restore the file, or bring it from its node with `rollcall gather`"
+            f"{checkpoint} is not complete: {why}; restore the file, or copy it from its node with `rollcall gather`"
         )
     facts = {**manifest.facts, "has_critic": any(name.startswith("critic") for name in manifest.files)}
     files = list(manifest.weights.values())
@@ -31,7 +39,7 @@ def open_checkpoint(checkpoint: Path) -> Stored:
         parts = open_parts(files, origin=str(checkpoint), folder=checkpoint / "model", facts=facts)
         return replace(parts, files=known)
     if not files:
-        raise StoredError(f"{checkpoint} holds no weights; give another checkpoint")
+        raise StoredError(f"{checkpoint} has no weights; use another checkpoint")
     whole = open_model_dir(checkpoint / "model")
     if unknown := next((path for path in whole.files if path not in known), None):
         raise StoredError(
@@ -49,7 +57,7 @@ def open_stored(path: Path) -> Stored:
         if (checkpoint := checkpoint_of(path)) is not None:
             return open_checkpoint(checkpoint)
         if checkpoints_of(path) or checkpoints_of(path / "checkpoints"):
-            raise StoredError(f"{path} holds no whole checkpoint; give another")
+            raise StoredError(f"{path} has no complete checkpoint; use another")
     if (folder := verl_folder(path)) is not None:
         return open_verl(folder)
     if (path / METADATA).is_file():
@@ -58,4 +66,4 @@ def open_stored(path: Path) -> Stored:
         return open_model_dir(path)
     if (path / "model" / "config.json").is_file():  # a run that kept its model but no checkpoint
         return open_model_dir(path / "model")
-    raise StoredError(f"{path} holds no weights that can be read; give {KNOWN}")
+    raise StoredError(f"{path} has no weights that Rollcall can read; use {KNOWN}")

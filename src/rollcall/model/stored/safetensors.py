@@ -17,10 +17,9 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 from safetensors import safe_open
 
 from rollcall.config.yaml import read_small
-from rollcall.model.stored.dtypes import DTYPES, OF_SAFETENSORS, DType, name_of
-from rollcall.model.stored.files import StoredError, StoredFile, plain_damage, refuse_pipe
+from rollcall.model.stored.files import StoredError, StoredFile, plain_damage
 from rollcall.model.stored.find import ADAPTER_CONFIG, ADAPTER_WEIGHTS
-from rollcall.model.stored.tensors import Piece, Stored, StoredTensor, stored_of
+from rollcall.model.stored.tensors import DTYPES, OF_SAFETENSORS, DType, Piece, Stored, StoredTensor, name_of, stored_of
 
 if TYPE_CHECKING:
     import torch
@@ -40,7 +39,7 @@ def open_model_dir(folder: Path) -> Stored:
     """Open a model directory as transformers writes it: one file, or several with an index."""
     if (folder / ADAPTER_CONFIG).exists():
         raise StoredError(
-            f"{folder} holds an adapter, not the weights of a model; add it to its model with `rollcall merge` and give what that writes"
+            f"{folder} contains an adapter, not a model; add it to its model with `rollcall merge`, and use the result"
         )
     paths, named = weight_files(folder)
     files = [StoredFile(path=path, size=path.stat().st_size) for path in paths]
@@ -107,7 +106,6 @@ def _blocks(file: StoredFile) -> Iterable[tuple[str, tuple[int, ...], DType, Pie
 def read_header(path: Path) -> tuple[dict[str, _Entry], dict[str, str]]:
     """Read a file's list of tensors and its metadata. Refuses an incomplete file."""
     entries: dict[str, _Entry] = {}
-    refuse_pipe(path)
     with plain_damage(f"{path} is not a whole safetensors file"):
         with path.open("rb") as file:
             offset = 8 + int.from_bytes(file.read(8), "little")

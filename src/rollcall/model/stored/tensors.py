@@ -1,4 +1,7 @@
-"""A set of stored tensors: which bytes in which files make up each tensor, and how to read a block of it."""
+"""A set of stored tensors: which bytes in which files make up each tensor, and how to read a block of it.
+
+torch takes seconds to import and is not needed to copy tensors between files, so it is imported where a tensor is read.
+"""
 
 from __future__ import annotations
 
@@ -11,13 +14,52 @@ from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rollcall.model.stored.dtypes import DType
 from rollcall.model.stored.files import StoredError, StoredFile, read_fully
 
 if TYPE_CHECKING:
     import torch
 
 PIECE_BYTES = 64 << 20  # how much of a tensor is in host memory at once
+
+
+@dataclass(frozen=True, slots=True)
+class DType:
+    name: str  # torch's, such as bfloat16
+    itemsize: int
+    in_safetensors: str | None = None  # its name in safetensors, if the format supports it
+
+    @property
+    def is_floating_point(self) -> bool:
+        return "float" in self.name
+
+    @property
+    def torch(self) -> torch.dtype:
+        import torch
+
+        return getattr(torch, self.name)
+
+    def __str__(self) -> str:
+        return f"torch.{self.name}"
+
+
+_ALL = (
+    DType("float64", 8, "F64"), DType("float32", 4, "F32"), DType("float16", 2, "F16"), DType("bfloat16", 2, "BF16"),
+    DType("float8_e4m3fn", 1, "F8_E4M3"), DType("float8_e5m2", 1, "F8_E5M2"), DType("float8_e4m3fnuz", 1),
+    DType("float8_e5m2fnuz", 1), DType("float8_e8m0fnu", 1),
+    DType("int64", 8, "I64"), DType("int32", 4, "I32"), DType("int16", 2, "I16"), DType("int8", 1, "I8"),
+    DType("uint64", 8, "U64"), DType("uint32", 4, "U32"), DType("uint16", 2, "U16"), DType("uint8", 1, "U8"),
+    DType("bool", 1, "BOOL"), DType("complex64", 8, "C64"), DType("complex128", 16),
+)  # fmt: skip
+DTYPES = {one.name: one for one in _ALL}
+OF_SAFETENSORS = {one.in_safetensors: one for one in _ALL if one.in_safetensors is not None}
+
+
+def name_of(dtype: torch.dtype | DType) -> str:
+    """
+    >>> name_of(DTYPES["bfloat16"])
+    'bfloat16'
+    """
+    return str(dtype).removeprefix("torch.")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -213,7 +255,7 @@ def first_tensors(names: Collection[str], fault: str) -> str:
 def refuse_whole_numbers(types: Mapping[str, DType], names: Iterable[str], *, origin: str) -> None:
     """Refuse weights that are not floating-point (int8, bool, complex): they would be cast, but are quantised, damaged or not weights.
 
-    >>> from rollcall.model.stored.dtypes import DTYPES
+    >>> from rollcall.model.stored.tensors import DTYPES
     >>> refuse_whole_numbers({"norm": DTYPES["int8"], "step": DTYPES["int64"]}, ["norm"], origin="model.path=m")
     Traceback (most recent call last):
     rollcall.model.stored.files.StoredError: model.path=m stores norm as int8; weights must be floating-point numbers: give ...
@@ -239,7 +281,7 @@ def stored_of(
     by_path = {file.path: file for file in files}
     by_name = {tensor.name: tensor for tensor in tensors}
     if not by_name:
-        raise StoredError(f"{origin} holds no tensors; give a directory with the weights of a model")
+        raise StoredError(f"{origin} has no tensors; use a directory with the weights of a model")
     for tensor in by_name.values():
         refuse_gaps(tensor, origin=origin)
     return Stored(origin=origin, tensors=by_name, files=by_path, folder=folder, kind=kind, facts=dict(facts or {}))

@@ -22,9 +22,8 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from rollcall.model.stored.dtypes import DTYPES, DType
-from rollcall.model.stored.files import CheckedRange, StoredError, plain_damage, read_fully, refuse_pipe
-from rollcall.model.stored.tensors import Piece
+from rollcall.model.stored.files import CheckedRange, StoredError, plain_damage, read_fully
+from rollcall.model.stored.tensors import DTYPES, DType, Piece
 
 MOST_PICKLE_BYTES = 1 << 29
 _TYPES = DTYPES | {
@@ -108,8 +107,8 @@ class _Unpickler(pickle.Unpickler):
         ):
             return _stub_class(name)
         raise StoredError(
-            f"{self._what} wants {module}.{name}, and only tensors are read from a pickle: nothing was run. Save it again with "
-            "nothing but tensors, such as a state dict"
+            f"{self._what} refers to {module}.{name}, but only tensors are read from a pickle, and no code was run. Save it again with "
+            "only tensors, such as a state dict"
         )
 
     def persistent_load(self, pid: Any) -> Any:
@@ -187,7 +186,6 @@ def whole_numbers(value: Any) -> tuple[int, ...]:
 def open_torch_file(path: Path, *, offset: int = 0, length: int | None = None) -> tuple[TorchFile, Any]:
     """Open a ``torch.save`` file, possibly inside a larger file, and return it with its unpickled content."""
     what = str(path) if length is None else f"{path} (bytes {offset:,} to {offset + length:,})"
-    refuse_pipe(path)
     with (
         plain_damage(
             f"{what} is not a whole file of torch.save in its zip format",

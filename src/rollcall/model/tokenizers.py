@@ -1,13 +1,15 @@
-"""Where a completion stops: the same rule for rollouts, evaluation and the exported generation config.
+"""Tokenizers: where a completion stops, whether all processes have the same tokenizer, and the tokenizer of the embedded model.
 
-A completion stops at a token (an end-of-text or other special token, or a token id from the run file) or when its
+Rollouts, evaluation and the exported generation config use the same rule. A completion stops at a token (an end-of-text or other special token, or a token id from the run file) or when its
 text contains one of the run file's stop strings. Text is decoded without special tokens, so a special token among the
 strings is treated as a token.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rollcall.base.errors import ConfigError
@@ -84,3 +86,60 @@ def _ids(config: Any) -> list[int]:
             f"the model's generation_config.json has eos_token_id={eos!r:.80}, which is no token id; restore the file"
         )
     return list(found)
+
+
+def is_plain_fast(tokenizer: Any, *methods: str) -> bool:
+    """Whether the tokenizer leaves the work of these methods to its Rust backend."""
+    from transformers import PreTrainedTokenizerFast as Plain
+
+    return isinstance(tokenizer, Plain) and all(getattr(type(tokenizer), one) is getattr(Plain, one) for one in methods)
+
+
+def tokenizer_mark(tokenizer: Any) -> str:
+    """Return a mark that is equal for tokenizers that tokenise alike and have the same end token: each process of a run loads its
+    tokenizer from its own node's files. Without a Rust tokenizer, the mark covers only the vocabulary and the special tokens."""
+    rust = getattr(tokenizer, "backend_tokenizer", None)
+    if rust is None:
+        described = sorted(tokenizer.get_vocab().items(), key=lambda item: (item[1], item[0]))
+    else:
+        # Each call sets padding and truncation itself.
+        described = {
+            key: part for key, part in json.loads(rust.to_str()).items() if key not in ("padding", "truncation")
+        }
+    digest = hashlib.blake2b(json.dumps(described, sort_keys=True).encode(), digest_size=8)
+    digest.update(f"{sorted(tokenizer.all_special_ids)}\0{tokenizer.eos_token_id}".encode())
+    return digest.hexdigest()
+
+
+def refuse_other_tokenizers(ours: str, marks: Mapping[str, str], *, path: str) -> None:
+    """``marks`` maps a description of each holder to its mark; prompts are tokenised with ours."""
+    if others := [who for who, mark in marks.items() if mark != ours]:
+        raise ValueError(
+            f"the tokenizer of {path} differs between {', '.join(others)} and the controller, which creates the prompts; "
+            "copy the same files to each node, or put the model in a folder that all nodes share"
+        )
+
+
+# The embedded model is a character-level decoder with about a million parameters (`scripts/make_arithmetic_model.py` trains it). It can
+# add, but usually does not carry: that is left for reinforcement learning.
+SPECIAL = ("<eos>", "<pad>", "<unk>", "<bos>")
+ALPHABET = "0123456789+="
+
+
+def char_tokenizer(alphabet: str) -> Any:
+    """Build a tokenizer with one token per character. Text survives a round trip: no merges, normalisation or added spaces."""
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    vocabulary = {token: index for index, token in enumerate((*SPECIAL, *alphabet))}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), behavior="isolated")  # type: ignore[assignment]
+    tokenizer.decoder = decoders.Fuse()  # type: ignore[assignment]
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        eos_token="<eos>",
+        pad_token="<pad>",
+        unk_token="<unk>",
+        bos_token="<bos>",
+        clean_up_tokenization_spaces=False,
+    )
