@@ -35,7 +35,7 @@ from rollcall.nodes.bootstrap import start_node, stop_node
 from rollcall.nodes.head import HeadAnswer, HeadRefuses, ask_head, dashboard_url
 from rollcall.nodes.processes import MARK, command_names, find_processes, stop_processes
 from rollcall.nodes.rank import LAUNCHERS, find_identity
-from rollcall.nodes.ray_start import NodeRequest, Start, choose_temp_dir, find_slots, own_temp_dir
+from rollcall.nodes.ray_start import NodeRequest, RayletEnded, Start, choose_temp_dir, find_slots, own_temp_dir
 from rollcall.nodes.rendezvous import Head, Rendezvous
 from rollcall.nodes.state import (
     NodeRecord,
@@ -487,6 +487,38 @@ def test_a_raylet_that_ends_while_ray_starts_is_told_at_once_with_its_last_words
             ray_start.ray_start(request, start, log=tmp_path / "start.log", deadline=time.monotonic() + WAIT_S)
     finally:
         stop_processes(state_dir("default"))
+
+
+@pytest.mark.parametrize("num_ends", [1, 2])
+def test_a_raylet_that_ends_while_ray_starts_gets_one_more_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], num_ends: int
+) -> None:
+    monkeypatch.setenv("ROLLCALL_STATE_DIR", str(tmp_path / "s"))
+    record = replace(make_record(), rank=1, temp_dir=str(own_temp_dir("default")))
+    starts = []
+
+    def start_ray(request: NodeRequest, start: Start, **rest: Any) -> None:
+        starts.append(start)
+        if len(starts) <= num_ends:
+            raise RayletEnded("Ray's raylet on 10.0.0.1 ended; its logs:\n  Timed out waiting for file")
+        (own_temp_dir("default") / "session_latest").mkdir()
+
+    monkeypatch.setattr(bootstrap, "ray_start", start_ray)
+    monkeypatch.setattr(bootstrap, "_joined", lambda start, deadline: record)
+    request = NodeRequest(cluster="default", rank=1, num_nodes=2)
+    start = Start(record=record, token="x" * 64, publish_token=False, tls=False)
+    if num_ends == 1:
+        assert bootstrap._launch(request, start) == record == read_record("default")
+    else:
+        with pytest.raises(RayletEnded):
+            bootstrap._launch(request, start)
+        assert read_record("default") is None
+    assert len(starts) == 2
+    said = capsys.readouterr()
+    assert (
+        "Timed out waiting for file\nRay's raylet ended while Ray was starting; starting Ray once more"
+        in said.out + said.err
+    )
 
 
 def test_logs_of_a_start_that_failed_stay_until_the_next_stop(

@@ -57,11 +57,6 @@ def unsound(prompts: PromptSet) -> str | None:
             return f"{type(error).__name__}: {error}"
         if prompt.answer.lower() in ("nan", "inf", "-inf") or prompt.answer in ("True", "False", "None"):
             return f"the answer {prompt.answer}"
-        numbers, target = prompt.metadata.get("numbers"), prompt.metadata.get("target")
-        if isinstance(numbers, list) and not all(isinstance(number, int) for number in numbers):
-            return f"numbers={numbers}"
-        if isinstance(target, str):
-            return f"target={target!r}"
     return None
 
 

@@ -31,6 +31,7 @@ from rollcall.nodes.node_shell import TOKEN
 from rollcall.nodes.processes import GCS, RAYLET, command_names, find_processes, stop_processes
 from rollcall.nodes.ray_start import (
     NodeRequest,
+    RayletEnded,
     Start,
     choose_temp_dir,
     find_slots,
@@ -204,6 +205,21 @@ def _running(request: NodeRequest) -> NodeRecord | None:
 def _launch(request: NodeRequest, start: Start) -> NodeRecord:
     """Start Ray, check that the head lists this node, and record it. A failure leaves nothing behind."""
     deadline = time.monotonic() + START_S
+    try:
+        try:
+            return _launch_once(request, start, deadline=deadline)
+        except RayletEnded as error:
+            _stop(request.cluster)
+            say(
+                f"{str(error).splitlines()[-1].strip()}\nRay's raylet ended while Ray was starting; starting Ray once more"
+            )
+            return _launch_once(request, start, deadline=deadline)
+    except BaseException:
+        _stop(request.cluster)
+        raise
+
+
+def _launch_once(request: NodeRequest, start: Start, *, deadline: float) -> NodeRecord:
     folder, temp_dir = state_dir(request.cluster), Path(start.record.temp_dir)
     if request.temp_dir is None:
         shutil.rmtree(temp_dir, ignore_errors=True)  # sessions of earlier starts
@@ -211,18 +227,14 @@ def _launch(request: NodeRequest, start: Start) -> NodeRecord:
     write_token(request.cluster, start.token)
     if start.tls:
         write_certificates(tls_dir(request.cluster), token=start.token, addresses=[start.record.node_ip])
-    try:
-        ray_start(request, start, log=folder / "start.log", deadline=deadline)
-        # Ray opens its folders to everyone, and this one contains the sockets of the raylet and the object store.
-        (temp_dir / "session_latest").resolve().chmod(0o700)
-        record = _joined(start, deadline=deadline)
-        write_record(record)
-        if request.rank == 0 and request.rendezvous is not None:
-            _refuse_second_head(request, token=start.token)  # a second head may have started meanwhile
-            _publish(request, start, record, deadline=deadline)
-    except BaseException:
-        _stop(request.cluster)
-        raise
+    ray_start(request, start, log=folder / "start.log", deadline=deadline)
+    # Ray opens its folders to everyone, and this one contains the sockets of the raylet and the object store.
+    (temp_dir / "session_latest").resolve().chmod(0o700)
+    record = _joined(start, deadline=deadline)
+    write_record(record)
+    if request.rank == 0 and request.rendezvous is not None:
+        _refuse_second_head(request, token=start.token)  # a second head may have started meanwhile
+        _publish(request, start, record, deadline=deadline)
     return record
 
 

@@ -100,6 +100,10 @@ class Start:
     mark: str = field(default_factory=lambda: secrets.token_hex(8))  # tells this start from others in the head's list
 
 
+class RayletEnded(ClusterError):
+    """Ray's raylet gives up if its helpers are not there in time, as on a busy machine or a slow disk."""
+
+
 def find_slots(asked: int | None) -> tuple[int, Accelerator]:
     """Return how many slots this node offers, and their kind."""
     num_gpus = _count_gpus()
@@ -235,7 +239,7 @@ def ray_start(request: NodeRequest, start: Start, *, log: Path, deadline: float)
         # `ray start` itself would keep waiting for a dead raylet until it times out.
         had_raylet, has_raylet = has_raylet, RAYLET in command_names(find_processes(state_dir(record.cluster)))
         if had_raylet and not has_raylet and child.poll() is None:
-            raise ClusterError(f"Ray's raylet on {record.node_ip} ended while Ray was starting; {_logs(record, log)}")
+            raise RayletEnded(f"Ray's raylet on {record.node_ip} ended while Ray was starting; {_logs(record, log)}")
         if not wait.again(f"starting Ray on {record.node_ip}", after_s=0.3):
             raise ClusterError(f"`ray start` has not finished after {wait.waited_s:.0f} s; {_logs(record, log)}")
     if child.returncode:
