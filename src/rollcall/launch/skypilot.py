@@ -24,7 +24,7 @@ from rollcall.launch.target import (
     run,
     unlike_slots,
 )
-from rollcall.nodes.node_shell import TOKEN
+from rollcall.nodes.state import TOKEN
 
 TASK = "task.yaml"
 JOB, CLUSTER = "managed job", "cluster"
