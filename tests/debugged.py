@@ -30,7 +30,7 @@ def run_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.setattr(attach, "_alone_since", None)
     monkeypatch.setattr(attach, "_has_given_up", False)
     here._examined.cache_clear()
-    here.warn_passed_over.cache_clear()
+    here.warn_ignored.cache_clear()
     for name in (here.POST_MORTEM, here.RAY_DEBUG, "PYTHONBREAKPOINT"):
         monkeypatch.delenv(name, raising=False)
     with BOARD.of_run(tmp_path):

@@ -398,13 +398,13 @@ def test_a_reward_that_raises_opens_the_debugger_once_for_a_line(
     assert "'aaa'" in capsys.readouterr().out
 
 
-def test_a_breakpoint_thatnobody_could_find_is_passed_over(
+def test_a_breakpoint_that_nobody_could_find_is_ignored(
     rewards: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(BOARD, "_run_dir", None)
     results = score("stops", ["stop", "abc", "stop"], timeout_s=30.0)
     assert [(result.value, result.kind) for result in results] == [(4.0, ""), (3.0, ""), (4.0, "")]
-    assert caplog.text.count("passed over") == 1
+    assert caplog.text.count("is ignored") == 1
 
 
 def test_a_pool_that_closes_ends_a_reward_that_stopped(rewards: Path) -> None:

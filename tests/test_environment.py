@@ -21,10 +21,15 @@ from rollcall.nodes.declared import (
     NODE_OWN,
     SEALED,
     SUBMITTED,
+    UNDECLARED,
     declared,
     environment,
     for_ray,
+    hint,
     job_env,
+    missed,
+    nodes_own,
+    origins,
     passed,
     process_token,
     seal,
@@ -33,7 +38,6 @@ from rollcall.nodes.declared import (
     unseal,
     worker_env,
 )
-from rollcall.nodes.node_shell import UNDECLARED, hint, missed, nodes_own, origins
 
 TOKEN = "token-of-this-cluster"
 SECRET = "wandb-5e77a9-not-for-you"

@@ -40,9 +40,8 @@ from rollcall.launch.jobs.package import Shared, build_package, mount_of, resolv
 from rollcall.launch.jobs.submit import Jobs, reach, refuse_busy
 from rollcall.model.files import MODEL_DIR
 from rollcall.nodes.declared import seal
-from rollcall.nodes.node_shell import TOKEN
 from rollcall.nodes.rendezvous import Head, Rendezvous
-from rollcall.nodes.state import STATE_DIR, NodeRecord, write_record, write_token
+from rollcall.nodes.state import STATE_DIR, TOKEN, NodeRecord, write_record, write_token
 from rollcall.process.ray import job_client
 from rollcall.process.ray.each_node import NoAnswerError
 from rollcall.process.ray.job_client import HttpClient, RelayClient, Unreachable

@@ -21,7 +21,7 @@ from rollcall.config.environments import ClassEnvironment, StepEnvironment
 from rollcall.environments.host import make_environments
 from rollcall.environments.processes import ProcessEnvironments
 from rollcall.environments.protocol import Environment, EnvironmentFailed
-from rollcall.process.debug.here import warn_passed_over
+from rollcall.process.debug.here import warn_ignored
 
 MODULE = "tests.environments_of_users"
 
@@ -172,7 +172,7 @@ def test_a_copy_of_the_process_that_a_module_forks_says_nothing(
 def test_hostile_environments_fail_their_own_episode_alone(
     capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:
-    warn_passed_over.cache_clear()
+    warn_ignored.cache_clear()
     failures = {
         "eat": r"(?s)MemoryError.*memory_mb=300",
         "die": "its process died .SIGKILL",

@@ -178,8 +178,7 @@ def env(
     """
     from rollcall.launch.doctor.worker_view import view_workers
     from rollcall.nodes.cluster import find_cluster
-    from rollcall.nodes.declared import submitted_env
-    from rollcall.nodes.node_shell import hint, missed
+    from rollcall.nodes.declared import hint, missed, submitted_env
 
     section = read_run(file, overrides).cluster
     submitted = submitted_env(section)

@@ -20,7 +20,7 @@ from rollcall.launch.target import (
     left_here,
     run,
 )
-from rollcall.nodes.node_shell import TOKEN
+from rollcall.nodes.state import TOKEN
 
 TASK = "task.dstack.yml"
 THERE = "/tmp/rollcall-run/run.yaml"  # path in the container

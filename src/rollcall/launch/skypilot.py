@@ -23,7 +23,7 @@ from rollcall.launch.target import (
     left_here,
     run,
 )
-from rollcall.nodes.node_shell import TOKEN
+from rollcall.nodes.state import TOKEN
 
 TASK = "task.yaml"
 JOB, CLUSTER = "managed job", "cluster"

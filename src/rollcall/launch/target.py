@@ -32,7 +32,7 @@ from rollcall.config.sections import ClusterSection
 from rollcall.launch.jobs.package import own_modules, resolve_paths
 from rollcall.launch.record import ElsewhereError, LaunchError, LaunchRecord, launch_token
 from rollcall.launch.rendered import Rendered
-from rollcall.nodes.node_shell import TOKEN
+from rollcall.nodes.state import TOKEN
 
 RUN_FILE = "run.yaml"
 END_S = 1800.0  # clouds are slow to release machines

@@ -27,7 +27,6 @@ from rollcall.nodes.head import (
     ask_own_head,
     dashboard_url,
 )
-from rollcall.nodes.node_shell import TOKEN
 from rollcall.nodes.processes import GCS, RAYLET, command_names, find_processes, stop_processes
 from rollcall.nodes.ray_start import (
     NodeRequest,
@@ -42,6 +41,7 @@ from rollcall.nodes.ray_start import (
 )
 from rollcall.nodes.rendezvous import Found, Head, Rendezvous, look, poll, wait_at
 from rollcall.nodes.state import (
+    TOKEN,
     NodeRecord,
     check_token,
     forget,

@@ -1,8 +1,12 @@
-"""Environment variables that a run file sets for workers.
+"""Which environment variables workers get: some from their node's shell, and those that a run file declares.
 
-A run file declares them: ``cluster.env`` (values), ``cluster.env_pass`` (names copied from the submitter) and
+From the shell that started `rollcall node`, workers keep paths of programs, libraries and folders, and settings for the machine's devices,
+threads and network, which may differ between nodes. Nothing else from that shell reaches a worker, and no secret does. Raylets are
+started with these variables, so a worker cannot see more.
+
+A run file declares what else a run needs: ``cluster.env`` (values), ``cluster.env_pass`` (names copied from the submitter) and
 ``cluster.node_env`` (per node). If a name has several values, the node's wins, then the run file's, then the
-submitter's. Nothing else is forwarded: a worker's other variables come from its node (node_shell.py), Rollcall or Ray.
+submitter's. A worker's other variables come from Rollcall or Ray.
 
 Ray writes the variables of jobs and workers to its logs and shows them to anyone who asks its API (2.60: ``runtime_env_agent.log``,
 ``ray job list``). So secrets travel in one sealed variable: a new salt each time, and a Fernet message whose key is PBKDF2 of the
@@ -17,7 +21,7 @@ import fnmatch
 import hashlib
 import json
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,8 +31,9 @@ from typing import TYPE_CHECKING
 from cryptography.fernet import Fernet, InvalidToken
 
 from rollcall.base.errors import ClusterError
+from rollcall.base.process_table import environment_of
 from rollcall.base.redact import REDACTED, guard_streams, hides, redact_env, remember
-from rollcall.nodes.node_shell import TOKEN, origins
+from rollcall.nodes.state import TOKEN
 
 if TYPE_CHECKING:  # every worker process imports this module, and most do not need the run file's models
     from rollcall.config import ClusterSection
@@ -45,6 +50,26 @@ SUBMITTED = "ROLLCALL_SUBMITTED"  # names of the variables that came with the jo
 # runtime_env["worker_process_setup_hook"], for ray.init or a job
 SETUP_HOOK = "rollcall.nodes.declared.open_sealed"
 _ROUNDS = 20_000  # a token from Rollcall needs no extra rounds, but one that a person chose does
+# What workers keep from the shell of their node: names, and patterns of names.
+NAMES = frozenset({
+    "PATH", "PYTHONPATH", "LD_LIBRARY_PATH", "LD_PRELOAD", "VIRTUAL_ENV", "CONDA_PREFIX",
+    "HOME", "USER", "LOGNAME", "SHELL", "TMPDIR", "XDG_CACHE_HOME", "HOSTNAME", "TZ", "LANG", "LANGUAGE",
+    "SSL_CERT_FILE", "SSL_CERT_DIR", "REQUESTS_CA_BUNDLE", "CURL_CA_BUNDLE", "AWS_CA_BUNDLE",
+    "ROLLCALL_STATE_DIR", "ROLLCALL_CLUSTER", "ROLLCALL_VLLM_PYTHON",
+})  # fmt: skip
+PATTERNS = (
+    "LC_*", "PYTHON*", "MALLOC_*", "RAY_*", "GRPC_*",
+    "CUDA_*", "NVIDIA_*", "HIP_*", "ROCR_*", "ROCM_*", "HSA_*", "TORCH_*", "TORCHINDUCTOR_*", "PYTORCH_*", "TRITON_*",
+    "OMP_*", "MKL_*", "KMP_*", "GOMP_*", "OPENBLAS_*", "DNNL_*", "ONEDNN_*", "ATEN_*",
+    "NCCL_*", "RCCL_*", "GLOO_*", "UCX_*", "FI_*", "IBV_*", "RDMAV_*", "MLX4_*", "MLX5_*",
+)  # fmt: skip
+# Variables that a user is likely to miss: model locations, accounts, proxies.
+MATTERS = (
+    "HF_*", "HUGGING_FACE_*", "TRANSFORMERS_*", "TOKENIZERS_*", "VLLM_*", "WANDB_*", "MLFLOW_*", "COMET_*", "TENSORBOARD_*",
+    "OPENAI_*", "ANTHROPIC_*", "AZURE_*", "AWS_*", "GOOGLE_*", "*_API_KEY", "*_TOKEN", "*_proxy", "*_PROXY",
+)  # fmt: skip
+UNDECLARED = "not declared"  # set by `ray start` itself, or Ray was started without `rollcall node`
+OF_ROLLCALL = ("ROLLCALL_*", "RAY_AUTH_*", "RAY_TLS_*", "RAY_USE_TLS")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -261,3 +286,54 @@ def unseal(envelope: str, token: str) -> dict[str, str]:
 def _cipher(token: str, salt: str) -> Fernet:
     key = hashlib.pbkdf2_hmac("sha256", token.encode(), salt.encode(), _ROUNDS, dklen=32)
     return Fernet(base64.urlsafe_b64encode(key))
+
+
+def is_nodes_own(name: str) -> bool:
+    """
+    >>> [is_nodes_own(name) for name in ("PATH", "NCCL_DEBUG", "HF_TOKEN", "HF_HOME", "SLURM_JOB_ID")]
+    [True, True, False, False, False]
+    """
+    return name in NAMES or _matches(name, PATTERNS)
+
+
+def nodes_own(environ: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables that workers would see on a node started from this shell."""
+    return {name: value for name, value in environ.items() if is_nodes_own(name) and not hides(name, value)}
+
+
+def missed(environ: Mapping[str, str], *, given: Collection[str] = ()) -> list[str]:
+    """Return variables set here that workers do not see but a run may need; ``given`` lists those that they do see."""
+    ours = ("RAY_*", "ROLLCALL_*")
+    return sorted(
+        name
+        for name in environ
+        if _matches(name, MATTERS) and not _matches(name, ours) and name not in given and not is_nodes_own(name)
+    )
+
+
+def hint(names: Collection[str]) -> str:
+    """Hint at variables by name only, since a value may be a secret."""
+    return (
+        f"set here, and not seen by workers: {', '.join(names)}; if a run needs one of these, name it in cluster.env_pass of "
+        "its run file"
+    )
+
+
+def origins(environ: Mapping[str, str]) -> dict[str, str]:
+    """Return where each variable of this worker comes from if no run file declares it."""
+    inherited = environment_of(int(environ.get("RAY_RAYLET_PID", 0)))
+    found = {}
+    for name in environ:
+        if _matches(name, OF_ROLLCALL):
+            found[name] = "rollcall"
+        elif inherited is not None and name not in inherited:
+            found[name] = "Ray"
+        elif is_nodes_own(name) or name == "DASHBOARD_METRIC_PORT":
+            found[name] = "the node's own"
+        else:
+            found[name] = UNDECLARED
+    return found
+
+
+def _matches(name: str, patterns: Collection[str]) -> bool:
+    return any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)

@@ -33,11 +33,11 @@ from rollcall.nodes.address import (
     resolve,
     split_address,
 )
+from rollcall.nodes.declared import hint, missed, nodes_own
 from rollcall.nodes.head import LABEL
-from rollcall.nodes.node_shell import TOKEN, hint, missed, nodes_own
 from rollcall.nodes.processes import MARK, RAYLET, command_names, find_processes
 from rollcall.nodes.rendezvous import Found
-from rollcall.nodes.state import Accelerator, NodeRecord, auth_env, state_dir, tls_env
+from rollcall.nodes.state import TOKEN, Accelerator, NodeRecord, auth_env, state_dir, tls_env
 
 COUNT_S = 120.0  # for counting the GPUs; most of it is importing Ray on a busy node
 LEAST_BYTES = 64_000_000  # of free disk space

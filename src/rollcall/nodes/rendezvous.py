@@ -17,7 +17,7 @@ from rollcall.base.atomic import write_atomic
 from rollcall.base.errors import ClusterError
 from rollcall.base.wait import Wait
 from rollcall.nodes.head import HeadAnswer, HeadRefuses, HeadUnreachable, ask_head
-from rollcall.nodes.node_shell import TOKEN
+from rollcall.nodes.state import TOKEN
 
 ASK_EVERY_S = 1.0
 

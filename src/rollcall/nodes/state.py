@@ -22,11 +22,11 @@ from rollcall.base.atomic import take_lock, write_atomic
 from rollcall.base.errors import ClusterError
 from rollcall.base.process_table import Process
 from rollcall.base.wait import Wait
-from rollcall.nodes.node_shell import TOKEN
 
 Accelerator = Literal["gpu", "cpu"]
 DEFAULT_CLUSTER = "default"
 STATE_DIR = "ROLLCALL_STATE_DIR"
+TOKEN = "ROLLCALL_TOKEN"  # the variable of a token that the user chooses; a secret, so no worker sees it
 CLUSTER = "ROLLCALL_CLUSTER"  # the cluster that a command uses without --cluster
 TOKEN_LENGTH, TOKEN_LETTERS = 32, 8  # minimum for a token that the user sets: characters, and different characters
 OWNER_S = 240.0  # longer than Ray takes to start

@@ -10,8 +10,7 @@ from rollcall.base.redact import REDACTED, hides
 from rollcall.base.wait import Wait
 from rollcall.config import ClusterSection
 from rollcall.nodes.cluster import Cluster
-from rollcall.nodes.declared import NODE_OWN, Variable, declared, for_ray, seen_here
-from rollcall.nodes.node_shell import UNDECLARED
+from rollcall.nodes.declared import NODE_OWN, UNDECLARED, Variable, declared, for_ray, seen_here
 from rollcall.process.ray.connect import connected
 from rollcall.process.ray.each_node import answers_of, run_on
 from rollcall.process.ray.members import ranked_nodes

@@ -32,9 +32,8 @@ from rollcall.nodes.address import leaves_loopback, split_address
 from rollcall.nodes.cluster import wished_cluster, wished_dashboard
 from rollcall.nodes.declared import SETUP_HOOK, job_env, process_token, sealed_values
 from rollcall.nodes.head import dashboard_url
-from rollcall.nodes.node_shell import TOKEN
 from rollcall.nodes.rendezvous import Rendezvous
-from rollcall.nodes.state import NodeRecord, current_cluster, read_record, read_token, token_path
+from rollcall.nodes.state import TOKEN, NodeRecord, current_cluster, read_record, read_token, token_path
 
 if TYPE_CHECKING:  # it imports Ray, which reads variables at import
     from rollcall.process.ray.job_client import JobClient, JobDetails

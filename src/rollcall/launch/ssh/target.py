@@ -36,7 +36,7 @@ from rollcall.launch.ssh.tunnel import DASHBOARD, jobs_of
 from rollcall.launch.target import RUN_FILE, LaunchRequest, Target
 from rollcall.nodes.declared import passed
 from rollcall.nodes.machine import Here
-from rollcall.nodes.node_shell import TOKEN
+from rollcall.nodes.state import TOKEN
 
 LOOK_S = 180.0  # importing Python packages over a network file system is slow
 CHECK_S = 120.0

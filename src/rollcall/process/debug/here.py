@@ -169,7 +169,7 @@ class DebugLine:
         except OSError:
             return False  # it has exited without reading all of our data
         if not (has_terminal() or BOARD.is_public or is_watched()):
-            warn_passed_over(self._role)
+            warn_ignored(self._role)
             self.close()
             return False
         if not has_terminal():
@@ -203,7 +203,7 @@ class DebugLine:
 
 
 @cache
-def warn_passed_over(role: str) -> None:
+def warn_ignored(role: str) -> None:
     """Warn once, since hundreds of processes may reach the same line."""
     article = "an" if role[0] in "aeiou" else "a"
     warn(f"a breakpoint() in {article} {role} is ignored: this command has neither a terminal nor a run directory")

@@ -27,8 +27,8 @@ from rollcall.base.redact import redact, redact_end, remember
 from rollcall.base.words import visible
 from rollcall.nodes.cluster import Cluster, is_same_address
 from rollcall.nodes.declared import process_token
-from rollcall.nodes.node_shell import TOKEN
 from rollcall.nodes.processes import raylets_here
+from rollcall.nodes.state import TOKEN
 from rollcall.process.ray.connect import connect
 from rollcall.process.ray.each_node import NoAnswerError, Pinned, answer_of
 
