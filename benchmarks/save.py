@@ -39,7 +39,7 @@ from benchmarks.common import print_result
 from benchmarks.weight_sync import MODELS, make_model
 from rollcall.checkpoint.saving import Saving
 from rollcall.checkpoint.store import CheckpointStore
-from rollcall.checkpoint.training import export_learner, files_in_parts
+from rollcall.checkpoint.training import export_learner, files_to_save
 from rollcall.config import Grpo, OptimizerSection
 from rollcall.learner.gang import Gang
 from rollcall.learner.learner import Learner
@@ -83,7 +83,7 @@ def main() -> None:
 
 
 def measure(gang: Processes, folder: Path, *, ways: Sequence[str], turns: int) -> dict[str, dict[str, float]]:
-    saving = Saving(call=gang.call, processes=gang.ranks, in_parts=True, place="shared", run_name="save")
+    saving = Saving(call=gang.call, processes=gang.ranks, place="shared", run_name="save")
     store = CheckpointStore(folder / "checkpoints", keep_last=1, keep_best=0)
     seconds: dict[str, list[tuple[float, float]]] = {way: [] for way in ways}
     for turn in range(turns + 1):
@@ -203,7 +203,7 @@ class Seat(Trained):
         begun = time.perf_counter()
         config_files = self._config_files.files(self.learner, self.tokenizer, stops=())
         probed = time.perf_counter()
-        files, facts = files_in_parts(self.learner, None, config_files=config_files)
+        files, facts = files_to_save(self.learner, None, config_files=config_files)
         checked = time.perf_counter()
         self._parts.copy(files, facts=facts)
         self.spent.append((probed - begun, checked - probed, time.perf_counter() - checked))

@@ -17,22 +17,14 @@ from tiny import make_model, make_tokenizer, save_model
 from rollcall.checkpoint.parts import PartWriter
 from rollcall.checkpoint.saving import join_written
 from rollcall.checkpoint.store import CheckpointStore, Written
-from rollcall.checkpoint.training import ConfigFiles, files_in_parts, write_critic, write_learner
+from rollcall.checkpoint.training import ConfigFiles, files_to_save
 from rollcall.learner.gang import Gang
 from rollcall.learner.learner import Critic, Learner
 
 
 def save(gang: Gang, directory: Path, *, learner: Learner | None = None, critic: Critic | None = None) -> None:
-    """All ranks call this. ``directory`` then holds the checkpoint: in parts if one of the models is."""
-    if any(model.body.in_parts for model in (learner, critic) if model is not None):
-        written = write_parts(directory, learner=learner, critic=critic)
-    else:
-        written = Written()
-        directory.mkdir(exist_ok=True)
-        if learner is not None:
-            write_learner(learner, make_tokenizer(), directory)
-        if critic is not None:
-            write_critic(critic, directory)
+    """All ranks call this. ``directory`` then holds the checkpoint."""
+    written = write_parts(directory, learner=learner, critic=critic)
     everyone = [Written(**one) for one in gang.gather(asdict(written))]
     if gang.rank == 0:
         joined = join_written(everyone)
@@ -41,9 +33,9 @@ def save(gang: Gang, directory: Path, *, learner: Learner | None = None, critic:
     gang.gather(None)  # nobody reads before it is there
 
 
-def write_parts(directory: Path, *, learner: Learner | None, critic: Critic | None) -> Written:
+def write_parts(directory: Path, *, learner: Learner | None, critic: Critic | None = None) -> Written:
     config_files = ConfigFiles().files(learner, make_tokenizer(), stops=()) if learner is not None else {}
-    files, facts = files_in_parts(learner, critic, config_files=config_files)
+    files, facts = files_to_save(learner, critic, config_files=config_files)
     writer = PartWriter()
     writer.copy(files, facts=facts)
     writer.start(directory)

@@ -422,11 +422,11 @@ def test_weights_that_diverge_in_the_last_step_are_neither_saved_nor_exported(
 
 
 def test_divergence_in_another_process_is_told_as_one_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def write(self: Trained, directory: Path) -> None:
+    def copy(self: Trained) -> None:
         told = WorkerError("actor rank 1 on node 0 raised", role="actor", ranks=[1], node_ranks=[0])
         raise told from NonFiniteError("the actor's lm_head.weight hold NaN or infinite values")
 
-    monkeypatch.setattr(Trained, "write_whole", write)
+    monkeypatch.setattr(Trained, "copy_parts", copy)
     with pytest.raises(
         RunError, match=r"step 2: the actor's lm_head\.weight .*this step was not saved.*Lower actor\.lr"
     ):
@@ -496,7 +496,7 @@ def fill_disk_at(patch: pytest.MonkeyPatch, disk: Path, owner: type, name: str, 
         ),
         pytest.param(
             Trained,
-            "write_whole",
+            "write_parts",
             2,
             CheckpointError,
             "step-000004: cannot write the checkpoint.*No space left",

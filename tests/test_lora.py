@@ -9,6 +9,7 @@ import shutil
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -22,6 +23,8 @@ from learners import LONGEST, TEMPERATURE, make_samples, naive_gradients, naive_
 from ranks import Ranks
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save, save_file
+from saved import save as save_checkpoint
+from saved import write_parts
 from tiny import (
     compiles,
     make_model,
@@ -39,7 +42,7 @@ from rollcall.base.errors import ConfigError, ModelFilesError
 from rollcall.checkpoint.merge.merge import merge
 from rollcall.checkpoint.probe import read_probe
 from rollcall.checkpoint.store import CheckpointStore
-from rollcall.checkpoint.training import export_learner, read_learner, write_learner
+from rollcall.checkpoint.training import export_learner, read_learner
 from rollcall.checkpoint.verify import verify
 from rollcall.cli.main import app
 from rollcall.config import Config, Grpo, RolloutSection, RunSection, load_config
@@ -469,7 +472,7 @@ def test_a_checkpoint_holds_the_adapter_alone_and_training_goes_on_from_it(tmp_p
     learner, adapter = start()
     for _ in range(2):
         learner.update(samples)
-    write_learner(learner, make_tokenizer(), tmp_path)
+    save_checkpoint(Gang.alone(), tmp_path, learner=learner)
     names = {path.name for path in (tmp_path / "model").iterdir()}
     assert {"adapter_model.safetensors", "adapter_config.json", "config.json", "tokenizer.json", "probe.json"} <= names
     assert "model.safetensors" not in names
@@ -489,7 +492,7 @@ def test_a_checkpoint_holds_the_adapter_alone_and_training_goes_on_from_it(tmp_p
 )
 def test_a_checkpoint_of_another_adapter_is_refused(tmp_path: Path, lora: LoraSection, words: str) -> None:
     model = trainable()
-    write_learner(make_learner(model, make_adapter(model, SOME)), make_tokenizer(), tmp_path)
+    save_checkpoint(Gang.alone(), tmp_path, learner=make_learner(model, make_adapter(model, SOME)))
     with pytest.raises(ModelFilesError, match=words):
         read_learner(make_learner(model, make_adapter(model, lora)), tmp_path)
 
@@ -517,7 +520,7 @@ def test_a_model_path_may_be_an_adapter_and_the_export_may_be_merged(tmp_path: P
 
 def test_a_checkpoint_is_refused_where_the_model_of_its_adapter_has_changed(tmp_path: Path) -> None:
     model = trainable()
-    write_learner(make_learner(model, make_adapter(model, SOME)), make_tokenizer(), tmp_path)
+    save_checkpoint(Gang.alone(), tmp_path, learner=make_learner(model, make_adapter(model, SOME)))
     read_learner(make_learner(trainable(), make_adapter(model, SOME)), tmp_path)
     other = trainable()
     Decoder.of(other).layers[1].out.mul_(1.01)
@@ -701,9 +704,7 @@ def saved_adapter(folder: Path, *, dtype: torch.dtype = torch.float32) -> Path:
     model = load_causal_lm(str(base), device=CPU, dtype=dtype)
     learner = make_learner(model, replace(make_adapter(model), base=str(base)))
     store = CheckpointStore(folder / "run" / "checkpoints", keep_last=1, keep_best=0)
-    return store.save(
-        1, write=lambda tmp: write_learner(learner, make_tokenizer(), tmp), state={"next_draw": 0}, score=None
-    )
+    return store.save(1, write=partial(write_parts, learner=learner), state={"next_draw": 0}, score=None)
 
 
 def on_an_adapter(folder: Path) -> Path:
@@ -815,7 +816,7 @@ def train(gang: Gang, changes: dict[str, Any], lora: LoraSection, start: Path | 
         read_learner(learner, start)
     rows = [learner.update(samples) for _ in range(2)]
     if end is not None:
-        write_learner(learner, make_tokenizer(), end)
+        save_checkpoint(gang, end, learner=learner)
     reference = Reference(body=learner.body, section=learner.section, temperature=TEMPERATURE, plain=True)
     scores = [score.logprobs for one in (reference, learner.score) for score in one(samples[:2])]
     return rows, {name: tensor.detach().numpy() for name, tensor in learner.body.whole_tensors()}, scores

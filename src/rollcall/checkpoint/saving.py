@@ -13,7 +13,6 @@ from rollcall.checkpoint import local
 from rollcall.checkpoint.store import Written
 from rollcall.config import Config
 
-SHORTEST_LOOK_S, LONGEST_LOOK_S = 0.05, 1.0  # between two polls for finished parts
 Call = Callable[..., list[Any]]  # calls a method on these processes and returns their results
 
 
@@ -23,26 +22,15 @@ class Saving:
 
     call: Call
     processes: Sequence[int]
-    in_parts: bool
     place: Literal["shared", "local"]
     run_name: str
 
-    def copy(self) -> bool:
-        """Copy what is to be saved to host memory if possible. Return whether ``write`` may run while the models change."""
-        if self.in_parts:
-            self.call(self.processes, "copy_parts")
-        return self.in_parts
+    def copy(self) -> None:
+        """Copy what is to be saved to host memory, so that the models may change while ``write`` runs."""
+        self.call(self.processes, "copy_parts")
 
-    def write(self, directory: Path) -> Written | None:
+    def write(self, directory: Path) -> Written:
         directory = directory.resolve()
-        if not self.in_parts:
-            self.call(self.processes, "write_whole", directory)
-            if not (directory / "model" / "config.json").exists():
-                raise CheckpointError(
-                    f"the actor wrote {directory} on its node, and that folder does not exist on this node; put run.dir on a "
-                    "folder that all nodes share"
-                )
-            return None
         run = local.name_of_run(directory.parent, run=self.run_name) if self.place == "local" else None
         self.call(self.processes, "write_parts", directory, run)
         return join_written(self._wait())
@@ -50,13 +38,12 @@ class Saving:
     def _wait(self) -> list[Written]:
         """Poll until all parts are written. A process that waited for its disk could not train meanwhile."""
         written: dict[int, Written] = {}
-        pause_s = SHORTEST_LOOK_S
-        while len(written) < len(self.processes):
-            asked = [process for process in self.processes if process not in written]
+        pause_s = 0.02
+        while asked := [process for process in self.processes if process not in written]:
+            time.sleep(pause_s)
+            pause_s = min(2 * pause_s, 1.0)
             answers = zip(asked, self.call(asked, "parts_written"), strict=True)
             written |= {process: answer for process, answer in answers if answer is not None}
-            time.sleep(pause_s)
-            pause_s = min(2 * pause_s, LONGEST_LOOK_S)
         return list(written.values())
 
     def tidy(self, checkpoints: Path, *, keep: Sequence[str]) -> None:
@@ -117,4 +104,4 @@ def saving_of(config: Config, call: Call, *, processes: Sequence[int], in_parts:
             "checkpoint.place=local is for models that are in parts on several processes, and here one process writes the whole "
             "model to run.dir; leave the key out, or set actor.sharding=fsdp"
         )
-    return Saving(call=call, processes=processes, in_parts=in_parts, place=place, run_name=config.run.name)
+    return Saving(call=call, processes=processes, place=place, run_name=config.run.name)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -73,10 +72,3 @@ class Whole(BodyBase):
     def masters(self, optimizer: Optimizer) -> Mapping[str, Tensor]:
         """Return the master weights; empty if the optimizer updates the weights themselves."""
         return optimizer.targets if optimizer.uses_masters else {}
-
-    def load_state(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
-        optimizer.load_state_dict(state)
-
-    def whole_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """Return the full state, for any body's ``load_state``."""
-        return optimizer.state_dict()

@@ -17,7 +17,6 @@ from rollcall.base.types import Group, Prompt
 from rollcall.base.wait import say
 from rollcall.base.words import counted
 from rollcall.checkpoint.exported import exported_model
-from rollcall.checkpoint.in_parts import is_in_parts
 from rollcall.checkpoint.run_dir import RUN_FILE, run_file_of
 from rollcall.checkpoint.store import store_of
 from rollcall.config import Config, DataSection, load_config
@@ -231,8 +230,7 @@ def newest_model_of(config: Config) -> tuple[str, str]:
     if (exported := exported_model(config.run.dir, last=checkpoint)) is not None:
         return str(exported), "trained model"
     if checkpoint is not None:
-        in_parts = is_in_parts(checkpoint.path, "actor")
-        return str(checkpoint.path if in_parts else checkpoint.path / "model"), f"checkpoint of step {checkpoint.step}"
+        return str(checkpoint.path), f"checkpoint of step {checkpoint.step}"
     return config.model.path, "not trained yet: the model the run starts from"
 
 

@@ -35,7 +35,7 @@ from rollcall.model.stop_tokens import stop_token_ids
 from rollcall.model.stored.find import adapter_folder
 
 ROWS, BASE, CODE = "data.json", "base.json", "code.json"
-FORMAT = 2  # of a run directory; earlier formats are refused
+FORMAT = 3  # of a run directory; earlier formats are refused
 _KEPT = {
     "reward": "groups that the journal has keep the scores of the old code, but for those on which it failed, and later ones are scored "
     "by the new code; held-out results from before cannot be compared with those from now on",

@@ -1,8 +1,7 @@
 """The models that one process trains, with saving and loading.
 
-If every process in a gang has the full model, a checkpoint is one call, in which the first process writes. If a model is in parts, it
-takes three calls: ``copy_parts``, in which all of the gang's processes take part while the run waits; ``write_parts``, which starts to
-write in a thread; and ``parts_written``, which is repeated until it returns a result.
+A checkpoint takes three calls: ``copy_parts``, in which all of a gang's processes take part while the run waits; ``write_parts``, which
+starts to write in a thread; and ``parts_written``, which is repeated until it returns a result.
 """
 
 from __future__ import annotations
@@ -18,11 +17,9 @@ from rollcall.checkpoint.store import Written
 from rollcall.checkpoint.training import (
     ConfigFiles,
     export_learner,
-    files_in_parts,
+    files_to_save,
     read_critic,
     read_learner,
-    write_critic,
-    write_learner,
 )
 from rollcall.learner.learner import Critic, Learner
 from rollcall.run.origin import base_of
@@ -46,20 +43,13 @@ class Trained:
         self._parts = PartWriter()
         self._config_files = ConfigFiles()
 
-    def write_whole(self, directory: Path) -> None:
-        with short_of_memory(_saving):
-            if self.learner is not None:
-                write_learner(self.learner, self.tokenizer, directory, stops=self.stop_token_ids)
-            if self.critic is not None:
-                write_critic(self.critic, directory)
-
     def copy_parts(self) -> None:
         """Copy what will be saved to host memory, so that the models may change afterwards."""
         config_files: Mapping[str, bytes] = {}
         if self.learner is not None:
             config_files = self._config_files.files(self.learner, self.tokenizer, stops=self.stop_token_ids)
         with short_of_memory(_saving):
-            files, facts = files_in_parts(self.learner, self.critic, config_files=config_files)
+            files, facts = files_to_save(self.learner, self.critic, config_files=config_files)
             self._parts.copy(files, facts=facts)
 
     def write_parts(self, directory: Path, run: str | None = None) -> None:

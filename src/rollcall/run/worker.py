@@ -21,8 +21,7 @@ from transformers.utils import logging as transformers_logging
 from rollcall.base.errors import short_of_memory
 from rollcall.base.types import Completion, Floats, Prompt, Sample
 from rollcall.base.wait import say
-from rollcall.checkpoint.in_parts import num_parts
-from rollcall.checkpoint.training import in_modules
+from rollcall.checkpoint.training import in_modules, num_parts
 from rollcall.config import Config
 from rollcall.engine.exchange import Exchanged, exchange
 from rollcall.engine.protocol import Request
@@ -76,7 +75,6 @@ PURPOSES = {
     "reward": "to score completions",
     "export": "to write the model",
     "base": "to read the identity of its model",
-    "write_whole": "to write a checkpoint",
     "copy_parts": "to copy its part of a checkpoint",
     "write_parts": "to begin to write its part of a checkpoint",
     "parts_written": "to write its part of a checkpoint",
