@@ -100,7 +100,7 @@ def test_a_row_without_the_answer_that_a_reward_takes_is_refused_before_the_mode
     (tmp_path / "takes_answer.py").write_text("def score(completion, answer): return float(completion == answer)\n")
     monkeypatch.syspath_prepend(tmp_path)
     (tmp_path / "other.jsonl").write_text('{"prompt": "a=", "answer": "a"}\n{"prompt": "b=", "solution": "b"}\n')
-    monkeypatch.setattr("rollcall.run.local.load_causal_lm", lambda *_, **__: pytest.fail("the model was read"))
+    monkeypatch.setattr("rollcall.run.worker.load_causal_lm", lambda *_, **__: pytest.fail("the model was read"))
     rewards = [{"type": "function", "path": "takes_answer:score"}]
     config = make_run(tmp_path, f"{key}={tmp_path}/other.jsonl", reward=rewards)
     wanted = (
@@ -114,7 +114,7 @@ def test_a_row_without_the_answer_that_a_reward_takes_is_refused_before_the_mode
 def test_an_environment_that_cannot_be_imported_is_refused_before_the_model_is_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("rollcall.run.local.load_causal_lm", lambda *_, **__: pytest.fail("the model was read"))
+    monkeypatch.setattr("rollcall.run.worker.load_causal_lm", lambda *_, **__: pytest.fail("the model was read"))
     config = make_run(
         tmp_path, "environment.type=step", "environment.path=no_such_game:Game", "reward=[{type: environment}]"
     )
@@ -136,7 +136,7 @@ def test_an_environment_ends_when_the_model_cannot_be_read(tmp_path: Path, monke
         raise ModelFilesError("damaged")
 
     monkeypatch.setattr("rollcall.run.local.build_environments", lambda *_: Environments())
-    monkeypatch.setattr("rollcall.run.local.load_causal_lm", cannot_be_read)
+    monkeypatch.setattr("rollcall.run.worker.load_causal_lm", cannot_be_read)
     with pytest.raises(ModelFilesError, match="damaged"):
         finish(make_run(tmp_path))
     assert ended == [True]

@@ -1,4 +1,5 @@
-"""One process in a run on a cluster. It has the roles that its slots were given, and does what the controller asks.
+"""One process in a run: on a cluster, it has the roles that its slots were given, and does what the controller asks. A run in one process
+has one such worker, with all roles, in the controller's process.
 
 Roles in one process share the policy: engine and learner read the same parameters. A process with a rollout role but no actor has its own
 policy, which gets new weights after every update. If vLLM samples there, only vLLM has the policy, and this process passes each arriving
@@ -104,15 +105,16 @@ def _syncing(why: str) -> str:
 class RoleWorker(Trained):
     """A process with some of the run's roles. For roles ``in_parts``, each process has a part of the model, and all run forwards together."""
 
-    def __init__(self, config: Config, model_path: str, *, in_parts: frozenset[Role]) -> None:
-        transformers_logging.disable_progress_bar()  # otherwise every process would draw a bar
+    def __init__(
+        self, config: Config, model_path: str, *, in_parts: frozenset[Role] = frozenset(), tokenizer: Any = None
+    ) -> None:
         if model_path.startswith("builtin:"):
             model_path = resolve_model(model_path)
-        super().__init__(tokenizer=tokenizer_of(config, model_path), learner=None, critic=None)
+        tokenizer = tokenizer_of(config, model_path) if tokenizer is None else tokenizer
+        super().__init__(tokenizer=tokenizer, learner=None, critic=None)
         self.config = config
         self.model_path = model_path
         self._in_parts = in_parts
-        set_threads(config.trainer.num_threads, processes_here=int(os.environ["LOCAL_WORLD_SIZE"]))
         self.device = resolve_device(config.model.device)
         self.dtype = resolve_dtype(config.model.dtype, self.device)
         self.trust = config.model.trust_remote_code
@@ -136,12 +138,22 @@ class RoleWorker(Trained):
         return self._listener.getsockname()[1]
 
     def build(self, ranks: Mapping[Role, int], meeting: Mapping[Role, tuple[Place, int]]) -> Facts:
-        """Load what this process's roles need. ``ranks`` contains its rank in each role. For each role whose processes work
+        """Load what the roles of a cluster's process need. ``ranks`` contains its rank in each role. For each role whose processes work
         together, ``meeting`` says where rank 0 listens and how many processes there are."""
-        roles = set(ranks)
+        transformers_logging.disable_progress_bar()  # otherwise every process would draw a bar
+        set_threads(self.config.trainer.num_threads, processes_here=int(os.environ["LOCAL_WORLD_SIZE"]))
         title = " + ".join(f"{role} {rank}" for role, rank in ranks.items())
         be_reachable(About(title=title, roles=tuple(map(str, ranks)), run=str(self.config.run.dir.resolve())))
-        gang = self._join(ranks, meeting)
+        self.load(set(ranks), gang=self._join(ranks, meeting))
+        return Facts(
+            max_positions=self.model.config.max_position_embeddings,
+            stop_token_ids=self.stop_token_ids,
+            tokenizer=tokenizer_mark(self.tokenizer),
+        )
+
+    def load(self, roles: Collection[Role], *, gang: Gang, is_alone: bool = False, graphs: bool = True) -> None:
+        """Load what these roles need. ``is_alone``: nobody calls ``send_weights``, so the learner keeps the engine's model up to date.
+        Without ``graphs``, the native engine captures none."""
         samples = Role.ROLLOUT in roles and self.config.rollout.keeps_policy
         unread = None
         if samples or not roles.isdisjoint(POLICY):
@@ -154,9 +166,15 @@ class RoleWorker(Trained):
         self.adapter = build_adapter(self.config, model, device=self.device) if has_policy else None
         if Role.ACTOR in roles:
             self.learner = build_learner(
-                self.config, model, gang=gang, device=self.device, unread=unread, adapter=self.adapter
+                self.config,
+                model,
+                gang=gang,
+                device=self.device,
+                mirror=is_alone,
+                unread=unread,
+                adapter=self.adapter,
             )
-            if self.learner.body.in_parts and not samples:
+            if self.learner.body.in_parts and not (samples or is_alone):
                 model.to("meta")
         if Role.CRITIC in roles:
             critic, unread = self._load(gang, Role.CRITIC, in_roles=roles)
@@ -173,6 +191,7 @@ class RoleWorker(Trained):
                 self.config.rollout,
                 model,
                 self.tokenizer,
+                graphs=graphs,
                 device=self.device,
                 adapter=self.adapter,
                 kv_tokens=kv_tokens,
@@ -189,15 +208,11 @@ class RoleWorker(Trained):
         self.body = (
             self.learner.body if self.learner else whole_body(model, gang=gang, context=context, adapter=self.adapter)
         )
-        return Facts(
-            max_positions=model.config.max_position_embeddings,
-            stop_token_ids=self.stop_token_ids,
-            tokenizer=tokenizer_mark(self.tokenizer),
-        )
 
     def _build_reference(self, gang: Gang, *, in_roles: Collection[Role]) -> Reference:
         in_parts, learner = Role.REFERENCE in self._in_parts, self.learner
-        if learner is not None and learner.adapter is not None and learner.body.in_parts == in_parts:
+        is_same = learner is not None and (gang.size == 1 or learner.body.in_parts == in_parts)
+        if learner is not None and learner.adapter is not None and is_same:
             return reference_of(self.config, learner)
         frozen, unread = self._load(gang, Role.REFERENCE, in_roles=in_roles)
         return build_reference(self.config, frozen, gang=gang, in_parts=in_parts, device=self.device, unread=unread)
