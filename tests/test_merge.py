@@ -25,8 +25,7 @@ from typer.testing import CliRunner
 from verl_shards import write_verl
 
 from rollcall.checkpoint.merge import plan, staging
-from rollcall.checkpoint.merge.merge import merge
-from rollcall.checkpoint.merge.selection import select
+from rollcall.checkpoint.merge.merge import merge, select
 from rollcall.cli import progress_bar
 from rollcall.cli.main import app
 from rollcall.model.load import load_causal_lm

@@ -12,9 +12,8 @@ from rollcall.base.redact import OutputError, guard_streams
 from rollcall.base.version import __version__, installed
 from rollcall.cli import FAILED, reported
 from rollcall.cli.cluster import check, down, here, node, status
-from rollcall.cli.config import config, fetch_model, init, plan, prepare, simulate
+from rollcall.cli.config import config, doctor, fetch_model, init, plan, prepare, simulate
 from rollcall.cli.data import data
-from rollcall.cli.doctor import doctor
 from rollcall.cli.finish import finish, gather, upload
 from rollcall.cli.jobs import env, job, submit
 from rollcall.cli.launch import launch, ssh, tunnel

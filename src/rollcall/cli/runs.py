@@ -56,7 +56,7 @@ def show_run(run_dir: Path, *, as_json: bool) -> None:
     """Print a run's state and its last steps."""
     from rollcall.observe.events import read_phases
     from rollcall.view.reader import describe_holder, holder_as_json, open_run
-    from rollcall.view.standing import standing_rows
+    from rollcall.view.summary import standing_rows
 
     run = open_run(run_dir)
     holder = run.holder()
@@ -266,7 +266,7 @@ def view(
     from rollcall.view.page_process import refuse_without_packages
 
     refuse_without_packages()
+    from rollcall.view.api import ShownRuns
     from rollcall.view.server import serve
-    from rollcall.view.shown_runs import ShownRuns
 
     serve(ShownRuns(runs or []), port=port, open_browser=open_browser, tell=say)
