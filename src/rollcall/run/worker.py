@@ -29,7 +29,9 @@ from rollcall.engine.protocol import Request
 from rollcall.engine.tokenizers import tokenizer_mark
 from rollcall.engine.vllm.engine import VllmEngine
 from rollcall.engine.weights.layout import Parts, SentBlock
+from rollcall.engine.weights.parts import PartsReceiver
 from rollcall.engine.weights.protocol import Invitation
+from rollcall.engine.weights.transports import open_receiver
 from rollcall.learner.gang import Gang
 from rollcall.learner.layout import Block, module_shapes
 from rollcall.learner.learner import Body, Reference, TokenScores, score_samples, whole_body
@@ -274,17 +276,13 @@ class RoleWorker(Trained):
         """Receive this version from the actor's processes, which invited this process by ``name``, and sample from it."""
         if version != self._served:
             self._note_change()
-        if self._by_parts:
-            self._weights.receive_each(
-                partial(self._take, version),
-                wanted=module_shapes(self.body.layout(weight) for weight in self.body.named),
-                version=version,
-                name=name,
-                invitations=invitations,
-            )
+        if self._by_parts:  # assembled in host memory, one tensor at a time
+            wanted = module_shapes(self.body.layout(weight) for weight in self.body.named)
+            make = partial(PartsReceiver, invitations, name=name, wanted=wanted, device=torch.device("cpu"))
+            self._weights.receiver(invitations, make).receive(partial(self._take, version), version=version)
         else:
-            (invitation,) = invitations
-            self._weights.receive(self.body.named, version=version, name=name, invitation=invitation)
+            make = partial(open_receiver, invitations[0], name=name, tensors=self.body.named)
+            self._weights.receiver(invitations, make).receive(version=version)
         self._serve(version)
 
     def _note_change(self) -> None:
