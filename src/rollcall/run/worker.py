@@ -23,7 +23,7 @@ from rollcall.base.errors import short_of_memory
 from rollcall.base.types import Completion, Floats, Prompt, Sample
 from rollcall.base.wait import say
 from rollcall.checkpoint.training import in_modules, num_parts
-from rollcall.config import Config
+from rollcall.config import Config, Ppo
 from rollcall.engine.exchange import Exchanged, exchange
 from rollcall.engine.protocol import Request
 from rollcall.engine.tokenizers import tokenizer_mark
@@ -34,7 +34,7 @@ from rollcall.engine.weights.protocol import Invitation
 from rollcall.engine.weights.transports import open_receiver
 from rollcall.learner.gang import Gang
 from rollcall.learner.layout import Block, module_shapes
-from rollcall.learner.learner import Body, Reference, TokenScores, score_samples, whole_body
+from rollcall.learner.learner import Body, Critic, Reference, TokenScores, make_body, score_samples, whole_body
 from rollcall.model.files import resolve_model
 from rollcall.model.load import WholeOnly, load_causal_lm, open_unread, outline_causal_lm, resolve_device, resolve_dtype
 from rollcall.model.stop_tokens import stop_token_ids
@@ -49,11 +49,8 @@ from rollcall.reward.model import load_reward_models
 from rollcall.run.build import (
     LocalEngine,
     build_adapter,
-    build_critic,
     build_engine,
     build_learner,
-    build_reference,
-    reference_of,
     set_threads,
     tokenizer_of,
 )
@@ -180,7 +177,17 @@ class RoleWorker(Trained):
                 model.to("meta")
         if Role.CRITIC in roles:
             critic, unread = self._load(gang, Role.CRITIC, in_roles=roles)
-            self.critic = build_critic(self.config, critic, gang=gang, device=self.device, unread=unread)
+            section, algorithm = self.config.critic, self.config.algorithm
+            assert isinstance(algorithm, Ppo)
+            self.critic = Critic(
+                critic,
+                section,
+                algorithm=algorithm,
+                total_updates=self.config.trainer.steps * section.minibatches * section.epochs,
+                gang=gang,
+                device=self.device,
+                unread=unread,
+            )
         if Role.REFERENCE in roles:
             self.reference = self._build_reference(gang, in_roles=roles)
         rewards = self.config.reward if Role.REWARD in roles else ()
@@ -212,12 +219,19 @@ class RoleWorker(Trained):
         )
 
     def _build_reference(self, gang: Gang, *, in_roles: Collection[Role]) -> Reference:
-        in_parts, learner = Role.REFERENCE in self._in_parts, self.learner
-        is_same = learner is not None and (gang.size == 1 or learner.body.in_parts == in_parts)
-        if learner is not None and learner.adapter is not None and is_same:
-            return reference_of(self.config, learner)
-        frozen, unread = self._load(gang, Role.REFERENCE, in_roles=in_roles)
-        return build_reference(self.config, frozen, gang=gang, in_parts=in_parts, device=self.device, unread=unread)
+        """Build the frozen model, sharded like the actor. A learner with an adapter already contains it."""
+        learner, section, in_parts = self.learner, self.config.actor, Role.REFERENCE in self._in_parts
+        plain = learner is not None and learner.adapter is not None
+        plain = plain and (gang.size == 1 or learner.body.in_parts == in_parts)
+        if plain:
+            body = learner.body
+        else:
+            frozen, unread = self._load(gang, Role.REFERENCE, in_roles=in_roles)
+            if in_parts:
+                body = make_body(frozen, section, gang=gang, device=self.device, frozen=True, unread=unread)
+            else:
+                body = whole_body(frozen, gang=gang, context=section.context_parallel_size)
+        return Reference(body=body, section=section, temperature=self.config.rollout.temperature, plain=plain)
 
     def _load(
         self, gang: Gang, role: Role, *, in_roles: Collection[Role], whole: bool = False
