@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import io
 from collections.abc import Iterator, Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,7 @@ from torch import Tensor
 
 from rollcall.base.errors import CheckpointError, NonFiniteError
 from rollcall.base.words import ANOTHER_RUN
-from rollcall.checkpoint.export import Weights, config_files, export_files, export_model
+from rollcall.checkpoint.export import Weights, config_files, export_model
 from rollcall.checkpoint.parts import File, PartTensor
 from rollcall.checkpoint.probe import probe_of, with_probe
 from rollcall.learner.layout import module_shapes, read_part
@@ -29,7 +28,7 @@ from rollcall.model.adapter import Deltas
 from rollcall.model.base import refuse_other_model
 from rollcall.model.decoder import module_names
 from rollcall.model.load import refuse_other_tensors
-from rollcall.model.peft_files import adapter_files, read_adapter, write_adapter
+from rollcall.model.peft_files import adapter_files, read_adapter
 from rollcall.model.stored.find import ADAPTER_WEIGHTS
 from rollcall.model.stored.manifest import read_manifest
 from rollcall.model.stored.safetensors import open_parts, read_header
@@ -265,10 +264,9 @@ def export_learner(
     refuse_non_finite(learner, name="actor")
     probe, body, adapter = probe_of(learner), learner.body, learner.adapter
     if adapter is not None and not merged:
-        tensors = dict(body.whole_tensors())
+        files = adapter_files(dict(body.whole_tensors()), adapter.section, base=adapter.base)
         if learner.gang.rank == 0:
-            write = partial(write_adapter, tensors=tensors, section=adapter.section, base=adapter.base)
-            export_files(learner.model, tokenizer, directory, write=write, dtype=body.dtype, stops=stops, probe=probe)
+            export_model(learner.model, tokenizer, directory, stops=stops, probe=probe, adapter=files)
         return
     weights = in_modules(body) if body.in_parts or adapter is not None else None
     try:

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, CancelledError, ThreadPoolExecutor, wait
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -61,18 +61,7 @@ class Merged:
     notes: tuple[str, ...]
 
     def as_json(self) -> dict[str, Any]:
-        return {
-            "out": str(self.out),
-            "from": self.origin,
-            "kind": self.kind,
-            "tensors": self.num_tensors,
-            "bytes": self.num_bytes,
-            "files": self.num_files,
-            "continued_bytes": self.continued_bytes,
-            "duration_s": round(self.duration_s, 3),
-            "facts": self.facts,
-            "notes": list(self.notes),
-        }
+        return {"from" if key == "origin" else key.removeprefix("num_"): value for key, value in asdict(self).items()}
 
 
 def merge(
