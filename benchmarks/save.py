@@ -37,7 +37,7 @@ from torch import Tensor
 
 from benchmarks.common import print_result
 from benchmarks.weight_sync import MODELS, make_model
-from rollcall.checkpoint.saving import Saving
+from rollcall.checkpoint.saving import Saving, Trained
 from rollcall.checkpoint.store import CheckpointStore
 from rollcall.checkpoint.training import export_learner, files_to_save
 from rollcall.config import Grpo, OptimizerSection
@@ -48,7 +48,6 @@ from rollcall.model.tiny import ALPHABET, char_tokenizer
 from rollcall.nodes.door import listen_at, new_secret
 from rollcall.nodes.interfaces import interface_of
 from rollcall.nodes.meeting import Place
-from rollcall.run.trained import Trained
 
 BAR = 0.25
 HOST = "127.0.0.1"
@@ -201,7 +200,7 @@ class Seat(Trained):
         """As ``Trained`` does it, with the time of each of its three parts."""
         assert self.learner is not None
         begun = time.perf_counter()
-        config_files = self._config_files.files(self.learner, self.tokenizer, stops=())
+        config_files = self.config_files()
         probed = time.perf_counter()
         files, facts = files_to_save(self.learner, None, config_files=config_files)
         checked = time.perf_counter()

@@ -14,10 +14,8 @@ import torch
 import torch.distributed.checkpoint as dcp
 from tiny import make_model, make_tokenizer, save_model
 
-from rollcall.checkpoint.parts import PartWriter
-from rollcall.checkpoint.saving import join_written
+from rollcall.checkpoint.saving import Trained, join_written
 from rollcall.checkpoint.store import CheckpointStore, Written
-from rollcall.checkpoint.training import ConfigFiles, files_to_save
 from rollcall.learner.gang import Gang
 from rollcall.learner.learner import Critic, Learner
 
@@ -34,12 +32,10 @@ def save(gang: Gang, directory: Path, *, learner: Learner | None = None, critic:
 
 
 def write_parts(directory: Path, *, learner: Learner | None, critic: Critic | None = None) -> Written:
-    config_files = ConfigFiles().files(learner, make_tokenizer(), stops=()) if learner is not None else {}
-    files, facts = files_to_save(learner, critic, config_files=config_files)
-    writer = PartWriter()
-    writer.copy(files, facts=facts)
-    writer.start(directory)
-    while (written := writer.written()) is None:
+    trained = Trained(tokenizer=make_tokenizer(), learner=learner, critic=critic)
+    trained.copy_parts()
+    trained.write_parts(directory)
+    while (written := trained.parts_written()) is None:
         time.sleep(0.01)
     return written
 

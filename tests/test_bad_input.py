@@ -43,6 +43,7 @@ from rollcall.base.errors import (
 )
 from rollcall.base.journal import Journal
 from rollcall.base.types import Completion
+from rollcall.checkpoint.saving import Trained
 from rollcall.checkpoint.store import CheckpointStore
 from rollcall.cli.runs import show_run
 from rollcall.config import Config, parse_config
@@ -55,7 +56,6 @@ from rollcall.observe.events import read_marks
 from rollcall.observe.timeline import RUN_FAILED
 from rollcall.run.build import load_inputs
 from rollcall.run.reward_trial import try_run
-from rollcall.run.trained import Trained
 from rollcall.run.training import train
 
 

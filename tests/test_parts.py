@@ -25,12 +25,11 @@ from saved import commit, save
 from rollcall.base.errors import CheckpointError, ConfigError, WorkerError
 from rollcall.checkpoint import local
 from rollcall.checkpoint.parts import File, HostMemory, PartTensor, PartWriter, write_image
-from rollcall.checkpoint.saving import Saving, saving_of
+from rollcall.checkpoint.saving import Saving, Trained, saving_of
 from rollcall.checkpoint.store import CheckpointStore, Written
 from rollcall.checkpoint.training import read_critic, read_learner
 from rollcall.config import Config
 from rollcall.learner.gang import Gang
-from rollcall.run.trained import Trained
 
 
 def block(name: str, values: torch.Tensor, *, row: int = 0, rows: int | None = None) -> PartTensor:

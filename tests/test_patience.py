@@ -25,12 +25,12 @@ from rollcall.base.errors import CheckpointError, ConfigError, JournalError, Wor
 from rollcall.base.journal import Journal
 from rollcall.base.lease import hold
 from rollcall.base.patience import DiskError, disk_fault, persist
+from rollcall.checkpoint.saving import Trained
 from rollcall.checkpoint.store import CheckpointStore
 from rollcall.config import Config
 from rollcall.loop.record import Record
 from rollcall.observe.events import EVENTS, Events
 from rollcall.observe.sinks import JsonlSink, TensorBoardSink, read_rows
-from rollcall.run.trained import Trained
 from rollcall.view.audit import audit
 
 

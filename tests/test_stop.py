@@ -29,12 +29,12 @@ import rollcall.base.stop
 import rollcall.run.api
 from rollcall.base.journal import Journal
 from rollcall.base.stop import INTERRUPTED, STOPPED, Stop, Stopped, heed, kept
+from rollcall.checkpoint.saving import Trained
 from rollcall.cli.main import app
 from rollcall.config import Config, dump_config
 from rollcall.loop.controller import Controller
 from rollcall.loop.evaluate import Evaluation
 from rollcall.observe.events import read_phases
-from rollcall.run.trained import Trained
 from rollcall.view.audit import audit
 
 STEPS = 5

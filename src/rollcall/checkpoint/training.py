@@ -18,9 +18,9 @@ from torch import Tensor
 
 from rollcall.base.errors import CheckpointError, NonFiniteError
 from rollcall.base.words import ANOTHER_RUN
-from rollcall.checkpoint.export import Weights, config_files, export_model
+from rollcall.checkpoint.export import Weights, export_model
 from rollcall.checkpoint.parts import File, PartTensor
-from rollcall.checkpoint.probe import probe_of, with_probe
+from rollcall.checkpoint.probe import probe_of
 from rollcall.learner.layout import module_shapes, read_part
 from rollcall.learner.learner import Body, Critic, Learner
 from rollcall.learner.optimizer import Optimizer
@@ -36,22 +36,6 @@ from rollcall.model.stored.tensors import Stored
 
 OPTIMIZER = "optimizer.pt"
 MASTER = "master"
-
-
-class ConfigFiles:
-    """A policy's config files as bytes. They are the same for every save of a run, except for the probe."""
-
-    def __init__(self) -> None:
-        self._same: dict[str, bytes] | None = None
-
-    def files(self, learner: Learner, tokenizer: Any, *, stops: Sequence[int]) -> dict[str, bytes]:
-        """Return the files on the gang's first rank. The other ranks must call this too, but get an empty dict."""
-        probe = probe_of(learner)
-        if probe is None:
-            return {}
-        if self._same is None:
-            self._same = config_files(learner.model, tokenizer, dtype=learner.body.dtype, stops=stops)
-        return with_probe(self._same, probe)
 
 
 def files_to_save(

@@ -22,6 +22,7 @@ from transformers.utils import logging as transformers_logging
 from rollcall.base.errors import short_of_memory
 from rollcall.base.types import Completion, Floats, Prompt, Sample
 from rollcall.base.wait import say
+from rollcall.checkpoint.saving import Trained
 from rollcall.checkpoint.training import in_modules, num_parts
 from rollcall.config import Config, Ppo
 from rollcall.engine.exchange import Exchanged, exchange
@@ -55,7 +56,7 @@ from rollcall.run.build import (
     tokenizer_of,
 )
 from rollcall.run.card import settle
-from rollcall.run.trained import Trained
+from rollcall.run.origin import base_of
 from rollcall.run.weight_sync import WorkerWeights
 
 POLICY = (Role.ACTOR, Role.INFERENCE)  # roles that need the policy's weights; an engine may have its own
@@ -330,6 +331,9 @@ class RoleWorker(Trained):
         return self.engine is not None and self.adapter is None and next(self.model.parameters()).is_meta
 
     # The policy
+
+    def base(self) -> dict[str, Any]:
+        return {} if self.learner is None else base_of(self.learner, self.tokenizer)
 
     def invite(self, receivers: Mapping[str, bool], host: str) -> Mapping[str, Invitation]:
         """Send the policy to these receivers from now on, if this process sends. Each value says whether the receiver is on this node."""
