@@ -183,7 +183,7 @@ def test_one_ctrl_c_ends_a_run_that_waits_for_a_full_disk(tmp_path: Path, monkey
         assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
     finally:
         signal.signal(signal.SIGINT, before)
-    assert not isinstance(ended.value, Stopped) and num_writes == 2 and not saved(config)
+    assert not isinstance(ended.value, Stopped) and num_writes >= 2 and not saved(config)
     finish(config)
     assert audit(config.run.dir).is_clean and saved(config)[-1] == f"step-{STEPS:06d}"
 
