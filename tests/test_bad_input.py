@@ -617,7 +617,7 @@ def test_rows_that_changed_since_the_run_began_are_refused_before_its_first_chec
     for name, (change, why) in CHANGES.items():
         write_rows(tmp_path / f"{split}.jsonl", change(priced()))
         with pytest.raises(
-            DataError, match=rf"data.{split}=.*{split}.jsonl is not as it was when the run .*{why}.*--fresh"
+            DataError, match=rf"data.{split}=.*{split}.jsonl has changed since the run .*{why}.*--fresh"
         ):
             finish(config)
         assert journal_bytes(config) == before, name

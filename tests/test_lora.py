@@ -743,7 +743,7 @@ def test_the_command_merges_an_adapter_of_a_run_a_checkpoint_or_a_directory(tmp_
 def test_a_merge_never_replaces_the_model_of_its_adapter(tmp_path: Path) -> None:
     step = saved_adapter(tmp_path)
     before = (tmp_path / "base" / "model.safetensors").read_bytes()
-    with pytest.raises(StoredError, match="the model of the adapter, which the merge reads; choose another --out"):
+    with pytest.raises(StoredError, match="the adapter's model, which the merge reads; choose another --out"):
         merge(step, tmp_path / "base")
     assert (tmp_path / "base" / "model.safetensors").read_bytes() == before
 
@@ -761,7 +761,9 @@ def test_a_merge_refuses_an_adapter_that_changed_in_its_checkpoint(tmp_path: Pat
     data = bytearray(path.read_bytes())
     data[-6] ^= 0x55
     path.write_bytes(data)
-    with pytest.raises(StoredError, match=r"adapter_model.safetensors is not as written \(the checksum differs\)"):
+    with pytest.raises(
+        StoredError, match=r"adapter_model.safetensors has changed since it was written \(its checksum differs\)"
+    ):
         merge(step, tmp_path / "out")
     assert not (tmp_path / "out").exists()
 

@@ -421,7 +421,7 @@ def test_a_part_that_changed_on_its_node_is_not_brought(tmp_path: Path, monkeypa
 
 def test_the_place_of_parts_is_refused_where_there_are_none(tmp_path: Path) -> None:
     config = Config.model_validate({"run": {"dir": str(tmp_path)}, "checkpoint": {"place": "local"}})
-    with pytest.raises(ConfigError, match=r"checkpoint\.place=local is for models that are in parts"):
+    with pytest.raises(ConfigError, match=r"checkpoint\.place=local needs a model that is sharded"):
         saving_of(config, lambda *args: [], processes=[0], in_parts=False)
 
 

@@ -106,8 +106,8 @@ def saving_of(config: Config, call: Call, *, processes: Sequence[int], in_parts:
     place = config.checkpoint.place
     if place == "local" and not in_parts:
         raise ConfigError(
-            "checkpoint.place=local is for models that are in parts on several processes, and here one process writes the whole "
-            "model to run.dir; leave the key out, or set actor.sharding=fsdp"
+            "checkpoint.place=local needs a model that is sharded over several processes, and here one process writes the whole "
+            "model to run.dir; remove the key, or set actor.sharding=fsdp"
         )
     return Saving(call=call, processes=processes, place=place, run_name=config.run.name)
 

@@ -65,7 +65,7 @@ def refuse_changed_rows(run_dir: Path, split: str, prompts: PromptSet, *, limit:
         )
     if changes:
         raise DataError(
-            f"data.{split}={prompts.source} is not as it was when the run in {run_dir} began: {'; '.join(changes)}. The rows of a run must "
+            f"data.{split}={prompts.source} has changed since the run in {run_dir} began: {'; '.join(changes)}. The rows of a run must "
             f"stay the same in all their columns and in their tokens: restore the file (or the tokenizer and the chat template), or begin "
             f"a run with these rows: {ANOTHER_RUN}"
         )

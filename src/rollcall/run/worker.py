@@ -252,7 +252,7 @@ class RoleWorker(Trained):
         reasons = [reason for reason in gang.gather(why) if reason is not None] if in_parts else []
         if reasons and gang.rank == 0:
             say(
-                f"the first {role} process loads the model whole, because its weights cannot be read in parts: {reasons[0]}"
+                f"the first {role} process loads the full model, because its weights cannot be read in parts: {reasons[0]}"
             )
         if outline is not None and (not reasons or gang.rank != 0):
             return outline, None if reasons else unread

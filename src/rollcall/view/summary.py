@@ -137,7 +137,7 @@ def finished(run_dir: Path, summary: dict[str, Any]) -> str:
 def interrupted(run_dir: Path, *, num_steps: int, by: str, fresh: bool) -> str:
     """Describe an interrupted run's state to the person who interrupted it."""
     if not run_dir.exists():
-        return f"stopped by {by} before anything was trained; {run_dir} was not made"
+        return f"stopped by {by} before anything was trained; {run_dir} was not created"
     metrics, saved = MetricsTable(run_dir), newest_step(run_dir)
     metrics.refresh()
     same = "the same command without --fresh continues" if fresh else "the same command continues"

@@ -171,22 +171,20 @@ def _refuse_target(out: Path, stored: Stored, folder: Path) -> None:
         raise StoredError(f"{out} exists and is not a model directory; choose another --out, or remove it yourself")
     if out.is_dir() and (other := not_of_a_model(out)) is not None:
         raise StoredError(
-            f"{out} holds {other.relative_to(out)}, which is not of a model and would be lost; choose another --out, or remove it "
+            f"{out} contains {other.relative_to(out)}, which is not part of a model and would be deleted; choose another --out, or remove it "
             "yourself"
         )
     target = out.resolve()
     for path in (folder, *stored.files):
         if path.resolve().is_relative_to(target):
-            raise StoredError(f"{out} holds {path}, which the merge reads; choose another --out")
+            raise StoredError(f"{out} contains {path}, which the merge reads; choose another --out")
 
 
 def _notes(stored: Stored, plan: MergePlan) -> list[str]:
     notes = []
     checked = stored.kind == ADAPTED or all(unit.file.blake2b or unit.records for unit in plan.units)
     if not checked:
-        notes.append(
-            "the files have no checksums (their writer left none), so a changed byte in them would not be noticed"
-        )
+        notes.append("the files have no checksums, so a changed byte in them would not be noticed")
     if stored.facts.get("has_critic"):
         notes.append("the critic is not part of the model; it stays in the checkpoint")
     return notes
@@ -264,7 +262,7 @@ def whole_model(source: Path, *, out: Path) -> Iterator[Stored | None]:
                 model = Path(base).expanduser()
                 if model.is_dir() and model.resolve().is_relative_to(out.resolve()):
                     raise StoredError(
-                        f"{out} holds {base}, the model of the adapter, which the merge reads; choose another --out"
+                        f"{out} contains {base}, the adapter's model, which the merge reads; choose another --out"
                     )
             calm_transformers()
             say(f"adding the adapter in {folder} to its model")
@@ -293,6 +291,6 @@ def _refuse_changed(folder: Path) -> None:
     for name, file in read_manifest(checkpoint).files.items():
         if name.startswith("model/") and (not file.path.is_file() or file_checksum(file.path) != file.blake2b):
             raise StoredError(
-                f"{file} is not as written (the checksum differs); copy the file from where it was written again, or use another "
+                f"{file} has changed since it was written (its checksum differs); copy it again from where it was written, or use another "
                 "checkpoint"
             )
