@@ -35,6 +35,7 @@ from rollcall.view.summary import no_signal
 
 MOST_CURVES = 100
 MOST_RUNS = 12  # shown together
+LOOK_EVERY_S = 3.0  # for new runs in a folder
 READ_S = 2.0  # at most, to read a growing file before answering
 INDEX_S = 1.0  # at most, to index the journal before answering
 
@@ -66,7 +67,7 @@ class ShownRuns:
     def all(self) -> list[ShownRun]:
         """Return all shown runs. A new run in a folder appears within seconds; a removed run disappears."""
         with self._lock:
-            if time.monotonic() - self._looked > 3.0:
+            if time.monotonic() - self._looked > LOOK_EVERY_S:
                 self._found = {place.id: place for path in self._given for place in self._look(path)}
                 self._looked = time.monotonic()
             return list(self._found.values())
