@@ -185,7 +185,8 @@ class Record:
             )
 
     def save(self, batch: StepBatch) -> None:
-        """Copy a step's checkpoint to host memory and start to write it, which ``saves`` tracks while the run continues. Samples come first: after a kill they are written again along with the checkpoint."""
+        """Copy a step's checkpoint to host memory and start to write it, which ``saves`` tracks while the run continues. Samples come
+        first: after a kill they are written again along with the checkpoint."""
         step, trainer = batch.step, self.trainer
         self.saves.settle()
         self.write_samples(step, "train", batch.groups[:8])

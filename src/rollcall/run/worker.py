@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 import socket
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -151,7 +152,7 @@ class RoleWorker(Trained):
             tokenizer=tokenizer_mark(self.tokenizer),
         )
 
-    def load(self, roles: Collection[Role], *, gang: Gang, is_alone: bool = False, graphs: bool = True) -> None:
+    def load(self, roles: AbstractSet[Role], *, gang: Gang, is_alone: bool = False, graphs: bool = True) -> None:
         """Load what these roles need. ``is_alone``: nobody calls ``send_weights``, so the learner keeps the engine's model up to date.
         Without ``graphs``, the native engine captures none."""
         samples = Role.ROLLOUT in roles and self.config.rollout.keeps_policy
