@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from pathlib import Path
 from typing import Any
@@ -235,7 +234,7 @@ def test_a_checkpoint_does_not_depend_on_who_wrote_it(ranks: Ranks, tmp_path: Pa
         (tmp_path / world).mkdir()
         ranks.run(train, changes, "qwen3-untied", 1, None, tmp_path / world, size=size)
         stored = [open_role(tmp_path / world, role) for role in ("model", "actor")]
-        numbers = json.loads((tmp_path / world / "actor" / "optimizer.json").read_text())
+        numbers = torch.load(tmp_path / world / "actor" / "optimizer.pt", weights_only=True)
         saved[world] = ({name: one.read(name) for one in stored if one for name in one.tensors}, numbers)
     (two, two_numbers), (four, four_numbers) = saved["two"], saved["four"]
     assert two.keys() == four.keys() and {name.partition("/")[0] for name in two if "/" in name} == {
