@@ -47,7 +47,6 @@ from rollcall.environments.protocol import EnvironmentFailed, EnvironmentLost, M
 from rollcall.loop.attempts import RunError
 from rollcall.loop.data.load import DataError, PromptSet
 from rollcall.observe.transcript import transcript
-from rollcall.reward.scorer import Scorer
 from rollcall.reward.trl import MESSAGES
 from rollcall.run.build import build_environments
 from rollcall.view.audit import audit
@@ -454,18 +453,6 @@ def test_a_run_that_fails_before_its_first_step_leaves_no_environment_behind(
     with pytest.raises(ConfigError, match="not this one"):
         finish(game(tmp_path))
     assert script.is_closed
-
-
-def test_an_environment_that_is_refused_leaves_no_engine_and_no_reward_process_behind(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    ended: list[type] = []
-    monkeypatch.setattr("rollcall.run.local.build_environments", Mock(side_effect=ConfigError("not this one")))
-    for kind in (NativeEngine, Scorer):
-        monkeypatch.setattr(kind, "close", lambda self: ended.append(type(self)))
-    with pytest.raises(ConfigError, match="not this one"):
-        finish(game(tmp_path))
-    assert ended == [Scorer, NativeEngine]
 
 
 def test_a_run_trains_on_episodes_and_journals_them(tmp_path: Path, scripted: Any) -> None:
