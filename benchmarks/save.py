@@ -37,9 +37,9 @@ from torch import Tensor
 
 from benchmarks.common import print_result
 from benchmarks.weight_sync import MODELS, make_model
-from rollcall.checkpoint.saving import Saving
+from rollcall.checkpoint.saving import Saving, Trained
 from rollcall.checkpoint.store import CheckpointStore
-from rollcall.checkpoint.training import export_learner, files_in_parts
+from rollcall.checkpoint.training import export_learner, files_to_save
 from rollcall.config import Grpo, OptimizerSection
 from rollcall.learner.gang import Gang
 from rollcall.learner.learner import Learner
@@ -48,7 +48,6 @@ from rollcall.model.tokenizers import ALPHABET, char_tokenizer
 from rollcall.nodes.door import listen_at, new_secret
 from rollcall.nodes.interfaces import interface_of
 from rollcall.nodes.meeting import Place
-from rollcall.run.trained import Trained
 
 BAR = 0.25
 HOST = "127.0.0.1"
@@ -83,7 +82,7 @@ def main() -> None:
 
 
 def measure(gang: Processes, folder: Path, *, ways: Sequence[str], turns: int) -> dict[str, dict[str, float]]:
-    saving = Saving(call=gang.call, processes=gang.ranks, in_parts=True, place="shared", run_name="save")
+    saving = Saving(call=gang.call, processes=gang.ranks, place="shared", run_name="save")
     store = CheckpointStore(folder / "checkpoints", keep_last=1, keep_best=0)
     seconds: dict[str, list[tuple[float, float]]] = {way: [] for way in ways}
     for turn in range(turns + 1):
@@ -201,9 +200,9 @@ class Seat(Trained):
         """As ``Trained`` does it, with the time of each of its three parts."""
         assert self.learner is not None
         begun = time.perf_counter()
-        config_files = self._config_files.files(self.learner, self.tokenizer, stops=())
+        config_files = self.config_files()
         probed = time.perf_counter()
-        files, facts = files_in_parts(self.learner, None, config_files=config_files)
+        files, facts = files_to_save(self.learner, None, config_files=config_files)
         checked = time.perf_counter()
         self._parts.copy(files, facts=facts)
         self.spent.append((probed - begun, checked - probed, time.perf_counter() - checked))

@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 
 from rollcall.base.types import Completion, FinishReason, Floats, Sample, Segment
+from rollcall.checkpoint.store import Written
 from rollcall.engine.protocol import Request
 from rollcall.engine.ticker import Exchanged, exchange
 from rollcall.engine.weights.protocol import Invitation
@@ -178,6 +179,11 @@ class StandIn:
     def use_weights(self, version: int, name: str, invitation: Invitation) -> None:
         self.engine.update_weights(version)
 
-    def write_whole(self, directory: Path) -> None:
-        (directory / "model").mkdir(parents=True)
-        (directory / "model" / "config.json").write_text(str(self.engine.version))
+    def copy_parts(self) -> None:
+        pass
+
+    def write_parts(self, directory: Path, run: str | None) -> None:
+        pass
+
+    def parts_written(self) -> Written:
+        return Written()

@@ -118,7 +118,7 @@ def make_workers(config: Config, team: Team, *, prompts: int, room: int, prompt_
         stop_token_ids=(),
         max_positions=1 << 20,
         shares_policy=not set(team.members[Role.ROLLOUT]).isdisjoint(actors),
-        saving=Saving(call=team.call, processes=actors[:1], in_parts=False, place="shared", run_name="stand-ins"),
+        saving=Saving(call=team.call, processes=actors[:1], place="shared", run_name="stand-ins"),
         export=lambda directory: None,
         owned=owned,
         is_remote=True,

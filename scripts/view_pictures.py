@@ -18,8 +18,8 @@ from urllib.parse import urlencode
 
 from playwright.sync_api import sync_playwright  # pyright: ignore[reportMissingImports]  # of the extra `browser`
 
+from rollcall.view.api import ShownRuns
 from rollcall.view.server import PageServer
-from rollcall.view.shown_runs import ShownRuns
 
 WIDTH, HEIGHT = 1360, 860
 WAIT_MS = 120_000

@@ -6,6 +6,7 @@ import hashlib
 import json
 import os
 from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +14,9 @@ import torch
 from hub_server import REPO
 from learners import learner_of, step
 from safetensors.torch import load_file, save_file
-from tiny import make_tokenizer
+from saved import write_parts
 
 from rollcall.checkpoint.store import CheckpointStore
-from rollcall.checkpoint.training import write_learner
 from rollcall.config import dump_config, load_config
 from rollcall.launch.finish.nodes_of import Asked, NodeError, ThisNode
 from rollcall.learner.gang import Gang
@@ -66,9 +66,7 @@ class Trained:
         step(self.learner, number)
         store = CheckpointStore(self.dir / "checkpoints", keep_last=3, keep_best=0)
 
-        def write(folder: Path) -> None:
-            write_learner(self.learner, make_tokenizer(), folder)
-
+        write = partial(write_parts, learner=self.learner)
         path = store.save(number, write=write, state={}, score=None)
         if on_nodes:
             self._to_nodes(path)

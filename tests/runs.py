@@ -121,9 +121,9 @@ class Kill:
 
 IN_UPDATE = "rollcall.learner.optimizer:Optimizer.step"
 IN_JOURNAL = "rollcall.base.journal:AppendFile.append"
-IN_SAVE_WRITE = "rollcall.run.trained:Trained.write_whole"
+IN_SAVE_WRITE = "rollcall.checkpoint.saving:Saving.write"
 IN_SAVE_FLUSH = "rollcall.checkpoint.store:fsync_tree"
-IN_EXPORT_FLUSH = "rollcall.checkpoint.export:fsync_tree"  # each save exports too
+IN_EXPORT_FLUSH = "rollcall.checkpoint.export:fsync_tree"
 IN_PRUNE = "rollcall.checkpoint.store:CheckpointStore._prune"
 IN_MARK_TRAINED = "rollcall.base.journal:Journal.mark_trained"
 IN_METRICS = "rollcall.observe.sinks:JsonlSink.log"

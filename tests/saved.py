@@ -14,25 +14,15 @@ import torch
 import torch.distributed.checkpoint as dcp
 from tiny import make_model, make_tokenizer, save_model
 
-from rollcall.checkpoint.parts import PartWriter
-from rollcall.checkpoint.saving import join_written
+from rollcall.checkpoint.saving import Trained, join_written
 from rollcall.checkpoint.store import CheckpointStore, Written
-from rollcall.checkpoint.training import ConfigFiles, files_in_parts, write_critic, write_learner
 from rollcall.learner.gang import Gang
 from rollcall.learner.learner import Critic, Learner
 
 
 def save(gang: Gang, directory: Path, *, learner: Learner | None = None, critic: Critic | None = None) -> None:
-    """All ranks call this. ``directory`` then holds the checkpoint: in parts if one of the models is."""
-    if any(model.body.in_parts for model in (learner, critic) if model is not None):
-        written = write_parts(directory, learner=learner, critic=critic)
-    else:
-        written = Written()
-        directory.mkdir(exist_ok=True)
-        if learner is not None:
-            write_learner(learner, make_tokenizer(), directory)
-        if critic is not None:
-            write_critic(critic, directory)
+    """All ranks call this. ``directory`` then holds the checkpoint."""
+    written = write_parts(directory, learner=learner, critic=critic)
     everyone = [Written(**one) for one in gang.gather(asdict(written))]
     if gang.rank == 0:
         joined = join_written(everyone)
@@ -41,13 +31,11 @@ def save(gang: Gang, directory: Path, *, learner: Learner | None = None, critic:
     gang.gather(None)  # nobody reads before it is there
 
 
-def write_parts(directory: Path, *, learner: Learner | None, critic: Critic | None) -> Written:
-    config_files = ConfigFiles().files(learner, make_tokenizer(), stops=()) if learner is not None else {}
-    files, facts = files_in_parts(learner, critic, config_files=config_files)
-    writer = PartWriter()
-    writer.copy(files, facts=facts)
-    writer.start(directory)
-    while (written := writer.written()) is None:
+def write_parts(directory: Path, *, learner: Learner | None, critic: Critic | None = None) -> Written:
+    trained = Trained(tokenizer=make_tokenizer(), learner=learner, critic=critic)
+    trained.copy_parts()
+    trained.write_parts(directory)
+    while (written := trained.parts_written()) is None:
         time.sleep(0.01)
     return written
 

@@ -151,7 +151,7 @@ def test_no_process_of_a_gang_loads_the_model_whole(ranks: Ranks, tmp_path: Path
     (path / "model.safetensors").unlink()
     first, other = ranks.run(build, config, str(path), size=2)
     assert other == (0, []) and first[0] == 2, "actor and reference"
-    assert "the first actor process loads the model whole" in first[1][0] and "no safetensors" in first[1][0]
+    assert "the first actor process loads the full model" in first[1][0] and "no safetensors" in first[1][0]
 
 
 @pytest.mark.parametrize("name", ["qwen2-tied", "qwen3-untied", "llama-bias", "llama3-rope"])

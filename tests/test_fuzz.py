@@ -31,11 +31,10 @@ from rollcall.model.load import load_causal_lm, load_tokenizer
 from rollcall.observe.sinks import read_rows
 from rollcall.run.evaluation import plan_evaluation
 from rollcall.run.training import train
-from rollcall.view.address import OPEN, Keys
-from rollcall.view.api import ADDRESSES
+from rollcall.view.api import ADDRESSES, ShownRuns
+from rollcall.view.page_process import OPEN, Keys
 from rollcall.view.reader import RunReader
 from rollcall.view.server import make_app
-from rollcall.view.shown_runs import ShownRuns
 
 Case = Callable[[Random, Path], Iterator[Failure | None]]  # what went wrong, of each thing that was tried
 

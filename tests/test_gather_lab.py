@@ -7,6 +7,7 @@ import json
 import sys
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +18,10 @@ from lab.lab import Host, Lab, missing_for_lab
 from lab.sshd import missing_for_ssh, serve_ssh
 from learners import make_learner, trainable
 from safetensors.torch import load_file, save_file
-from tiny import make_tokenizer
+from saved import write_parts
 
 from rollcall.checkpoint.merge.merge import merge
 from rollcall.checkpoint.store import CheckpointStore
-from rollcall.checkpoint.training import write_learner
 from rollcall.checkpoint.verify import verify
 from rollcall.launch.finish.gather import FOLDER
 
@@ -47,9 +47,7 @@ def spread(shared: Path, hosts: list[Host], *, name: str) -> Path:
     """A checkpoint on the shared folder whose weights are on the disks of these hosts."""
     learner = make_learner(trainable("qwen3-untied", hidden_size=256, vocab_size=24_000))
     store = CheckpointStore(shared / name / "checkpoints", keep_last=1, keep_best=0)
-    checkpoint = store.save(
-        3, write=lambda folder: write_learner(learner, make_tokenizer(), folder), state={}, score=None
-    )
+    checkpoint = store.save(3, write=partial(write_parts, learner=learner), state={}, score=None)
     (checkpoint.parent / "node-folder").write_text(RUN)
     manifest = json.loads((checkpoint / "manifest.json").read_text())
     whole = checkpoint / "model/model.safetensors"

@@ -37,7 +37,7 @@ from rollcall.launch.ssh.tunnel import open_page, open_tunnel
 from rollcall.launch.target import LaunchRequest
 from rollcall.nodes.address import free_ports, listens
 from rollcall.process.ray.job_client import HttpClient, Unreachable
-from rollcall.view.address import OPEN, Keys, PageRecord
+from rollcall.view.page_process import OPEN, Keys, PageRecord
 
 HOSTS = ["a", "b"]
 TARGET = get_target("ssh")

@@ -9,6 +9,7 @@ import shutil
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -22,6 +23,8 @@ from learners import LONGEST, TEMPERATURE, make_samples, naive_gradients, naive_
 from ranks import Ranks
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save, save_file
+from saved import save as save_checkpoint
+from saved import write_parts
 from tiny import (
     compiles,
     make_model,
@@ -39,7 +42,7 @@ from rollcall.base.errors import ConfigError, ModelFilesError
 from rollcall.checkpoint.merge.merge import merge
 from rollcall.checkpoint.probe import read_probe
 from rollcall.checkpoint.store import CheckpointStore
-from rollcall.checkpoint.training import export_learner, read_learner, write_learner
+from rollcall.checkpoint.training import export_learner, read_learner
 from rollcall.checkpoint.verify import verify
 from rollcall.cli.main import app
 from rollcall.config import Config, Grpo, RolloutSection, RunSection, load_config
@@ -483,7 +486,7 @@ def test_a_checkpoint_holds_the_adapter_alone_and_training_goes_on_from_it(tmp_p
     learner, adapter = start()
     for _ in range(2):
         learner.update(samples)
-    write_learner(learner, make_tokenizer(), tmp_path)
+    save_checkpoint(Gang.alone(), tmp_path, learner=learner)
     names = {path.name for path in (tmp_path / "model").iterdir()}
     assert {"adapter_model.safetensors", "adapter_config.json", "config.json", "tokenizer.json", "probe.json"} <= names
     assert "model.safetensors" not in names
@@ -503,7 +506,7 @@ def test_a_checkpoint_holds_the_adapter_alone_and_training_goes_on_from_it(tmp_p
 )
 def test_a_checkpoint_of_another_adapter_is_refused(tmp_path: Path, lora: LoraSection, words: str) -> None:
     model = trainable()
-    write_learner(make_learner(model, make_adapter(model, SOME)), make_tokenizer(), tmp_path)
+    save_checkpoint(Gang.alone(), tmp_path, learner=make_learner(model, make_adapter(model, SOME)))
     with pytest.raises(ModelFilesError, match=words):
         read_learner(make_learner(model, make_adapter(model, lora)), tmp_path)
 
@@ -531,7 +534,7 @@ def test_a_model_path_may_be_an_adapter_and_the_export_may_be_merged(tmp_path: P
 
 def test_a_checkpoint_is_refused_where_the_model_of_its_adapter_has_changed(tmp_path: Path) -> None:
     model = trainable()
-    write_learner(make_learner(model, make_adapter(model, SOME)), make_tokenizer(), tmp_path)
+    save_checkpoint(Gang.alone(), tmp_path, learner=make_learner(model, make_adapter(model, SOME)))
     read_learner(make_learner(trainable(), make_adapter(model, SOME)), tmp_path)
     other = trainable()
     Decoder.of(other).layers[1].out.mul_(1.01)
@@ -715,9 +718,7 @@ def saved_adapter(folder: Path, *, dtype: torch.dtype = torch.float32) -> Path:
     model = load_causal_lm(str(base), device=CPU, dtype=dtype)
     learner = make_learner(model, replace(make_adapter(model), base=str(base)))
     store = CheckpointStore(folder / "run" / "checkpoints", keep_last=1, keep_best=0)
-    return store.save(
-        1, write=lambda tmp: write_learner(learner, make_tokenizer(), tmp), state={"next_draw": 0}, score=None
-    )
+    return store.save(1, write=partial(write_parts, learner=learner), state={"next_draw": 0}, score=None)
 
 
 def on_an_adapter(folder: Path) -> Path:
@@ -756,14 +757,14 @@ def test_the_command_merges_an_adapter_of_a_run_a_checkpoint_or_a_directory(tmp_
 def test_a_merge_never_replaces_the_model_of_its_adapter(tmp_path: Path) -> None:
     step = saved_adapter(tmp_path)
     before = (tmp_path / "base" / "model.safetensors").read_bytes()
-    with pytest.raises(StoredError, match="the model of the adapter, which the merge reads; choose another --out"):
+    with pytest.raises(StoredError, match="the adapter's model, which the merge reads; choose another --out"):
         merge(step, tmp_path / "base")
     assert (tmp_path / "base" / "model.safetensors").read_bytes() == before
 
 
 def test_a_merge_never_replaces_a_model_below_the_model_of_its_adapter(tmp_path: Path) -> None:
     source = on_an_adapter(tmp_path)
-    with pytest.raises(StoredError, match="base holds .*base, the model of the adapter, .* choose another --out"):
+    with pytest.raises(StoredError, match="base contains .*base, the adapter's model, .* choose another --out"):
         merge(source, tmp_path / "base")
     merge(source, tmp_path / "out")
 
@@ -774,7 +775,9 @@ def test_a_merge_refuses_an_adapter_that_changed_in_its_checkpoint(tmp_path: Pat
     data = bytearray(path.read_bytes())
     data[-6] ^= 0x55
     path.write_bytes(data)
-    with pytest.raises(StoredError, match=r"adapter_model.safetensors is not as written \(the checksum differs\)"):
+    with pytest.raises(
+        StoredError, match=r"adapter_model.safetensors .*has changed since it was written \(its checksum differs\)"
+    ):
         merge(step, tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
@@ -829,7 +832,7 @@ def train(gang: Gang, changes: dict[str, Any], lora: LoraSection, start: Path | 
         read_learner(learner, start)
     rows = [learner.update(samples) for _ in range(2)]
     if end is not None:
-        write_learner(learner, make_tokenizer(), end)
+        save_checkpoint(gang, end, learner=learner)
     reference = Reference(body=learner.body, section=learner.section, temperature=TEMPERATURE, plain=True)
     scores = [score.logprobs for one in (reference, learner.score) for score in one(samples[:2])]
     return rows, {name: tensor.detach().numpy() for name, tensor in learner.body.whole_tensors()}, scores

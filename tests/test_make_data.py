@@ -12,7 +12,7 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from rollcall.cli.data import data
+from rollcall.cli.config import data
 from rollcall.config import DataSection
 from rollcall.loop.data import make
 from rollcall.loop.data.arithmetic import arithmetic

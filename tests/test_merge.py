@@ -25,8 +25,7 @@ from typer.testing import CliRunner
 from verl_shards import write_verl
 
 from rollcall.checkpoint.merge import plan, staging
-from rollcall.checkpoint.merge.merge import merge
-from rollcall.checkpoint.merge.selection import select
+from rollcall.checkpoint.merge.merge import merge, select
 from rollcall.cli import progress_bar
 from rollcall.cli.main import app
 from rollcall.model.load import load_causal_lm
@@ -179,19 +178,20 @@ def test_a_flipped_byte_is_refused_by_the_name_of_its_file(tmp_path: Path) -> No
     folder = shards(tmp_path / "actor")
     third = folder / "model_world_size_4_rank_2.pt"
     flip(third, third.stat().st_size // 2)
-    with pytest.raises(StoredError, match="rank_2.pt: its bytes .* are not as written"):
+    with pytest.raises(StoredError, match="rank_2.pt: its bytes .* have changed since"):
         merge(folder, tmp_path / "out")
     step = our_checkpoint(tmp_path)
     part = step / "model" / "part-00001-of-00003.safetensors"
     flip(part, part.stat().st_size - 3)
     with pytest.raises(
-        StoredError, match=r"part-00001-of-00003.safetensors \(written on node node-1\): it is not as written"
+        StoredError,
+        match=r"part-00001-of-00003.safetensors \(written on node node-1\): it has changed since it was written",
     ):
         merge(step, tmp_path / "out")
     flip(part, part.stat().st_size - 3)
     config = step / "model" / "tokenizer.json"
     flip(config, config.stat().st_size // 2)
-    with pytest.raises(StoredError, match=r"tokenizer.json .* not as it was written"):
+    with pytest.raises(StoredError, match=r"tokenizer.json .* has changed since it was written"):
         merge(step, tmp_path / "out")
     assert not (tmp_path / "out").exists() and not list(tmp_path.glob(".merging-*"))
 
@@ -403,7 +403,7 @@ def test_two_merges_to_one_target_do_not_meet(tmp_path: Path) -> None:
     folder, out = shards(tmp_path / "actor"), tmp_path / "out"
 
     def second() -> None:
-        with pytest.raises(StoredError, match="another merge writes"):
+        with pytest.raises(StoredError, match="another merge is writing"):
             merge(folder, out)
 
     merge(folder, out, progress=lambda done, total: second() if done == 0 else None)
@@ -474,7 +474,7 @@ def test_a_folder_with_files_of_somebody_is_not_replaced(tmp_path: Path) -> None
     project = tmp_path / "project"
     (project / "src").mkdir(parents=True)
     (project / "config.json").write_text("{}")
-    with pytest.raises(StoredError, match="holds src, which is not of a model"):
+    with pytest.raises(StoredError, match="contains src, which is not part of a model"):
         merge(model, project)
     assert (project / "src").is_dir()
 

@@ -35,8 +35,8 @@ from rollcall.observe.metrics import METRICS, check_names
 from rollcall.observe.progress import Progress, format_duration
 from rollcall.observe.samples import sample_rows, write_samples
 from rollcall.observe.sinks import JsonlSink, WandbSink, make_sinks, read_rows
+from rollcall.view.curves import learning_curve
 from rollcall.view.growing import MetricsTable
-from rollcall.view.plot import learning_curve
 from rollcall.view.summary import ADVANTAGE, build_summary, finished, say_result, write_summary
 
 

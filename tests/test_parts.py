@@ -20,17 +20,16 @@ import pytest
 import torch
 from learners import critic_of, learner_of, step
 from safetensors import safe_open
-from saved import commit, write_parts
+from saved import commit, save
 
 from rollcall.base.errors import CheckpointError, ConfigError, WorkerError
 from rollcall.checkpoint import local
 from rollcall.checkpoint.parts import File, HostMemory, PartTensor, PartWriter, write_image
-from rollcall.checkpoint.saving import Saving, saving_of
+from rollcall.checkpoint.saving import Saving, Trained, saving_of
 from rollcall.checkpoint.store import CheckpointStore, Written
 from rollcall.checkpoint.training import read_critic, read_learner
 from rollcall.config import Config
 from rollcall.learner.gang import Gang
-from rollcall.run.trained import Trained
 
 
 def block(name: str, values: torch.Tensor, *, row: int = 0, rows: int | None = None) -> PartTensor:
@@ -80,7 +79,7 @@ def test_a_write_that_failed_is_told_and_can_begin_again_from_the_same_copy(tmp_
 def test_a_disk_that_is_full_fails_the_write_and_not_the_next_one(tmp_path: Path) -> None:
     """The kernel's own answer, when the bytes leave the process."""
     writer, values = PartWriter(), torch.arange(50_000.0)
-    name = "model/part-00000-of-00001.safetensors"
+    name = "model/model.safetensors"
     writer.copy([File(name=name, kind="weights", content=[block("w", values)])], facts={})
     (tmp_path / "model").mkdir()
     (tmp_path / name).symlink_to("/dev/full")
@@ -111,14 +110,11 @@ def test_blocks_on_an_accelerator_are_copied_to_memory_that_is_kept(tmp_path: Pa
 
 
 def saved_parts(folder: Path) -> Path:
-    """A checkpoint of one process in the form that several write."""
+    """A checkpoint of one process."""
     learner, critic = learner_of(Gang.alone()), critic_of(Gang.alone())
     step(learner, 1)
     step(critic, 1)
-    written = write_parts(folder, learner=learner, critic=critic)
-    (folder / "manifest.json").write_text(
-        json.dumps({"step": 1, "score": None, **written.facts, "files": written.files})
-    )
+    save(Gang.alone(), folder, learner=learner, critic=critic)
     return folder
 
 
@@ -184,12 +180,12 @@ def test_a_manifest_tells_of_mesh_model_and_files(saved: Path, tmp_path: Path) -
     assert manifest["mesh"] == {"processes": 1, "replicate": 1, "shard": 1, "tensor": 1}
     assert manifest["model"]["model_type"] == "qwen2" and manifest["model"]["tie_word_embeddings"] is True
     kinds = {name: facts["kind"] for name, facts in manifest["files"].items()}
-    assert kinds["model/part-00000-of-00001.safetensors"] == "weights" and kinds["model/config.json"] == "model"
-    assert kinds["actor/part-00000-of-00001.safetensors"] == kinds["critic/optimizer.json"] == "optimizer"
+    assert kinds["model/model.safetensors"] == "weights" and kinds["model/config.json"] == "model"
+    assert kinds["actor/part-00000-of-00001.safetensors"] == kinds["critic/optimizer.pt"] == "optimizer"
     assert kinds["state.json"] == "state" and kinds["model/probe.json"] == "model"
 
 
-PART = "model/part-00000-of-00001.safetensors"
+PART = "model/model.safetensors"
 
 
 @pytest.mark.parametrize("damage", ["missing", "cut off", "changed", "another save's"])
@@ -238,8 +234,7 @@ def test_an_optimizer_without_moments_has_none_in_its_parts(tmp_path: Path) -> N
     sgd: dict[str, Any] = dict(optimizer=dict(name="torch.optim.SGD"))
     learner, again = (learner_of(Gang.alone(), **sgd) for _ in range(2))
     step(learner, 1)
-    written = write_parts(tmp_path, learner=learner, critic=None)
-    (tmp_path / "manifest.json").write_text(json.dumps({"step": 1, "score": None, "files": written.files}))
+    save(Gang.alone(), tmp_path, learner=learner)
     read_learner(again, tmp_path)
     assert all(torch.equal(tensor, again.body.named[name]) for name, tensor in learner.body.named.items())
 
@@ -276,11 +271,11 @@ def nodes_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[list[Node
         return [nodes[process].call(method, *args) for process in processes]
 
     place: Literal["local"] = "local"
-    return nodes, Saving(call=call, processes=[0, 1], in_parts=True, place=place, run_name="far")
+    return nodes, Saving(call=call, processes=[0, 1], place=place, run_name="far")
 
 
 def save_local(saving: Saving, store: CheckpointStore, step: int) -> Path:
-    assert saving.copy()
+    saving.copy()
     path = store.save(step, write=saving.write, state={}, score=None)
     saving.tidy(store.dir, keep=store.places())
     return path
@@ -426,7 +421,7 @@ def test_a_part_that_changed_on_its_node_is_not_brought(tmp_path: Path, monkeypa
 
 def test_the_place_of_parts_is_refused_where_there_are_none(tmp_path: Path) -> None:
     config = Config.model_validate({"run": {"dir": str(tmp_path)}, "checkpoint": {"place": "local"}})
-    with pytest.raises(ConfigError, match=r"checkpoint\.place=local is for models that are in parts"):
+    with pytest.raises(ConfigError, match=r"checkpoint\.place=local needs a model that is sharded"):
         saving_of(config, lambda *args: [], processes=[0], in_parts=False)
 
 

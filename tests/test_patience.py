@@ -25,12 +25,12 @@ from rollcall.base.errors import CheckpointError, ConfigError, JournalError, Wor
 from rollcall.base.journal import Journal
 from rollcall.base.lease import hold
 from rollcall.base.patience import DiskError, disk_fault, persist
+from rollcall.checkpoint.saving import Trained
 from rollcall.checkpoint.store import CheckpointStore
 from rollcall.config import Config
 from rollcall.loop.record import Record
 from rollcall.observe.events import EVENTS, Events
 from rollcall.observe.sinks import JsonlSink, TensorBoardSink, read_rows
-from rollcall.run.trained import Trained
 from rollcall.view.audit import audit
 
 
@@ -101,7 +101,7 @@ def at_call(patch: pytest.MonkeyPatch, owner: type, name: str, *, call: int, act
     [
         pytest.param(Journal, "append", 20, id="a-group"),
         pytest.param(Journal, "mark_trained", 3, id="that-a-step-was-trained", marks=pytest.mark.slow),
-        pytest.param(Trained, "write_whole", 2, id="a-checkpoint"),
+        pytest.param(Trained, "write_parts", 2, id="a-checkpoint"),
         pytest.param(JsonlSink, "log", 3, id="metrics", marks=pytest.mark.slow),
         pytest.param(Record, "export", 1, id="the-model", marks=pytest.mark.slow),
     ],
@@ -143,7 +143,7 @@ class Unwritable:
 
 
 @pytest.mark.parametrize(
-    "call", ["write_whole", *(pytest.param(call, marks=pytest.mark.slow) for call in ("append", "save"))]
+    "call", ["write_parts", *(pytest.param(call, marks=pytest.mark.slow) for call in ("append", "save"))]
 )
 @pytest.mark.slow
 def test_a_run_waits_for_a_folder_that_cannot_be_written(
@@ -157,7 +157,7 @@ def test_a_run_waits_for_a_folder_that_cannot_be_written(
     elif call == "save":
         at_call(monkeypatch, CheckpointStore, "save", call=2, action=blocked.begin)
     else:  # with a save begun, which can then neither be put in place nor be removed
-        at_call(monkeypatch, Trained, "write_whole", call=2, action=blocked.begin)
+        at_call(monkeypatch, Trained, "write_parts", call=2, action=blocked.begin)
     with Rescue(blocked.end) as rescue:
         assert finish(config)["steps"] == 6
     assert rescue.said and ("Read-only" in rescue.said[0] or "Permission" in rescue.said[0])

@@ -216,13 +216,19 @@ def test_vllm_has_the_only_copy_of_its_process_unless_the_transport_needs_one(tm
     assert awake.memory[0].total - asleep.memory[0].total == lent > 0
 
 
-def test_host_memory_is_that_of_parts_and_not_of_whole_models(tmp_path: Path) -> None:
+def saved_bytes(run: RunPlan) -> int:
+    """Of a checkpoint: weights in bfloat16, and masters and two moments in float32."""
+    assert run.sizes is not None
+    return 14 * run.sizes.num_parameters
+
+
+def test_host_memory_is_that_of_parts_and_of_the_copy_of_a_checkpoint(tmp_path: Path) -> None:
     whole = make_run(tmp_path, {"actor": "0-3", "rollout": "4-7"})
-    assert whole.sizes is not None and set(whole.host.values()) == {8 * READ_AT_ONCE}
+    assert whole.sizes is not None and whole.host == {0: 8 * READ_AT_ONCE + saved_bytes(whole)}, "the first actor saves"
     parts = make_run(
         tmp_path, {"actor": "0-3", "rollout": "4-7"}, actor={"sharding": "fsdp"}, rollout={"engine": "vllm"}
     )
-    saved, embeddings = 14 * whole.sizes.num_parameters, 2 * whole.sizes.vocab * whole.sizes.hidden
+    saved, embeddings = saved_bytes(whole), 2 * whole.sizes.vocab * whole.sizes.hidden
     (found,) = parts.host.values()
     assert found == pytest.approx(4 * (READ_AT_ONCE + VLLM_PARTS + embeddings) + saved, abs=100)
     offloaded = make_run(tmp_path, {"actor,rollout": "0-7"}, actor={"sharding": "fsdp", "cpu_offload": True})
@@ -315,7 +321,7 @@ def test_auto_fits_the_card_and_gives_kv_what_is_left(tmp_path: Path) -> None:
     assert memory_of(large, "rollout").kv == 512 * 576 * 12288
     tight = make_run(tmp_path, {"actor,rollout": "all"}, nodes=[1], card_gib=16, rollout={"max_response_tokens": 512})
     assert memory_of(tight, "actor").recompute, "layers run again before micro-batches become small"
-    assert set(tight.host.values()) == {2 * READ_AT_ONCE}
+    assert tight.host == {0: 2 * READ_AT_ONCE + saved_bytes(tight)}
     given = make_run(tmp_path, {"actor,rollout": "all"}, nodes=[1], card_gib=16, actor={"tokens_per_microbatch": 4096})
     assert memory_of(given, "actor").tokens == 4096
     nowhere = make_run(tmp_path, {"actor,rollout": "all"}, nodes=[1], card_gib=8)
@@ -338,7 +344,7 @@ def test_a_row_that_fits_no_other_way_waits_in_host_memory(tmp_path: Path) -> No
     actor = memory_of(run, "actor")
     assert run.problems == () and actor.tokens >= 32768
     assert run.sizes is not None and actor.parked >= actor.tokens * run.sizes.layers * run.sizes.hidden * 2
-    assert set(run.host.values()) == {2 * READ_AT_ONCE + actor.parked}
+    assert run.host == {0: 2 * READ_AT_ONCE + actor.parked + saved_bytes(run)}
     assert any("from inputs in host memory (auto, estimated)" in note for note in run.notes)
     on_card = make_run(
         tmp_path, {"actor,rollout": "all"}, nodes=[1], card_gib=card, actor={"activation_checkpointing": True}, **long

@@ -69,7 +69,7 @@ def test_repair_sets_torn_things_aside_and_deletes_nothing(killed: Config) -> No
     config = a_copy(killed, "repaired")
     run_dir = config.run.dir
     (run_dir / "checkpoints" / ".tmp-step-000004-ab12cd34").mkdir()
-    (run_dir / "checkpoints" / "step-000002" / "actor.pt").write_bytes(b"short")
+    (run_dir / "checkpoints" / "step-000002" / "actor" / "optimizer.pt").write_bytes(b"short")
     with (run_dir / "events.jsonl").open("a") as file:
         file.write('{"half": ')
     torn_bytes = (run_dir / "journal" / "000004.groups").read_bytes()

@@ -150,8 +150,8 @@ def test_settings_changed_on_resume_are_applied_told_and_recorded(tmp_path: Path
         finish(make_run(tmp_path, "trainer.steps=2", name=name))
         config = make_run(tmp_path, "trainer.steps=4", f"actor.weight_decay={decay}", name=name)
         train(config)
-        state = torch.load(config.run.dir / "checkpoints" / "step-000004" / "actor.pt", weights_only=True)
-        assert state["adamw"]["param_groups"][0]["weight_decay"] == decay
+        state = torch.load(config.run.dir / "checkpoints" / "step-000004" / "actor" / "optimizer.pt", weights_only=True)
+        assert state["param_groups"][0]["weight_decay"] == decay
         ends[name] = load_file(config.run.dir / "model" / "model.safetensors")
         events = map(json.loads, (config.run.dir / "events.jsonl").read_bytes().splitlines())
         changed = [event["changed"] for event in events if "changed" in event]

@@ -12,8 +12,8 @@ from runs import letter_rows, make_run
 from typer.testing import CliRunner
 
 from rollcall.base.importing import load_named
+from rollcall.cli.config import _show_trial
 from rollcall.cli.main import app
-from rollcall.cli.reward import _show
 from rollcall.config import Config, dump_config
 from rollcall.config.rewards import (
     CountdownReward,
@@ -50,7 +50,7 @@ def test_a_reward_that_cannot_tell_completions_apart_is_pointed_out(
 ) -> None:
     config = make_run(tmp_path, rows=letter_rows(2), reward=[{"type": "function", "path": "rewards_bad:always_equal"}])
     trial = try_run(config, num_rows=2)
-    _show(trial)
+    _show_trial(trial)
     assert trial.is_constant and "nothing could be learned" in capsys.readouterr().out
 
 

@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 
 from rollcall.base.errors import CheckpointError, ConfigError, WorkerDiedError
 from rollcall.checkpoint.exported import exported_model
-from rollcall.checkpoint.size import GIB, checkpoint_bytes, size_words
+from rollcall.checkpoint.run_dir import GIB, checkpoint_bytes, size_words
 from rollcall.checkpoint.store import CheckpointStore
 from rollcall.loop.record import Record
 from rollcall.model.stored.find import PROBE
@@ -238,7 +238,7 @@ def test_the_size_of_a_run_is_what_it_leaves(tmp_path: Path) -> None:
 
 def test_a_large_run_is_told_before_it_fills_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     free = 100 * GIB
-    monkeypatch.setattr("rollcall.checkpoint.size.free_bytes", lambda path: free)
+    monkeypatch.setattr("rollcall.checkpoint.run_dir.free_bytes", lambda path: free)
     config = make_run(
         Path("runs"), "trainer.steps=9", "trainer.save_every=1", "trainer.keep_last=3", "trainer.keep_best=0"
     )

@@ -23,7 +23,7 @@ from rollcall.observe.headline import GRADED
 from rollcall.run.api import Run
 from rollcall.view.api import WatchedRun
 from rollcall.view.reader import RunReader
-from rollcall.view.standing import standing_rows
+from rollcall.view.summary import standing_rows
 
 
 def write_run(run_dir: Path, *, last: int, started_s: float) -> Path:

@@ -15,8 +15,7 @@ from saved import save
 from tiny import make_tokenizer
 
 from rollcall.base.errors import NonFiniteError
-from rollcall.checkpoint.in_parts import open_role
-from rollcall.checkpoint.training import export_learner, read_critic, read_learner
+from rollcall.checkpoint.training import export_learner, open_role, read_critic, read_learner
 from rollcall.learner.gang import Gang
 from rollcall.model.decoder import module_names
 from rollcall.model.load import ModelError
@@ -79,9 +78,6 @@ def test_a_resume_with_or_without_masters_has_the_trained_policy(
 
 def saved_critic(directory: Path) -> dict[str, torch.Tensor]:
     """Its weights at the precision that updates go to."""
-    if not (directory / "critic").is_dir():
-        masters = torch.load(directory / "critic.pt", weights_only=True)["masters"]
-        return {**load_file(directory / "critic.safetensors"), **masters}
     stored = open_role(directory, "critic")
     prefix = "master/" if "master/score.weight" in stored.tensors else ""
     names = critic_of(Gang.alone()).body.named
@@ -107,9 +103,9 @@ def test_a_checkpoint_of_another_model_is_refused_by_name(tmp_path: Path) -> Non
         save_file(change, file)
         with pytest.raises(ModelError, match=message):
             read_learner(learner_of(Gang.alone()), tmp_path)
-    stored = load_file(tmp_path / "critic.safetensors")
-    save_file({name: tensor for name, tensor in stored.items() if name != "head"}, tmp_path / "critic.safetensors")
-    with pytest.raises(ModelError, match=r"1 tensor is missing \(head\)"):
+    file = tmp_path / "critic" / "part-00000-of-00001.safetensors"
+    save_file({name: tensor for name, tensor in load_file(file).items() if name != "score.weight"}, file)
+    with pytest.raises(ModelError, match=r"1 tensor is missing \(score\.weight\)"):
         read_critic(critic_of(Gang.alone()), tmp_path)
 
 

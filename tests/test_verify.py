@@ -127,7 +127,9 @@ def test_what_no_logprob_shows_is_refused_by_the_name_of_the_file(
     before = (model / name).read_bytes() if (model / name).exists() else b""
     change(model / name)
     assert (model / name).read_bytes() != before
-    with pytest.raises(VerifyError, match=rf"is not the model that was trained: {name} is not as the run saved it"):
+    with pytest.raises(
+        VerifyError, match=rf"is not the model that was trained: {name} has changed since the run saved it"
+    ):
         verify(model)
     assert why_not_verified(model) == "it was not verified"
 

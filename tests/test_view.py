@@ -49,13 +49,12 @@ from rollcall.observe.live import Live, ProcessState, write_live
 from rollcall.observe.logs import keep_logs
 from rollcall.observe.samples import TOKEN_SCORES, episode_columns, write_token_scores
 from rollcall.observe.timeline import ATTEMPT_LOST, RUN_FAILED
-from rollcall.view.address import OPEN, Keys, PageRecord, parse_record
+from rollcall.view.api import ShownRuns
 from rollcall.view.curves import GROUPS, describe, group_of, thinned
 from rollcall.view.growing import MetricsTable
 from rollcall.view.journal_index import JournalIndex
-from rollcall.view.page_process import serving_page
+from rollcall.view.page_process import OPEN, Keys, PageRecord, parse_record, serving_page
 from rollcall.view.server import PageServer, make_app
-from rollcall.view.shown_runs import ShownRuns
 
 HOSTILE = "<script>window.harmed=1</script>\u202e\u0000\ud800<img src=x onerror=window.harmed=1>"
 
@@ -212,7 +211,7 @@ def test_a_run_says_why_it_failed_and_what_it_waits_for(tmp_path: Path) -> None:
 
 
 def test_a_folder_shows_runs_that_appear_later_and_no_links(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rollcall.view.shown_runs.LOOK_EVERY_S", 0.0)
+    monkeypatch.setattr("rollcall.view.api.LOOK_EVERY_S", 0.0)
     outside = write_run(tmp_path / "elsewhere", steps=1)
     folder = tmp_path / "runs"
     folder.mkdir()
@@ -234,7 +233,7 @@ def test_a_run_that_may_not_be_read_does_not_hide_the_others(tmp_path: Path, mon
             raise PermissionError(errno.EACCES, "Permission denied", str(path))
         return is_run(path)
 
-    monkeypatch.setattr("rollcall.view.shown_runs.is_run", look)
+    monkeypatch.setattr("rollcall.view.api.is_run", look)
     client = open_page(tmp_path)
     assert [run["name"] for run in client.get("/api/runs").json["runs"]] == ["open"]
     refused = PermissionError(errno.EACCES, "Permission denied", "events.jsonl")

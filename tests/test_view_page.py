@@ -25,8 +25,8 @@ from rollcall.observe.calls import CallFile, RecordedCall
 from rollcall.observe.events import Events, Mark, MarkKind
 from rollcall.observe.live import Live, ProcessState, read_live, write_live
 from rollcall.observe.samples import TOKEN_SCORES, write_token_scores
+from rollcall.view.api import ShownRuns
 from rollcall.view.server import PageServer
-from rollcall.view.shown_runs import ShownRuns
 
 playwright = pytest.importorskip("playwright.sync_api", reason="pip install 'rollcall-rl[browser]'")
 CHROMIUM = os.environ.get("ROLLCALL_CHROMIUM") or shutil.which("chromium") or shutil.which("chromium-browser")

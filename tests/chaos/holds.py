@@ -66,11 +66,6 @@ def hold_gang(module: Any) -> None:
     module.Gang._sum_bucket = before("all-reduce", module.Gang._sum_bucket)
 
 
-def hold_save(module: Any) -> None:
-    """The model is written by then, the optimizer's state is not."""
-    module._save = before("save", module._save)
-
-
 def hold_parts(module: Any) -> None:
     """Beside the run: the controller waits for this part, and all others are written."""
     module.write_image = before("save", module.write_image)
@@ -78,14 +73,13 @@ def hold_parts(module: Any) -> None:
 
 def hold_weights(module: Any) -> None:
     module.WorkerWeights.send = before("sending weights", module.WorkerWeights.send)
-    module.WorkerWeights.receive = before("receiving weights", module.WorkerWeights.receive)
+    module.WorkerWeights.receiver = before("receiving weights", module.WorkerWeights.receiver)
 
 
 AFTER_IMPORT = {
     "rollcall.learner.learner": hold_learner,
     "rollcall.learner.body": hold_whole,
     "rollcall.learner.gang": hold_gang,
-    "rollcall.checkpoint.training": hold_save,
     "rollcall.checkpoint.parts": hold_parts,
     "rollcall.run.weight_sync": hold_weights,
 }

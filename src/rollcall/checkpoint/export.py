@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import shutil
 import tempfile
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -41,30 +41,14 @@ def export_model(
     stops: Sequence[int] = (),
     probe: TrainedProbe | None = None,
     weights: Weights | None = None,
+    adapter: Mapping[str, bytes] | None = None,
 ) -> Path:
     """Write ``model`` and ``tokenizer`` to ``dir`` atomically.
 
     Replaces a model directory already at ``dir``. ``stops`` are the tokens at which generation stops, by default those that stop a
-    rollout of this model. ``probe`` is written next to the weights. Pass ``weights`` if ``model`` is only an outline.
+    rollout of this model. ``probe`` is written next to the weights. Pass ``weights`` if ``model`` is only an outline, or the files of
+    an ``adapter`` to write them in place of the weights.
     """
-
-    def write(tmp: Path) -> None:
-        _write_safetensors(weights or _weights_of(model), tmp / "model.safetensors", dtype=model.dtype)
-
-    return export_files(model, tokenizer, dir, write=write, dtype=model.dtype, stops=stops, probe=probe)
-
-
-def export_files(
-    model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    dir: Path,
-    *,
-    write: Callable[[Path], None],
-    dtype: torch.dtype,
-    stops: Sequence[int] = (),
-    probe: TrainedProbe | None = None,
-) -> Path:
-    """Like ``export_model``, but ``write`` writes the weights (or an adapter) to the folder, so ``model`` needs no weights."""
     dir = Path(dir)
     ours = any((dir / name).exists() for name in ("config.json", PROBE))  # either one may be missing
     if dir.exists() and (not dir.is_dir() or (any(dir.iterdir()) and not ours)):
@@ -73,11 +57,13 @@ def export_files(
         shutil.rmtree(left, ignore_errors=True)
     try:
         with staging(dir) as tmp:
-            files = config_files(model, tokenizer, dtype=dtype, stops=stops)
-            for name, data in (files if probe is None else with_probe(files, probe)).items():
+            files = config_files(model, tokenizer, dtype=model.dtype, stops=stops)
+            files = {**(files if probe is None else with_probe(files, probe)), **(adapter or {})}
+            for name, data in files.items():
                 (tmp / name).parent.mkdir(exist_ok=True)
                 (tmp / name).write_bytes(data)
-            write(tmp)
+            if adapter is None:
+                _write_safetensors(weights or _weights_of(model), tmp / "model.safetensors", dtype=model.dtype)
             fsync_tree(tmp)
             swap_in(tmp, dir)
     except OSError as error:

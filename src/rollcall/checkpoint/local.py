@@ -117,6 +117,6 @@ def bring(directory: Path, files: Mapping[str, Mapping[str, Any]], *, copy: bool
             if copy:
                 target.unlink()
             raise CheckpointError(
-                f"{source} on node {facts['node']} ({facts['host']}) is not as it was written: its checksum differs; remove "
+                f"{source} on node {facts['node']} ({facts['host']}) has changed since it was written: its checksum differs; remove "
                 f"{directory} to continue from an earlier checkpoint"
             )

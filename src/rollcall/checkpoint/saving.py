@@ -1,19 +1,23 @@
-"""Saves and restores what the training processes train, either in this process or through calls to others."""
+"""Saves and restores what the training processes train: ``Saving`` in the controller calls ``Trained`` in each process (or in this one)."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from rollcall.base.errors import CheckpointError, ConfigError
+from rollcall.base.errors import CheckpointError, ConfigError, short_of_memory
 from rollcall.checkpoint import local
+from rollcall.checkpoint.export import config_files
+from rollcall.checkpoint.parts import PartWriter
+from rollcall.checkpoint.probe import probe_of, with_probe
 from rollcall.checkpoint.store import Written
+from rollcall.checkpoint.training import export_learner, files_to_save, read_critic, read_learner
 from rollcall.config import Config
+from rollcall.learner.learner import Critic, Learner
 
-SHORTEST_LOOK_S, LONGEST_LOOK_S = 0.05, 1.0  # between two polls for finished parts
 Call = Callable[..., list[Any]]  # calls a method on these processes and returns their results
 
 
@@ -23,26 +27,15 @@ class Saving:
 
     call: Call
     processes: Sequence[int]
-    in_parts: bool
     place: Literal["shared", "local"]
     run_name: str
 
-    def copy(self) -> bool:
-        """Copy what is to be saved to host memory if possible. Return whether ``write`` may run while the models change."""
-        if self.in_parts:
-            self.call(self.processes, "copy_parts")
-        return self.in_parts
+    def copy(self) -> None:
+        """Copy what is to be saved to host memory, so that the models may change while ``write`` runs."""
+        self.call(self.processes, "copy_parts")
 
-    def write(self, directory: Path) -> Written | None:
+    def write(self, directory: Path) -> Written:
         directory = directory.resolve()
-        if not self.in_parts:
-            self.call(self.processes, "write_whole", directory)
-            if not (directory / "model" / "config.json").exists():
-                raise CheckpointError(
-                    f"the actor wrote {directory} on its node, and that folder does not exist on this node; put run.dir on a "
-                    "folder that all nodes share"
-                )
-            return None
         run = local.name_of_run(directory.parent, run=self.run_name) if self.place == "local" else None
         self.call(self.processes, "write_parts", directory, run)
         return join_written(self._wait())
@@ -50,13 +43,12 @@ class Saving:
     def _wait(self) -> list[Written]:
         """Poll until all parts are written. A process that waited for its disk could not train meanwhile."""
         written: dict[int, Written] = {}
-        pause_s = SHORTEST_LOOK_S
-        while len(written) < len(self.processes):
-            asked = [process for process in self.processes if process not in written]
+        pause_s = 0.02
+        while asked := [process for process in self.processes if process not in written]:
+            time.sleep(pause_s)
+            pause_s = min(2 * pause_s, 1.0)
             answers = zip(asked, self.call(asked, "parts_written"), strict=True)
             written |= {process: answer for process, answer in answers if answer is not None}
-            time.sleep(pause_s)
-            pause_s = min(2 * pause_s, LONGEST_LOOK_S)
         return list(written.values())
 
     def tidy(self, checkpoints: Path, *, keep: Sequence[str]) -> None:
@@ -114,7 +106,82 @@ def saving_of(config: Config, call: Call, *, processes: Sequence[int], in_parts:
     place = config.checkpoint.place
     if place == "local" and not in_parts:
         raise ConfigError(
-            "checkpoint.place=local is for models that are in parts on several processes, and here one process writes the whole "
-            "model to run.dir; leave the key out, or set actor.sharding=fsdp"
+            "checkpoint.place=local needs a model that is sharded over several processes, and here one process writes the whole "
+            "model to run.dir; remove the key, or set actor.sharding=fsdp"
         )
-    return Saving(call=call, processes=processes, in_parts=in_parts, place=place, run_name=config.run.name)
+    return Saving(call=call, processes=processes, place=place, run_name=config.run.name)
+
+
+# In each process
+
+
+def _saving(why: str) -> str:
+    return (
+        f"there is not enough memory to save a checkpoint ({why}): it is copied to host memory before it is written. Free memory on this "
+        "node; on a GPU, lower rollout.kv_memory_fraction or actor.tokens_per_microbatch. Earlier checkpoints are intact"
+    )
+
+
+class Trained:
+    """The models that one process trains, with saving and loading.
+
+    A checkpoint takes three calls: ``copy_parts``, in which all of a gang's processes take part while the run waits; ``write_parts``, which
+    starts to write in a thread; and ``parts_written``, which is repeated until it returns a result.
+    """
+
+    def __init__(
+        self, *, tokenizer: Any, stop_token_ids: tuple[int, ...] = (), learner: Learner | None, critic: Critic | None
+    ) -> None:
+        self.tokenizer = tokenizer
+        self.stop_token_ids = stop_token_ids
+        self.learner = learner
+        self.critic = critic
+        self._parts = PartWriter()
+        self._config_files: dict[str, bytes] | None = None  # the same for every save of a run, except for the probe
+
+    def copy_parts(self) -> None:
+        """Copy what will be saved to host memory, so that the models may change afterwards."""
+        found = self.config_files()
+        with short_of_memory(_saving):
+            files, facts = files_to_save(self.learner, self.critic, config_files=found)
+            self._parts.copy(files, facts=facts)
+
+    def config_files(self) -> dict[str, bytes]:
+        """Return the policy's config files on the gang's first rank. The other ranks must call this too, but get none."""
+        learner = self.learner
+        if learner is None or (probe := probe_of(learner)) is None:
+            return {}
+        if self._config_files is None:
+            dtype, stops = learner.body.dtype, self.stop_token_ids
+            self._config_files = config_files(learner.model, self.tokenizer, dtype=dtype, stops=stops)
+        return with_probe(self._config_files, probe)
+
+    def write_parts(self, directory: Path, run: str | None = None) -> None:
+        """Start writing the copy to the checkpoint's folder, or with ``run`` to that run's folder on this node."""
+        place = None if run is None else local.folder_of(run) / directory.name.removeprefix(".tmp-")
+        self._parts.start(directory, place=place)
+
+    def parts_written(self) -> Written | None:
+        """Return the result of the write, or None if it is still running."""
+        return self._parts.written()
+
+    def parts_here(self, files: Mapping[str, Mapping[str, Any]]) -> list[str]:
+        return local.present(files)
+
+    def bring_parts(self, directory: Path, files: Mapping[str, Mapping[str, Any]], copy: bool) -> None:
+        local.bring(directory, files, copy=copy)
+
+    def tidy_parts(self, run: str, keep: Collection[str]) -> None:
+        local.tidy(run, keep=keep)
+
+    def read_checkpoint(self, directory: Path) -> None:
+        if self.learner is not None:
+            read_learner(self.learner, directory)
+        if self.critic is not None:
+            read_critic(self.critic, directory)
+
+    def export(self, directory: Path) -> None:
+        assert self.learner is not None
+        adapter = self.learner.adapter
+        merged = adapter is not None and adapter.section.export == "merged"
+        export_learner(self.learner, self.tokenizer, directory, stops=self.stop_token_ids, merged=merged)

@@ -225,15 +225,8 @@ def _all_files(root: Path, *, written: Written) -> dict[str, dict[str, Any]]:
                 "whole; put run.dir on a folder that all nodes share"
             )
     own = describe_files(root, leave_out=written.files)
-    described = {name: {**facts, "kind": _kind_of(name)} for name, facts in own.items()}
+    described = {name: {**facts, "kind": "state"} for name, facts in own.items()}
     return dict(sorted({**described, **written.files}.items()))
-
-
-def _kind_of(name: str) -> str:
-    """Return the purpose of a file in an unsharded checkpoint."""
-    if name.startswith("model/"):
-        return "weights" if name.endswith(".safetensors") else "model"
-    return "state" if name == "state.json" else "optimizer"
 
 
 def _digests(paths: list[Path]) -> list[str]:

@@ -1,109 +1,255 @@
-"""Writes and reads the trained models in a checkpoint.
+"""Saves and reads the trained models of a checkpoint: each process of a gang writes its own part, and any other gang can read them.
 
-If every rank has the full model, the first rank writes the weights as a model directory, with the optimizer state next to it. If
-the model is sharded, each rank writes its own part (``in_parts.py``). Any number of ranks can read either. All ranks of a gang
-must call these functions.
+``model/`` contains the weights: ``part-*`` if the model is sharded, otherwise a model directory (or an adapter) that transformers (or
+peft) opens. ``actor/part-*`` contains the optimizer's moments and masters, and ``critic/part-*`` everything for the critic. Tensors have
+their transformers names, prefixed with the kind of moment (``exp_avg/model.norm.weight``). ``optimizer.pt`` contains the optimizer's
+settings, and all state that does not have its weight's shape, such as step counts. All ranks of a gang must call these functions.
 """
 
 from __future__ import annotations
 
+import io
 from collections.abc import Iterator, Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from rollcall.base.errors import NonFiniteError
-from rollcall.base.patience import plain_disk_errors
+from rollcall.base.errors import CheckpointError, NonFiniteError
 from rollcall.base.words import ANOTHER_RUN
-from rollcall.checkpoint.export import Weights, config_files, export_files, export_model
-from rollcall.checkpoint.in_parts import (
-    PartsOf,
-    critic_files,
-    is_in_parts,
-    learner_files,
-    load_weights,
-    mesh_of,
-    open_role,
-    read_optimizer,
-    refuse_others,
-)
-from rollcall.checkpoint.parts import File
-from rollcall.checkpoint.probe import probe_of, with_probe
-from rollcall.learner.layout import module_shapes
+from rollcall.checkpoint.export import Weights, export_model
+from rollcall.checkpoint.parts import File, PartTensor
+from rollcall.checkpoint.probe import probe_of
+from rollcall.learner.layout import module_shapes, read_part
 from rollcall.learner.learner import Body, Critic, Learner
+from rollcall.learner.optimizer import Optimizer
 from rollcall.model.adapter import Deltas
 from rollcall.model.base import refuse_other_model
 from rollcall.model.decoder import module_names
 from rollcall.model.load import refuse_other_tensors
-from rollcall.model.peft_files import read_adapter, write_adapter
-from rollcall.model.stored.safetensors import open_model_dir
+from rollcall.model.peft_files import adapter_files, read_adapter
+from rollcall.model.stored.find import ADAPTER_WEIGHTS, read_manifest
+from rollcall.model.stored.safetensors import open_parts, read_header
+from rollcall.model.stored.tensors import Stored
+
+OPTIMIZER = "optimizer.pt"
+MASTER = "master"
 
 
-class ConfigFiles:
-    """A policy's config files as bytes. They are the same for every save of a run, except for the probe."""
-
-    def __init__(self) -> None:
-        self._same: dict[str, bytes] | None = None
-
-    def files(self, learner: Learner, tokenizer: Any, *, stops: Sequence[int]) -> dict[str, bytes]:
-        """Return the files on the gang's first rank. The other ranks must call this too, but get an empty dict."""
-        probe = probe_of(learner)
-        if probe is None:
-            return {}
-        if self._same is None:
-            self._same = config_files(learner.model, tokenizer, dtype=learner.body.dtype, stops=stops)
-        return with_probe(self._same, probe)
-
-
-def files_in_parts(
+def files_to_save(
     learner: Learner | None, critic: Critic | None, *, config_files: Mapping[str, bytes]
 ) -> tuple[list[File], dict[str, Any]]:
-    """Return the files that this rank writes for a sharded checkpoint, and the first rank's facts for the manifest."""
+    """Return the files that this rank writes for a checkpoint, and the first rank's facts for the manifest."""
     files: list[File] = []
     facts: dict[str, Any] = {}
     if learner is not None:
         refuse_non_finite(learner, name="actor")
-        files += learner_files(learner, config_files=config_files)
-        if learner.gang.rank == 0:
-            facts["mesh"] = mesh_of(learner.body)
+        body, rank, adapter = learner.body, learner.gang.rank, learner.adapter
+        part = _part_name(rank, of=num_parts(body))
+        if adapter is not None:  # it is small, and saved as peft writes it
+            found = adapter_files(dict(body.whole_tensors()), adapter.section, base=adapter.base)
+            kinds = {name: "weights" if name == ADAPTER_WEIGHTS else "model" for name in found}
+            files += [File(name=f"model/{name}", kind=kinds[name], content=found[name]) for name in found if rank == 0]
+        elif rank < num_parts(body):
+            name = part if body.in_parts else "model.safetensors"
+            files.append(File(name=f"model/{name}", kind="weights", content=list(_weights(body))))
+        if rank < num_parts(body):
+            states = list(_states(body, learner.optimizer))
+            files.append(File(name=f"actor/{part}", kind="optimizer", content=states))
+        if rank == 0:
+            files += [File(name=f"model/{name}", kind="model", content=data) for name, data in config_files.items()]
+            files.append(_optimizer_file("actor", body, learner.optimizer))
+            facts["mesh"] = _mesh_of(body)
             facts["model"] = {
                 "architecture": type(learner.model).__name__,
                 "model_type": learner.model.config.model_type,
-                "dtype": str(learner.body.dtype).removeprefix("torch."),
-                "tie_word_embeddings": "lm_head" not in learner.body.named,
+                "dtype": str(body.dtype).removeprefix("torch."),
+                "tie_word_embeddings": "lm_head" not in body.base_names,
             }
     if critic is not None:
         refuse_non_finite(critic, name="critic")
-        files += critic_files(critic)
-        if critic.gang.rank == 0:
-            facts["critic_mesh"] = mesh_of(critic.body)
+        body, rank = critic.body, critic.gang.rank
+        if rank < num_parts(body):
+            tensors = [*_weights(body), *_states(body, critic.optimizer)]
+            name = f"critic/{_part_name(rank, of=num_parts(body))}"
+            files.append(File(name=name, kind="optimizer", content=tensors))
+        if rank == 0:
+            files.append(_optimizer_file("critic", body, critic.optimizer))
+            facts["critic_mesh"] = _mesh_of(body)
     return files, facts
 
 
-def write_learner(learner: Learner, tokenizer: Any, directory: Path, *, stops: Sequence[int] = ()) -> None:
-    """Write the policy. ``stops`` are the run's stop tokens for the model's generation config; if empty, use the model's own."""
-    export_learner(learner, tokenizer, directory / "model", stops=stops)
-    state = learner.body.whole_state(learner.optimizer)
-    if learner.gang.rank == 0:
-        _save(state, directory / "actor.pt")
+def _part_name(number: int, *, of: int) -> str:
+    return f"part-{number:05d}-of-{of:05d}.safetensors"
+
+
+def num_parts(body: Body) -> int:
+    """Return the number of ranks that write. Ranks that only have copies do not."""
+    split = body.layout(next(iter(body.named))).split
+    return split.shard * split.tensor
+
+
+def _mesh_of(body: Body) -> dict[str, int]:
+    size, split = body.gang.size, body.layout(next(iter(body.named))).split
+    return {"processes": size, "replicate": size // num_parts(body), "shard": split.shard, "tensor": split.tensor}
+
+
+def _weights(body: Body) -> Iterator[PartTensor]:
+    for name, part in body.named.items():
+        for block in body.layout(name).blocks(own=True):
+            yield PartTensor.of(block, part, dtype=body.dtype)
+
+
+def _states(body: Body, optimizer: Optimizer) -> Iterator[PartTensor]:
+    """Yield moments and master weights."""
+    masters = body.masters(optimizer)
+    for name, state in optimizer.states().items():
+        parts = {key: value for key, value in state.items() if _is_part(value, body.named[name])}
+        if name in masters:
+            parts[MASTER] = masters[name]
+        for block in body.layout(name).blocks(own=True):
+            for key, value in parts.items():
+                yield PartTensor.of(block, value, dtype=value.dtype, prefix=f"{key}/")
+
+
+def _is_part(value: Any, weight: Tensor) -> bool:
+    return isinstance(value, Tensor) and value.ndim > 0 and value.shape == weight.shape
+
+
+def _optimizer_file(role: str, body: Body, optimizer: Optimizer) -> File:
+    states = {
+        name: {key: None if _is_part(value, body.named[name]) else value for key, value in state.items()}
+        for name, state in optimizer.states().items()
+    }
+    buffer = io.BytesIO()
+    has_masters = bool(body.masters(optimizer))
+    torch.save({**optimizer.settings_dict(), "has_masters": has_masters, "state": states}, buffer)
+    return File(name=f"{role}/{OPTIMIZER}", kind="optimizer", content=buffer.getvalue())
+
+
+def refuse_non_finite(model: Learner | Critic, *, name: str) -> None:
+    """Raise on all ranks if the weights have diverged, because a run must be able to continue from a checkpoint."""
+    if bad := model.body.non_finite():
+        first = module_names(bad[0])[0] if name == "actor" else bad[0]
+        others = f" and {len(bad) - 1} more of its {len(model.body.named)} tensors" if len(bad) > 1 else ""
+        raise NonFiniteError(f"the {name}'s {first}{others} hold NaN or infinite values")
+
+
+# Reading
+
+
+def read_learner(learner: Learner, directory: Path) -> None:
+    """Read into the existing tensors, because engine and graphs keep reading the same addresses. (If the learner is sharded,
+    the engine in the same process gets the weights with the next version.)"""
+    body = learner.body
+    weights = _read_weights(body, directory, "model") if learner.adapter is None else _read_adapter(learner, directory)
+    _read_optimizer(learner, directory, "actor", weights=weights)
+    learner.refresh()
+
+
+def read_critic(critic: Critic, directory: Path) -> None:
+    weights = _read_weights(critic.body, directory, "critic")
+    _read_optimizer(critic, directory, "critic", weights=weights)
+
+
+class PartsOf(Mapping[str, Tensor]):
+    """A rank's own parts of stored tensors, keyed by decoder names and read on demand."""
+
+    def __init__(self, body: Body, stored: Stored, *, prefix: str = "") -> None:
+        self._body, self._stored, self._prefix = body, stored, prefix
+
+    def __getitem__(self, name: str) -> Tensor:
+        stored = [f"{self._prefix}{module}" for module in module_names(name)]
+        if lost := [one for one in stored if one not in self._stored.tensors]:
+            raise CheckpointError(
+                f"{self._stored.origin} lacks {lost[0]}, so these are not all parts of one save; move the checkpoint away to continue "
+                "from an earlier one"
+            )
+        part = torch.empty(self._body.named[name].shape, dtype=self._stored.tensors[stored[0]].dtype.torch)
+        read_part(part, self._body.layout(name), self._stored, prefix=self._prefix)
+        return part
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._body.named)
+
+    def __len__(self) -> int:
+        return len(self._body.named)
+
+
+def open_role(directory: Path, role: str) -> Stored:
+    """Open the tensors in the files of ``role``. An optimizer may have none."""
+    everything, origin = read_manifest(directory).files, str(directory / role)
+    files = [file for name, file in everything.items() if Path(name).match(f"{role}/*.safetensors")]
+    if not any(read_header(file.path)[0] for file in files):
+        return Stored(origin=origin, tensors={}, files={}, folder=None)
+    return open_parts(files, origin=origin)
+
+
+def _read_weights(body: Body, directory: Path, role: str) -> Mapping[str, Tensor]:
+    """Read a rank's own blocks of the weights. Also return them in their stored precision. Refuses weights whose names and shapes do not
+    match the model."""
+    stored = open_role(directory, role)
+    wanted = module_shapes(body.layout(name) for name in body.named)
+    found = {name: tensor.shape for name, tensor in stored.tensors.items() if "/" not in name}  # moments have a slash
+    refuse_other_tensors(f"checkpoint {stored.origin}", wanted=wanted, found=found)
+    for name, local in body.named.items():
+        read_part(local, body.layout(name), stored)
+    return PartsOf(body, stored)
+
+
+def _read_adapter(learner: Learner, directory: Path) -> Mapping[str, Tensor]:
+    """Read the adapter. Refuses one with a different rank, different targets or a different model."""
+    body = learner.body
+    assert learner.adapter is not None
+    refuse_other_model(
+        directory / "model",
+        learner.model,
+        body.base_tensors(),
+        base=learner.adapter.base,
+        where=f"checkpoint {directory}",
+        advice=f", or begin a run with this one: {ANOTHER_RUN}",
+    )
+    like = {name: torch.empty(shape, device="meta") for name, shape in body.shapes.items()}
+    tensors = read_adapter(directory / "model", learner.adapter.section, like, where=f"checkpoint {directory}")
+    body.load(tensors)
+    return {name: body.cut(name, tensors[name]) for name in body.named}
+
+
+def _read_optimizer(model: Learner | Critic, directory: Path, role: str, *, weights: Mapping[str, Tensor]) -> None:
+    """Load the optimizer's state. ``weights`` are the checkpoint's weights in their stored precision."""
+    body, optimizer, stored = model.body, model.optimizer, open_role(directory, role)
+    saved = torch.load(directory / role / OPTIMIZER, map_location="cpu", weights_only=True)
+    states: dict[int, dict[str, Any]] = {}
+    for index, name in enumerate(optimizer.names):
+        if entry := saved["state"].get(name):
+            states[index] = {
+                key: value if value is not None else PartsOf(body, stored, prefix=f"{key}/")[name]
+                for key, value in entry.items()
+            }
+    masters: Mapping[str, Tensor] = {}
+    if saved["has_masters"]:
+        masters = PartsOf(body, stored, prefix=f"{MASTER}/")
+    elif optimizer.uses_masters:  # saved by a run that trained without master weights
+        masters = weights
+    adamw = {"state": states, "param_groups": saved["param_groups"]}
+    optimizer.load_state_dict({**saved, "adamw": adamw, "masters": masters})
+
+
+# The exported model
 
 
 def export_learner(
     learner: Learner, tokenizer: Any, directory: Path, *, stops: Sequence[int] = (), merged: bool = False
 ) -> None:
-    """Write the model directory from the gang's first rank. ``stops`` is as in ``write_learner``. With an adapter, only the adapter
-    is written, unless it should be ``merged`` into the weights."""
+    """Write the model directory from the gang's first rank. ``stops`` are the run's stop tokens for the model's generation config; if
+    empty, use the model's own. With an adapter, only the adapter is written, unless it should be ``merged`` into the weights."""
     refuse_non_finite(learner, name="actor")
     probe, body, adapter = probe_of(learner), learner.body, learner.adapter
     if adapter is not None and not merged:
-        tensors = dict(body.whole_tensors())
+        files = adapter_files(dict(body.whole_tensors()), adapter.section, base=adapter.base)
         if learner.gang.rank == 0:
-            write = partial(write_adapter, tensors=tensors, section=adapter.section, base=adapter.base)
-            export_files(learner.model, tokenizer, directory, write=write, dtype=body.dtype, stops=stops, probe=probe)
+            export_model(learner.model, tokenizer, directory, stops=stops, probe=probe, adapter=files)
         return
     weights = in_modules(body) if body.in_parts or adapter is not None else None
     try:
@@ -129,83 +275,3 @@ def in_modules(body: Body) -> Weights:
                 yield module, weight if deltas is None else deltas.added_to(weight, module)
 
     return Weights(kinds=kinds, values=values())
-
-
-def refuse_non_finite(model: Learner | Critic, *, name: str) -> None:
-    """Raise on all ranks if the weights have diverged, because a run must be able to continue from a checkpoint."""
-    if bad := model.body.non_finite():
-        first = module_names(bad[0])[0] if name == "actor" else bad[0]
-        others = f" and {len(bad) - 1} more of its {len(model.body.named)} tensors" if len(bad) > 1 else ""
-        raise NonFiniteError(f"the {name}'s {first}{others} hold NaN or infinite values")
-
-
-def read_learner(learner: Learner, directory: Path) -> None:
-    """Read into the existing tensors, because engine and graphs keep reading the same addresses. (If the learner is sharded,
-    the engine in the same process gets the weights with the next version.)"""
-    if learner.adapter is not None:
-        _read_adapter(learner, directory)
-        return
-    in_parts = is_in_parts(directory, "actor")
-    weights = open_role(directory, "model") if in_parts else open_model_dir(directory / "model")
-    refuse_others(learner.body, weights)
-    load_weights(learner.body, weights)
-    if in_parts:
-        read_optimizer(learner, directory, "actor", weights=weights)
-    else:
-        _read_state(learner, directory / "actor.pt", weights=PartsOf(learner.body, weights))
-    learner.refresh()
-
-
-def _read_adapter(learner: Learner, directory: Path) -> None:
-    """Read the adapter. Refuses one with a different rank, different targets or a different model."""
-    assert learner.adapter is not None
-    refuse_other_model(
-        directory / "model",
-        learner.model,
-        learner.body.base_tensors(),
-        base=learner.adapter.base,
-        where=f"checkpoint {directory}",
-        advice=f", or begin a run with this one: {ANOTHER_RUN}",
-    )
-    like = {name: torch.empty(shape, device="meta") for name, shape in learner.body.shapes.items()}
-    tensors = read_adapter(directory / "model", learner.adapter.section, like, where=f"checkpoint {directory}")
-    learner.body.load(tensors)
-    _read_state(learner, directory / "actor.pt", weights=tensors)
-    learner.refresh()
-
-
-def write_critic(critic: Critic, directory: Path) -> None:
-    refuse_non_finite(critic, name="critic")
-    if critic.gang.rank == 0:
-        weights = {name: tensor.detach().cpu().contiguous() for name, tensor in critic.body.whole_tensors()}
-        with plain_disk_errors(directory):
-            save_file(weights, directory / "critic.safetensors")
-        _save(critic.optimizer.state_dict(), directory / "critic.pt")
-
-
-def read_critic(critic: Critic, directory: Path) -> None:
-    if is_in_parts(directory, "critic"):
-        stored = open_role(directory, "critic")
-        refuse_others(critic.body, stored)
-        load_weights(critic.body, stored)
-        read_optimizer(critic, directory, "critic", weights=stored)
-        return
-    path, wanted = directory / "critic.safetensors", critic.body.shapes
-    weights = load_file(path)  # memory-mapped: with a sharded model, a rank reads only its own part
-    refuse_other_tensors(f"checkpoint {path}", wanted=wanted, found={name: one.shape for name, one in weights.items()})
-    critic.body.load(weights)
-    _read_state(critic, directory / "critic.pt", weights=weights)
-
-
-def _save(state: Any, path: Path) -> None:
-    # Use a Python file: torch's own writer reports that a write failed, but not why.
-    with plain_disk_errors(path), path.open("wb") as file:
-        torch.save(state, file)
-
-
-def _read_state(model: Learner | Critic, path: Path, *, weights: Mapping[str, Tensor]) -> None:
-    """Read the state, memory-mapped if a rank needs only its part. ``weights`` are the checkpoint's, in their stored precision."""
-    state = torch.load(path, map_location="cpu", weights_only=True, mmap=model.body.in_parts)
-    if model.optimizer.uses_masters and not state["masters"]:
-        state["masters"] = weights  # saved by a run that trained without master weights
-    model.body.load_state(model.optimizer, state)

@@ -92,12 +92,12 @@ def verify(model_dir: Path, probe: Path | None = None, *, dtype: str | None = No
     )
     if not difference <= result.tolerance:
         raise VerifyError(
-            f"{model_dir} is not the model that was trained: {result.words}. Merge the checkpoint again; if it stays so, take "
+            f"{model_dir} is not the model that was trained: {result.words}. Merge the checkpoint again; if that does not help, use "
             "another checkpoint"
         )
     if other := changed_config_files(model_dir, recorded.beside):
         raise VerifyError(
-            f"{model_dir} is not the model that was trained: {', '.join(other)} {'is' if len(other) == 1 else 'are'} not as the run saved "
+            f"{model_dir} is not the model that was trained: {', '.join(other)} {'has' if len(other) == 1 else 'have'} changed since the run saved "
             "it. Merge the checkpoint again"
         )
     _leave_mark(model_dir, result, recorded, files=before)
@@ -142,8 +142,8 @@ def _refuse_other_dtype(stored: Stored, *, wanted: str, trained: str, model_dir:
         other, name = next(iter(others.items()))
         why = f"it was trained in {trained}" if wanted == trained else f"it was to be stored in {wanted}"
         raise VerifyError(
-            f"{model_dir} stores {name} in {other}, and {why}; merge the checkpoint again, and where another precision is wanted, "
-            f"say so: --dtype {other} --verify"
+            f"{model_dir} stores {name} in {other}, and {why}; merge the checkpoint again, or ask for this precision: "
+            f"--dtype {other} --verify"
         )
 
 

@@ -1,19 +1,38 @@
-"""`rollcall init`, `config`, `plan`, `simulate`, `prepare`, `fetch-model`: commands for a run file before a run."""
+"""Commands for before a run: `rollcall init`, `config`, `plan`, `simulate`, `prepare`, `fetch-model`, `doctor`, `data`, `reward test`."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable, Iterator
 from contextlib import nullcontext
 from importlib.resources import files
+from itertools import count
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from rich import box
+from rich.table import Table
 
-from rollcall.base.words import counted
-from rollcall.cli import FAILED, Json, Overrides, RunFile, answer, calm_libraries, read_run
+from rollcall.base.screen import Screen
+from rollcall.base.words import counted, visible
+from rollcall.cli import (
+    FAILED,
+    Json,
+    Overrides,
+    RunFile,
+    answer,
+    calm_libraries,
+    progress_bar,
+    read_run,
+    reported,
+    split_arguments,
+)
+from rollcall.cli.cluster import Cluster
+from rollcall.loop.data.make import TaskRows, make_task, write_parquet
 
 if TYPE_CHECKING:
+    from rollcall.run.reward_trial import Trial
     from rollcall.run.simulate import Verdict
 
 
@@ -166,3 +185,194 @@ def fetch_model(
     from rollcall.model.fetch import fetch_model
 
     print(fetch_model(model, key="model"))
+
+
+def doctor(
+    file: Annotated[
+        str | None,
+        typer.Argument(metavar="FILE", help="Run file. Its placement, run directory and model are examined too."),
+    ] = None,
+    overrides: Overrides = None,
+    quick: Annotated[bool, typer.Option("--quick", help="Leave out the measurement of bandwidth.")] = False,
+    cluster: Cluster = None,
+    as_json: Json = False,
+) -> None:
+    """Say what would break a run, before it starts.
+
+    On a cluster: versions, disks, memory, shared folder, ports, GPUs and bandwidth of its nodes. Without one: torch,
+    GPU, memory and disk of this machine, and with a run file its model, data and rewards.
+
+    Each finding is a sentence: the node, the problem and the command that fixes it. Exits with status 1 if
+    anything would break a run.
+
+    \b
+    Examples:
+      rollcall doctor
+      rollcall doctor run.yaml
+      rollcall doctor run.yaml --quick
+      rollcall doctor run.yaml run.dir=/shared/runs/x --json
+    """
+    from rollcall.config import load_config
+    from rollcall.launch.doctor.examine import examine, examine_machine, show
+    from rollcall.nodes.cluster import find_cluster, wished_cluster
+
+    path, changes = split_arguments(file, overrides)
+    config = load_config(path, changes) if path is not None or changes else None
+    section = config.cluster if config is not None else None
+    address = section.ray_address if section is not None else None
+    if (section is None or section.num_slots == 1) and wished_cluster(cluster, ray_address=address) is None:
+        calm_libraries()
+        report = examine_machine(config)
+    else:
+        report = examine(find_cluster(cluster, ray_address=address), config=config, quick=quick)
+    answer(report, show, as_json=as_json)
+    if report.breaks:
+        raise typer.Exit(FAILED)
+
+
+def data(
+    task: Annotated[
+        str, typer.Argument(metavar="TASK", help="arithmetic, countdown, gsm8k, math or reasoning-gym:TASK.")
+    ],
+    out: Annotated[Path, typer.Option(help="Directory for train.parquet and test.parquet.")],
+    num: Annotated[
+        int | None, typer.Option(min=1, help="Number of training rows. Generated tasks add a tenth of it as test rows.")
+    ] = None,
+    seed: Annotated[
+        int, typer.Option(min=0, help="Seed for generated rows and splits. For arithmetic: for the order only.")
+    ] = 0,
+    source: Annotated[
+        Path | None,
+        typer.Option(
+            "--source",
+            help="For gsm8k and math, in place of the hub: a folder with train and test files, or a JSONL or Parquet file, of "
+            "which a tenth is held out.",
+        ),
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Make the data files of a task.
+
+    \b
+    Examples:
+      rollcall data arithmetic --out data/sums
+      rollcall data countdown --num 20000 --seed 1 --out data/countdown
+      rollcall data gsm8k --source gsm8k/ --out data/gsm8k
+      rollcall data reasoning-gym:chain_sum --num 2000 --out data/chain_sum
+    """
+    made = make_task(task, num=num, seed=seed, source=source)
+    written, example = _write_rows(made, out)
+    files = [{"path": str(path), "rows": rows} for path, rows in written.items()]
+    found = {"task": task, "files": files, "reward": made.reward, "example": example}
+    answer(found, lambda _: _show_rows(written, example, made.reward), as_json=as_json)
+
+
+def _write_rows(made: TaskRows, out: Path) -> tuple[dict[Path, int], dict[str, Any]]:
+    """Write the files. Returns the number of rows in each file, and the first row overall."""
+    example: dict[str, Any] = {}
+    written: dict[Path, int] = {}
+    numbers = count(1)
+    with progress_bar("making rows", unit="rows") as progress:
+
+        def watched(rows: Iterable[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+            for row in rows:
+                if not example:
+                    example.update(row)
+                yield row
+                progress(next(numbers), made.num_rows)
+
+        for split, rows in (("train", made.train), ("test", made.test)):
+            path = out / f"{split}.parquet"
+            written[path] = write_parquet(watched(rows), path)
+    return written, example
+
+
+def _show_rows(written: dict[Path, int], example: dict[str, Any], reward: str) -> None:
+    for path, rows in written.items():
+        print(f"wrote {path}  {counted(rows, 'row')}")
+    print("example")
+    for column, value in example.items():
+        text = value if isinstance(value, str) else json.dumps(value)
+        text = text if len(text) <= 400 else text[:397] + "..."
+        print(f"  {column}  {text.replace(chr(10), chr(10) + '    ')}")
+    train, test = written
+    print(f"use\n  data:   {{train: {train}, val: {test}}}\n  reward: [{{type: {reward}}}]")
+
+
+def test_reward(
+    file: RunFile = None,
+    overrides: Overrides = None,
+    rows: Annotated[int, typer.Option(min=1, help="Number of rows of data.train to score.")] = 3,
+    as_json: Json = False,
+) -> None:
+    """Score a few rows before training, each with three completions: its own answer, nothing, and an unrelated text.
+
+    Shows scores, times, errors, and the limits on reward processes on this machine. Exits with status 1 if a reward cannot
+    be loaded or fails on everything.
+
+    \b
+    Examples:
+      rollcall reward test run.yaml
+      rollcall reward test run.yaml --rows 20 reward.0.timeout_s=5
+    """
+    calm_libraries()
+    from rollcall.run.reward_trial import try_run
+
+    trial = try_run(read_run(file, overrides), num_rows=rows)
+    answer(trial, _show_trial, as_json=as_json)
+    if trial.broken:
+        raise typer.Exit(FAILED)
+
+
+def _show_trial(trial: Trial) -> None:
+    # No markup and no emoji: a row's text is shown as it is.
+    console = Screen(markup=False, emoji=False, soft_wrap=True)
+    if trial.scored:
+        console.print(_trial_table(trial))
+    for scored in trial.scored:
+        for name, said in scored.notes.items():
+            console.print(f"{name} on {scored.row}, {scored.completion}:")
+            console.print("".join(f"  {line}\n" for line in visible(said).splitlines()), end="")
+    for name, told in trial.in_force.items():
+        console.print(f"{name} runs with " + ", ".join(f"{thing}: {state}" for thing, state in told.items()))
+    for name in trial.left_out:
+        console.print(f"{name} needs the policy, so it is not tried here")
+    first = {(failure.reward, failure.kind): failure for failure in reversed(trial.failures)}
+    for failure in first.values():
+        console.print(f"\n{failure.reward} {failure.kind} on {failure.prompt_id}:\n{failure.why}")
+    if trial.broken:
+        console.print(f"\n{', '.join(trial.broken)} failed on everything: training would stop in its first step")
+    elif trial.gives_answers_nothing:
+        console.print(
+            "\nthe rows' own answers score 0 or less: see whether the reward reads them as your model writes them"
+        )
+    elif trial.is_constant:
+        console.print("\nevery completion gets the same score, so nothing could be learned: look at the reward")
+
+
+def _trial_table(trial: Trial) -> Table:
+    names = list(trial.scored[0].parts)
+    table = Table(box=box.SIMPLE_HEAD)
+    for title in ("row", "completion", *(names if len(names) > 1 else ()), "score", "seconds", "error"):
+        table.add_column(title, overflow="fold", no_wrap=title == "row")
+    for scored in trial.scored:
+        parts = [f"{scored.parts[name]:.3f}" for name in names] if len(names) > 1 else []
+        text = scored.text if len(scored.text) <= 24 else f"{scored.text[:23]}…"
+        shown = f"{scored.completion}: {text}" if scored.text else scored.completion
+        error = "; ".join(f"{name} {why}" for name, why in scored.errors.items())
+        numbers = (*parts, f"{scored.score:.3f}", f"{scored.seconds:.3f}")
+        table.add_row(scored.row, visible(shown), *numbers, visible(error[:200]))
+    return table
+
+
+reward = typer.Typer(
+    name="reward", help="Try a run's rewards before training.", no_args_is_help=True, rich_markup_mode=None
+)
+
+
+@reward.callback()
+def _reward() -> None:  # typer leaves out the name of a single command
+    return None
+
+
+reward.command("test")(reported(test_reward))

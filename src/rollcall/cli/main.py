@@ -12,14 +12,11 @@ from rollcall.base.redact import OutputError, guard_streams
 from rollcall.base.version import __version__, installed
 from rollcall.cli import FAILED, reported
 from rollcall.cli.cluster import check, down, here, node, status
-from rollcall.cli.config import config, fetch_model, init, plan, prepare, simulate
-from rollcall.cli.data import data
-from rollcall.cli.doctor import doctor
+from rollcall.cli.config import config, data, doctor, fetch_model, init, plan, prepare, reward, simulate
 from rollcall.cli.finish import finish, gather, upload
 from rollcall.cli.jobs import env, job, submit
 from rollcall.cli.launch import launch, ssh, tunnel
 from rollcall.cli.models import evaluate, merge, serve
-from rollcall.cli.reward import reward
 from rollcall.cli.runs import compare, recover, trace, view
 from rollcall.cli.stacks import debug, profile, stacks
 from rollcall.cli.train import train

@@ -200,7 +200,7 @@ def merge(
     wanted = DTYPES.get(dtype)
     verified = compare(merged.out, dtype=None if wanted is None else wanted.name)
     if as_json:
-        print(json.dumps(merged.as_json() | {"verified": asdict(verified)}))
+        print(json.dumps(merged.as_json() | {"verified": asdict(verified)}, default=str))
         return
     _show_merged(merged)
     print(f"verified {verified.words}")

@@ -17,7 +17,6 @@ from rollcall.cli import Json, RunDir, answer, print_rows
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from rollcall.view.compare import Comparison
     from rollcall.view.reader import RunState
     from rollcall.view.recover import RunReport
 
@@ -56,7 +55,7 @@ def show_run(run_dir: Path, *, as_json: bool) -> None:
     """Print a run's state and its last steps."""
     from rollcall.observe.events import read_phases
     from rollcall.view.reader import describe_holder, holder_as_json, open_run
-    from rollcall.view.standing import standing_rows
+    from rollcall.view.summary import standing_rows
 
     run = open_run(run_dir)
     holder = run.holder()
@@ -158,28 +157,29 @@ def compare(first: RunDir, second: RunDir, as_json: Json = False) -> None:
     answer(side_by_side(open_run(first), open_run(second)), _show_both, as_json=as_json)
 
 
-def _show_both(comparison: Comparison) -> None:
+def _show_both(comparison: dict[str, Any]) -> None:
     from rich.text import Text
 
     from rollcall.base.screen import Screen
 
     console = Screen(soft_wrap=True)
     settings = _table("setting", comparison)
-    for key, pair in comparison.settings.items():
+    for key, pair in comparison["settings"].items():
         settings.add_row(*(Text(str(value)) for value in (key, *pair)))
-    if comparison.settings:
+    if comparison["settings"]:
         console.print(settings)
     else:
         console.print("all settings are the same")
     numbers = _table("number", comparison)
     numbers.add_column("second/first", justify="right")
-    for name, (first, second), digits in comparison.numbers:
+    for name, (first, second) in comparison["numbers"].items():
+        digits = 3 if "accuracy" in name or "reward" in name else 2 if "(" in name else 1 if "length" in name else 0
         shown = ["-" if value is None else f"{value:,.{digits}f}" for value in (first, second)]
         numbers.add_row(name, *shown, f"{second / first:.2f}" if first and second is not None else "")
     console.print(numbers)
 
 
-def _table(what: str, comparison: Comparison) -> Table:
+def _table(what: str, comparison: dict[str, Any]) -> Table:
     from rich import box
     from rich.table import Table
     from rich.text import Text
@@ -187,7 +187,7 @@ def _table(what: str, comparison: Comparison) -> Table:
     table = Table(box=box.SIMPLE_HEAD)
     table.add_column(what)
     right: Any = "right" if what == "number" else "left"
-    for name in comparison.runs:
+    for name in comparison["runs"]:
         table.add_column(Text(name), justify=right, overflow="fold")
     return table
 
@@ -266,7 +266,7 @@ def view(
     from rollcall.view.page_process import refuse_without_packages
 
     refuse_without_packages()
+    from rollcall.view.api import ShownRuns
     from rollcall.view.server import serve
-    from rollcall.view.shown_runs import ShownRuns
 
     serve(ShownRuns(runs or []), port=port, open_browser=open_browser, tell=say)

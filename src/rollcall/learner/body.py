@@ -5,7 +5,6 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
@@ -252,10 +251,3 @@ class Whole(BodyBase):
     def masters(self, optimizer: Optimizer) -> Mapping[str, Tensor]:
         """Return the master weights; empty if the optimizer updates the weights themselves."""
         return optimizer.targets if optimizer.uses_masters else {}
-
-    def load_state(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
-        optimizer.load_state_dict(state)
-
-    def whole_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """Return the full state, for any body's ``load_state``."""
-        return optimizer.state_dict()

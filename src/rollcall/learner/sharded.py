@@ -380,40 +380,6 @@ class Sharded(BodyBase):
         """Return this rank's parts of the master weights."""
         return self.named if self.dtype != torch.float32 and self.section.master_weights else {}
 
-    def load_state(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
-        """Load the state of the full model. It is the same whatever the number of ranks that saved it."""
-        parts = {
-            index: {key: self._own(optimizer.names[index], value) for key, value in entry.items()}
-            for index, entry in state["adamw"]["state"].items()
-        }
-        optimizer.load_state_dict({**state, "adamw": {**state["adamw"], "state": parts}, "masters": {}})
-        if state["masters"]:  # the weights themselves, at the precision of the masters
-            self.load(state["masters"])
-
-    def whole_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """Return the full state on the gang's first rank, for any body's ``load_state``. Only for an adapter's state, which is small."""
-        state, own = optimizer.state_dict(), optimizer.states()
-        # The first rank has the first rows of every weight; another rank may have no rows, and then it has no state.
-        parts = {name: [key for key, value in own[name].items() if self._is_part(name, value)] for name in own}
-        keys = self.gang.gather(parts)[0]
-        whole: dict[int, dict[str, Any]] = {}
-        for index, name in enumerate(optimizer.names):
-            none = torch.zeros_like(self.named[name], dtype=torch.float32)
-            gathered = {key: self.gather(name, own[name].get(key, none)).cpu() for key in keys[name]}
-            if own[name]:
-                whole[index] = {**own[name], **gathered}
-        masters = {name: self.gather(name, local).cpu() for name, local in self.masters(optimizer).items()}
-        return {**state, "adamw": {**state["adamw"], "state": whole}, "masters": masters}
-
-    def _is_part(self, name: str, value: Any) -> bool:
-        return isinstance(value, Tensor) and value.ndim > 0 and value.shape == self.named[name].shape
-
-    def _own(self, name: str, value: Any) -> Any:
-        """Return a copy of this rank's part, because the state may be mapped from a file that is removed later."""
-        if not isinstance(value, Tensor):
-            return value
-        return (self.cut(name, value) if value.ndim > 0 and value.shape == self.layout(name).shape else value).clone()
-
 
 def own_rotary(decoder: Decoder) -> nn.Module:
     """Return a copy of the rotary module, because the model's weights may be freed; on the meta device, create it from the config."""

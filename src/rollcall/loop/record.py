@@ -184,8 +184,8 @@ class Record:
             )
 
     def save(self, batch: StepBatch) -> None:
-        """Write a step's checkpoint, or only start to if the bytes can be written while the run continues (``saves``).
-        Samples come first: after a kill they are written again along with the checkpoint."""
+        """Copy a step's checkpoint to host memory and start to write it, which ``saves`` tracks while the run continues. Samples come
+        first: after a kill they are written again along with the checkpoint."""
         step, trainer = batch.step, self.trainer
         self.saves.settle()
         self.write_samples(step, "train", batch.groups[:8])
@@ -199,13 +199,9 @@ class Record:
             "owes_evaluation": evaluates and self._evaluated_step < step,
         }
         with self.explaining_divergence(step, lost="this step was not saved"):
-            is_copied = self.workers.saving.copy()
-            score = ranking["scores"].get(ranking["best_by"])
-            write = partial(self._write, step, state=state, score=score, **ranking)
-            if is_copied:
-                self.saves.begin(step, write)
-            else:
-                self._tell_saved(step, write())
+            self.workers.saving.copy()
+        score = ranking["scores"].get(ranking["best_by"])
+        self.saves.begin(step, partial(self._write, step, state=state, score=score, **ranking))
         self.unsaved = None
 
     def _write(self, step: int, **about: Any) -> Path:

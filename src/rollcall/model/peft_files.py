@@ -50,11 +50,13 @@ def _other_kind(fields: Mapping[str, Any]) -> str | None:
 
 
 def write_adapter(folder: Path, tensors: Mapping[str, Tensor], section: LoraSection, *, base: str) -> None:
-    """Write PEFT's two files. ``tensors`` are keyed by decoder names."""
+    for name, data in adapter_files(tensors, section, base=base).items():
+        (folder / name).write_bytes(data)
+
+
+def adapter_files(tensors: Mapping[str, Tensor], section: LoraSection, *, base: str) -> dict[str, bytes]:
+    """Return PEFT's two files by name. ``tensors`` are keyed by decoder names."""
     stored = {PREFIX + module_names(name)[0]: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
-    (folder / ADAPTER_WEIGHTS).write_bytes(
-        save(stored, metadata={"format": "pt"})
-    )  # save_file would create a file that other users cannot read
     config = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
@@ -65,7 +67,8 @@ def write_adapter(folder: Path, tensors: Mapping[str, Tensor], section: LoraSect
         "target_modules": list(section.modules),
         "inference_mode": True,
     }  # PEFT's defaults apply to everything else
-    (folder / ADAPTER_CONFIG).write_text(json.dumps(config, indent=2))
+    data = save(stored, metadata={"format": "pt"})
+    return {ADAPTER_WEIGHTS: data, ADAPTER_CONFIG: json.dumps(config, indent=2).encode()}
 
 
 def read_adapter(folder: Path, section: LoraSection, like: Mapping[str, Tensor], *, where: str) -> dict[str, Tensor]:

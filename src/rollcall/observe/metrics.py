@@ -125,10 +125,7 @@ METRICS: dict[str, Metric] = {
     "time/score_s": Metric("s", "Before the update: log-probs of learner and reference, values of the critic."),
     "time/update_s": Metric("s", "Forward, backward and optimizer."),
     "time/sync_s": Metric("s", "Sending the new weights to the engines."),
-    "time/save_s": Metric(
-        "s",
-        "How long training paused for a checkpoint. A model that is split is only copied in that time, and written later.",
-    ),
+    "time/save_s": Metric("s", "How long training waited while a checkpoint was copied to host memory."),
     "time/eval_s": Metric("s", "Evaluation."),
     "perf/train_tokens_per_s": Metric("tokens/s", "`train/tokens` per second of scoring and update."),
     "perf/peak_memory_gib": Metric("GiB", "Peak memory so far: of the CUDA allocator, or of the process on a CPU."),

@@ -44,7 +44,7 @@ _CALL_KINDS = {
     **dict.fromkeys(("reward", REWARDS), "reward"),
     **dict.fromkeys(("update", "update_critic", "score", "score_reference", "values"), "update"),
     **dict.fromkeys(("invite", "send_weights", "use_weights"), "sync"),
-    **dict.fromkeys(("copy_parts", "write_parts", "parts_written", "write_whole", "export"), "save"),
+    **dict.fromkeys(("copy_parts", "write_parts", "parts_written", "export"), "save"),
     **dict.fromkeys(("parts_here", "bring_parts", "tidy_parts"), "save"),
 }
 

@@ -201,6 +201,7 @@ def host_memory(plan: Plan, config: Config, sizes: ModelSizes, memory: Sequence[
         of_process += max(role.parked for role in on_slot.roles)  # learners take turns
         for process in group.processes:
             found[process.node_rank] = found.get(process.node_rank, 0) + of_process
+        found[group.processes[0].node_rank] += sum(job.saved_whole(role) for role in group.roles)
     return found
 
 
@@ -296,8 +297,8 @@ class _Job:
                 return RoleMemory(role=role)  # it uses its nodes' memory, not a slot's
 
     def on_host(self, role: Role, mesh: Mesh, group: RoleGroup) -> int:
-        """Return one process's host memory for this role: read buffers, its copy of a sharded checkpoint, state offloaded from the
-        accelerator, and weights in transit to vLLM."""
+        """Return one process's host memory for this role: read buffers, its part of a checkpoint, state offloaded from the accelerator,
+        and weights in transit to vLLM."""
         if role is Role.ROLLOUT and self.config.rollout.engine == "vllm":
             return VLLM_PARTS + self.sizes.vocab * self.sizes.hidden * self.width
         if role not in TRAINED or role not in self.in_parts:
@@ -310,6 +311,12 @@ class _Job:
             masters = self.width == 2 and section.master_weights and self.config.model.lora is None
             kept = state + (0 if masters else self._num_parameters(role) * self.width)
         return READ_AT_ONCE + (trained * self.width + state + kept) // shards
+
+    def saved_whole(self, role: Role) -> int:
+        """Return the host memory in which the first process copies a checkpoint, if every process has the full model."""
+        if role not in TRAINED or role in self.in_parts:
+            return 0
+        return self._num_trained(role) * (self.width + state_width(self._section(role), width=self.width))
 
     def _data_shards(self, section: OptimizerSection, mesh: Mesh, group: RoleGroup) -> int:
         """Return the number of data ranks over which the state is sharded."""

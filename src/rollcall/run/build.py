@@ -19,7 +19,7 @@ from rollcall.base.errors import ConfigError, short_of_memory
 from rollcall.base.types import Completion, Floats, Prompt, Sample, rows_of
 from rollcall.base.wait import say, warn
 from rollcall.base.words import are, counted, size
-from rollcall.config import Config, EnvironmentSection, ExactReward, Ppo, RolloutSection
+from rollcall.config import Config, EnvironmentSection, ExactReward, RolloutSection
 from rollcall.config.lora import LoraSection
 from rollcall.config.rewards import Reward
 from rollcall.config.sections import ModelSection
@@ -30,7 +30,7 @@ from rollcall.engine.vllm.setup import find_python
 from rollcall.environments.conversation import Conversations, unknown_characters
 from rollcall.environments.protocol import KIND, Environments
 from rollcall.learner.gang import Gang
-from rollcall.learner.learner import Critic, Learner, Reference, make_body, whole_body
+from rollcall.learner.learner import Learner
 from rollcall.loop.data.load import PromptSet, load_prompts
 from rollcall.loop.samples import ScoreSamples
 from rollcall.model.adapter import Adapter, add_to_weights
@@ -325,40 +325,6 @@ def load_sampler(
         engine.close()
         raise
     return sampler(model, engine)
-
-
-def build_critic(
-    config: Config, model: Any, *, gang: Gang, device: torch.device | None = None, unread: Stored | None = None
-) -> Critic:
-    assert isinstance(config.algorithm, Ppo)
-    updates = config.trainer.steps * config.critic.minibatches * config.critic.epochs
-    return Critic(
-        model, config.critic, algorithm=config.algorithm, total_updates=updates, gang=gang, device=device, unread=unread
-    )
-
-
-def build_reference(
-    config: Config,
-    model: Any,
-    *,
-    gang: Gang | None = None,
-    in_parts: bool = False,
-    device: torch.device | None = None,
-    unread: Stored | None = None,
-) -> Reference:
-    """Build the frozen model, sharded over the ``gang`` like the actor if it is ``in_parts``. A learner with an adapter already contains
-    it (``reference_of``)."""
-    if in_parts:
-        assert gang is not None
-        body = make_body(model, config.actor, gang=gang, device=device, frozen=True, unread=unread)
-    else:
-        body = whole_body(model, gang=gang, context=config.actor.context_parallel_size)
-    return Reference(body=body, section=config.actor, temperature=config.rollout.temperature)
-
-
-def reference_of(config: Config, learner: Learner) -> Reference:
-    """Build a reference from a learner that trains an adapter: its weights without the adapter."""
-    return Reference(body=learner.body, section=config.actor, temperature=config.rollout.temperature, plain=True)
 
 
 def judges_of(rewards: Sequence[Reward]) -> Sequence[Reward]:

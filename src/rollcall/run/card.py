@@ -172,7 +172,7 @@ def _state_sentence(learner: Learner | Critic, why: str) -> str:
     weights = sum(tensor.numel() * tensor.element_size() for tensor in learner.body.named.values())
     name = learner.fit.name
     return (
-        f"{name}: the state of its optimizer does not fit on the card ({why}). Needed are weights {size(weights)}, optimizer state "
-        f"{size(learner.optimizer.num_bytes)} and gradients {size(4 * weights // learner.body.dtype.itemsize)}, before any activations. "
-        f"Divide it with {name}.sharding=fsdp over more cards, or set {name}.master_weights=false"
+        f"{name}: its optimizer state does not fit on the GPU ({why}). It needs {size(weights)} for weights, "
+        f"{size(learner.optimizer.num_bytes)} for optimizer state and {size(4 * weights // learner.body.dtype.itemsize)} for gradients, "
+        f"before any activations. Shard it over more GPUs with {name}.sharding=fsdp, or set {name}.master_weights=false"
     )

@@ -86,8 +86,8 @@ class EnvironmentHosts:
         for place in places[1:]:
             if place.tools != places[0].tools:
                 raise ConfigError(
-                    f"the environment has other tools on {place.name} than on {places[0].name}; give both the same version of its "
-                    "module"
+                    f"the environment has different tools on {place.name} and {places[0].name}; install the same version of its module "
+                    "on both"
                 )
         hosted = HostedEnvironments(
             places,

@@ -17,14 +17,11 @@ from rollcall.base.types import Group, Prompt
 from rollcall.base.wait import say
 from rollcall.base.words import counted
 from rollcall.checkpoint.exported import exported_model
-from rollcall.checkpoint.in_parts import is_in_parts
 from rollcall.checkpoint.run_dir import RUN_FILE, run_file_of
 from rollcall.checkpoint.store import store_of
 from rollcall.config import Config, DataSection, load_config
 from rollcall.config.lora import LoraSection
-from rollcall.engine.protocol import Engine, Sampling
 from rollcall.engine.ticker import Ticker
-from rollcall.environments.protocol import Environments
 from rollcall.loop.data.load import PromptSet, load_prompts
 from rollcall.loop.evaluate import Evaluation, evaluate
 from rollcall.loop.group_maker import sampling_of
@@ -179,25 +176,43 @@ def run_evaluation(plan: ModelPlan, *, on_progress: OnProgress) -> EvalReport:
     )
     device = resolve_device(config.model.device)
     models = load_reward_models(rewards, device=device, trust_remote_code=config.model.trust_remote_code)
-    with (
-        closing(sampler.engine),
-        Scorer(rewards, num_workers=NUM_REWARD_WORKERS, model_rewards=models) as scorer,
-    ):
-        work = _evaluate(
-            config,
-            prompts,
-            build_environments(config.environment, tokenizer, prompts),
-            engine=Ticker(sampler.engine, max_running=config.rollout.max_running),
-            tokenizer=tokenizer,
-            scorer=scorer,
-            sampling=sampling,
-            on_progress=on_progress,
-        )
-        evaluation = asyncio.run(work)
+    with closing(sampler.engine), Scorer(rewards, num_workers=NUM_REWARD_WORKERS, model_rewards=models) as scorer:
+        environments = build_environments(config.environment, tokenizer, prompts)
+
+        async def work() -> Evaluation:
+            num_done = 0
+
+            async def make_group(prompt: Prompt, **given: Any) -> Group:
+                nonlocal num_done
+                group = await rollouts.group(prompt, **given)
+                num_done += 1
+                return group
+
+            async def show() -> None:
+                on_progress(num_done, len(prompts.prompts))
+
+            try:
+                player = player_of(config, environments, tokenizer=tokenizer, scorer=scorer)
+                engine = Ticker(sampler.engine, max_running=config.rollout.max_running)
+                rollouts = Rollouts(engine=engine, rewards=Rewards(), player=player)
+                found = evaluate(
+                    prompts.prompts,
+                    section=config.eval,
+                    make_group=make_group,
+                    scorer=scorer,
+                    sampling=sampling,
+                    seed=config.run.seed,
+                    step=0,
+                )
+                return await together(found, background=[every(0.5, show)])
+            finally:
+                if environments is not None:
+                    await environments.aclose()
+
         return EvalReport(
             plan=plan,
             prompts=prompts,
-            evaluation=evaluation,
+            evaluation=asyncio.run(work()),
             failures=scorer.failures,
             seconds=time.perf_counter() - started,
             max_response_tokens=sampling.max_tokens,
@@ -231,46 +246,5 @@ def newest_model_of(config: Config) -> tuple[str, str]:
     if (exported := exported_model(config.run.dir, last=checkpoint)) is not None:
         return str(exported), "trained model"
     if checkpoint is not None:
-        in_parts = is_in_parts(checkpoint.path, "actor")
-        return str(checkpoint.path if in_parts else checkpoint.path / "model"), f"checkpoint of step {checkpoint.step}"
+        return str(checkpoint.path), f"checkpoint of step {checkpoint.step}"
     return config.model.path, "not trained yet: the model the run starts from"
-
-
-async def _evaluate(
-    config: Config,
-    prompts: PromptSet,
-    environments: Environments | None,
-    *,
-    engine: Engine,
-    tokenizer: Any,
-    scorer: Scorer,
-    sampling: Sampling,
-    on_progress: OnProgress,
-) -> Evaluation:
-    num_done = 0
-
-    async def make_group(prompt: Prompt, **given: Any) -> Group:
-        nonlocal num_done
-        group = await rollouts.group(prompt, **given)
-        num_done += 1
-        return group
-
-    async def show() -> None:
-        on_progress(num_done, len(prompts.prompts))
-
-    try:
-        player = player_of(config, environments, tokenizer=tokenizer, scorer=scorer)
-        rollouts = Rollouts(engine=engine, rewards=Rewards(), player=player)
-        work = evaluate(
-            prompts.prompts,
-            section=config.eval,
-            make_group=make_group,
-            scorer=scorer,
-            sampling=sampling,
-            seed=config.run.seed,
-            step=0,
-        )
-        return await together(work, background=[every(0.5, show)])
-    finally:
-        if environments is not None:
-            await environments.aclose()

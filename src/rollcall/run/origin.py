@@ -34,7 +34,7 @@ from rollcall.model.stored.find import adapter_folder
 from rollcall.model.tokenizers import stop_token_ids, tokenizer_mark
 
 ROWS, BASE, CODE = "data.json", "base.json", "code.json"
-FORMAT = 2  # of a run directory; earlier formats are refused
+FORMAT = 3  # of a run directory; earlier formats are refused
 _KEPT = {
     "reward": "groups that the journal has keep the scores of the old code, but for those on which it failed, and later ones are scored "
     "by the new code; held-out results from before cannot be compared with those from now on",
@@ -64,7 +64,7 @@ def refuse_changed_rows(run_dir: Path, split: str, prompts: PromptSet, *, limit:
         )
     if changes:
         raise DataError(
-            f"data.{split}={prompts.source} is not as it was when the run in {run_dir} began: {'; '.join(changes)}. The rows of a run must "
+            f"data.{split}={prompts.source} has changed since the run in {run_dir} began: {'; '.join(changes)}. The rows of a run must "
             f"stay the same in all their columns and in their tokens: restore the file (or the tokenizer and the chat template), or begin "
             f"a run with these rows: {ANOTHER_RUN}"
         )

@@ -10,7 +10,6 @@ import copy
 import itertools
 import os
 import secrets
-import socket
 from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
@@ -73,43 +72,29 @@ def serve(plan: ModelPlan, *, host: str, port: int, key: str | None, show: Calla
             name=config.run.name, max_model_len=engine.max_positions, vocabulary=sampler.model.config.vocab_size
         )
         rules = Open(model=config.run.name, default=sampling_of(config.rollout, sampler.stop_token_ids))
-        ticker = Ticker(engine, max_running=config.rollout.max_running)
-        asyncio.run(
-            _serve(ticker, rules, served, tokenizer=tokenizer, host=host, listener=listener, key=key, show=show)
-        )
 
+        async def work() -> None:
+            failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+            ticker = Ticker(engine, max_running=config.rollout.max_running)
+            caller = open_caller(ticker, rules, tokenizer=tokenizer, failed=failed)
+            used = key or secrets.token_urlsafe(32)
+            call_format = call_format_of(tokenizer.chat_template)
+            app = Endpoint({used: caller}, served=served, tokenizer=tokenizer, call_format=call_format)
+            server = EndpointServer(app, host=host, listener=listener)
+            say(
+                f"serving {served.name!r} with {served.max_model_len:,} positions; Ctrl-C ends it. The address"
+                f"{'' if key else ' and the key'}:"
+            )
+            show(f"{server.address}/v1")
+            if not key:
+                show(used)
+            try:
+                await failed
+            finally:
+                rules.is_stopping = True
+                server.close()
 
-async def _serve(
-    engine: Engine,
-    rules: Open,
-    served: Served,
-    *,
-    tokenizer: Any,
-    host: str,
-    listener: socket.socket,
-    key: str | None,
-    show: Callable[[str], None],
-) -> None:
-    failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-    caller = open_caller(engine, rules, tokenizer=tokenizer, failed=failed)
-    made = key is None
-    key = key or secrets.token_urlsafe(32)
-    app = Endpoint(
-        {key: caller}, served=served, tokenizer=tokenizer, call_format=call_format_of(tokenizer.chat_template)
-    )
-    server = EndpointServer(app, host=host, listener=listener)
-    say(
-        f"serving {served.name!r} with {served.max_model_len:,} positions; Ctrl-C ends it. The address"
-        f"{' and the key' if made else ''}:"
-    )
-    show(f"{server.address}/v1")
-    if made:
-        show(key)
-    try:
-        await failed
-    finally:
-        rules.is_stopping = True
-        server.close()
+        asyncio.run(work())
 
 
 def open_caller(engine: Engine, rules: Open, *, tokenizer: Any, failed: asyncio.Future[None]) -> Caller:

@@ -22,8 +22,15 @@ from rollcall.base.stop import Stopped, heeded
 from rollcall.base.wait import in_silence, on_stdout, say, speaking, warn
 from rollcall.base.words import counted
 from rollcall.checkpoint.exported import finished_summary
-from rollcall.checkpoint.run_dir import RUN_FILE, clear_leftovers, has_begun, move_aside, unless_begun
-from rollcall.checkpoint.size import checkpoint_bytes, size_words
+from rollcall.checkpoint.run_dir import (
+    RUN_FILE,
+    checkpoint_bytes,
+    clear_leftovers,
+    has_begun,
+    move_aside,
+    size_words,
+    unless_begun,
+)
 from rollcall.checkpoint.store import Checkpoint, CheckpointStore
 from rollcall.config import Config, dump_config
 from rollcall.loop.attempts import Budget, Regrow, causes, closing, headline, loss_of, run_attempts
@@ -60,8 +67,8 @@ from rollcall.run.origin import (
     refuse_changed_base,
     sampled_weights,
 )
+from rollcall.view.curves import learning_curve
 from rollcall.view.growing import MetricsTable
-from rollcall.view.plot import learning_curve
 from rollcall.view.summary import build_summary, finished, say_result, trained, write_summary
 
 TOKENIZER = "tokenizer.json"  # in a run directory

@@ -12,20 +12,17 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
-from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from rollcall.base.errors import MissingPeerError, WorkerTimeoutError
 from rollcall.config import WeightTransport
 from rollcall.engine.weights.layout import Parts
 from rollcall.engine.weights.line import decline
-from rollcall.engine.weights.parts import PartsReceiver, Take
 from rollcall.engine.weights.protocol import Invitation
-from rollcall.engine.weights.transports import FanOut, open_receiver, open_sender
+from rollcall.engine.weights.transports import FanOut, open_sender
 from rollcall.plan.placement import HOLDERS, Role
 from rollcall.run.team import Team
 
@@ -144,25 +141,8 @@ class WorkerWeights:
             for _ in tensors:
                 continue
 
-    def receive(self, tensors: Mapping[str, Tensor], *, version: int, name: str, invitation: Invitation) -> None:
-        """Receive into these tensors."""
-        make = partial(open_receiver, invitation, name=name, tensors=tensors)
-        self._receiver_of([invitation], make).receive(version=version)
-
-    def receive_each(
-        self,
-        take: Take,
-        *,
-        wanted: Mapping[str, Sequence[int]],
-        version: int,
-        name: str,
-        invitations: Sequence[Invitation],
-    ) -> None:
-        """Pass tensors with the ``wanted`` shapes to ``take`` one by one, assembled in host memory from the senders' parts."""
-        make = partial(PartsReceiver, invitations, name=name, wanted=wanted, device=torch.device("cpu"))
-        self._receiver_of(invitations, make).receive(take, version=version)
-
-    def _receiver_of(self, invitations: Sequence[Invitation], make: Callable[[], Any]) -> Any:
+    def receiver(self, invitations: Sequence[Invitation], make: Callable[[], Any]) -> Any:
+        """Return the receiver that ``make`` made for these invitations."""
         if invitations != self._invitations:
             if self._receiver is not None:
                 self._receiver.close()

@@ -1,4 +1,5 @@
-"""One process in a run on a cluster. It has the roles that its slots were given, and does what the controller asks.
+"""One process in a run: on a cluster, it has the roles that its slots were given, and does what the controller asks. A run in one process
+has one such worker, with all roles, in the controller's process.
 
 Roles in one process share the policy: engine and learner read the same parameters. A process with a rollout role but no actor has its own
 policy, which gets new weights after every update. If vLLM samples there, only vLLM has the policy, and this process passes each arriving
@@ -10,6 +11,7 @@ from __future__ import annotations
 import os
 import socket
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -21,17 +23,19 @@ from transformers.utils import logging as transformers_logging
 from rollcall.base.errors import short_of_memory
 from rollcall.base.types import Completion, Floats, Prompt, Sample
 from rollcall.base.wait import say
-from rollcall.checkpoint.in_parts import num_parts
-from rollcall.checkpoint.training import in_modules
-from rollcall.config import Config
+from rollcall.checkpoint.saving import Trained
+from rollcall.checkpoint.training import in_modules, num_parts
+from rollcall.config import Config, Ppo
 from rollcall.engine.protocol import Request
 from rollcall.engine.ticker import Exchanged, exchange
 from rollcall.engine.vllm.engine import VllmEngine
 from rollcall.engine.weights.layout import Parts, SentBlock
+from rollcall.engine.weights.parts import PartsReceiver
 from rollcall.engine.weights.protocol import Invitation
+from rollcall.engine.weights.transports import open_receiver
 from rollcall.learner.gang import Gang
 from rollcall.learner.layout import Block, module_shapes
-from rollcall.learner.learner import Body, Reference, TokenScores, score_samples, whole_body
+from rollcall.learner.learner import Body, Critic, Reference, TokenScores, make_body, score_samples, whole_body
 from rollcall.model.files import resolve_model
 from rollcall.model.load import WholeOnly, load_causal_lm, open_unread, outline_causal_lm, resolve_device, resolve_dtype
 from rollcall.model.stored.tensors import Stored
@@ -46,16 +50,13 @@ from rollcall.reward.model import load_reward_models
 from rollcall.run.build import (
     LocalEngine,
     build_adapter,
-    build_critic,
     build_engine,
     build_learner,
-    build_reference,
-    reference_of,
     set_threads,
     tokenizer_of,
 )
 from rollcall.run.card import settle
-from rollcall.run.trained import Trained
+from rollcall.run.origin import base_of
 from rollcall.run.weight_sync import WorkerWeights
 
 POLICY = (Role.ACTOR, Role.INFERENCE)  # roles that need the policy's weights; an engine may have its own
@@ -75,7 +76,6 @@ PURPOSES = {
     "reward": "to score completions",
     "export": "to write the model",
     "base": "to read the identity of its model",
-    "write_whole": "to write a checkpoint",
     "copy_parts": "to copy its part of a checkpoint",
     "write_parts": "to begin to write its part of a checkpoint",
     "parts_written": "to write its part of a checkpoint",
@@ -105,15 +105,16 @@ def _syncing(why: str) -> str:
 class RoleWorker(Trained):
     """A process with some of the run's roles. For roles ``in_parts``, each process has a part of the model, and all run forwards together."""
 
-    def __init__(self, config: Config, model_path: str, *, in_parts: frozenset[Role]) -> None:
-        transformers_logging.disable_progress_bar()  # otherwise every process would draw a bar
+    def __init__(
+        self, config: Config, model_path: str, *, in_parts: frozenset[Role] = frozenset(), tokenizer: Any = None
+    ) -> None:
         if model_path.startswith("builtin:"):
             model_path = resolve_model(model_path)
-        super().__init__(tokenizer=tokenizer_of(config, model_path), learner=None, critic=None)
+        tokenizer = tokenizer_of(config, model_path) if tokenizer is None else tokenizer
+        super().__init__(tokenizer=tokenizer, learner=None, critic=None)
         self.config = config
         self.model_path = model_path
         self._in_parts = in_parts
-        set_threads(config.trainer.num_threads, processes_here=int(os.environ["LOCAL_WORLD_SIZE"]))
         self.device = resolve_device(config.model.device)
         self.dtype = resolve_dtype(config.model.dtype, self.device)
         self.trust = config.model.trust_remote_code
@@ -137,12 +138,22 @@ class RoleWorker(Trained):
         return self._listener.getsockname()[1]
 
     def build(self, ranks: Mapping[Role, int], meeting: Mapping[Role, tuple[Place, int]]) -> Facts:
-        """Load what this process's roles need. ``ranks`` contains its rank in each role. For each role whose processes work
+        """Load what the roles of a cluster's process need. ``ranks`` contains its rank in each role. For each role whose processes work
         together, ``meeting`` says where rank 0 listens and how many processes there are."""
-        roles = set(ranks)
+        transformers_logging.disable_progress_bar()  # otherwise every process would draw a bar
+        set_threads(self.config.trainer.num_threads, processes_here=int(os.environ["LOCAL_WORLD_SIZE"]))
         title = " + ".join(f"{role} {rank}" for role, rank in ranks.items())
         be_reachable(About(title=title, roles=tuple(map(str, ranks)), run=str(self.config.run.dir.resolve())))
-        gang = self._join(ranks, meeting)
+        self.load(set(ranks), gang=self._join(ranks, meeting))
+        return Facts(
+            max_positions=self.model.config.max_position_embeddings,
+            stop_token_ids=self.stop_token_ids,
+            tokenizer=tokenizer_mark(self.tokenizer),
+        )
+
+    def load(self, roles: AbstractSet[Role], *, gang: Gang, is_alone: bool = False, graphs: bool = True) -> None:
+        """Load what these roles need. ``is_alone``: nobody calls ``send_weights``, so the learner keeps the engine's model up to date.
+        Without ``graphs``, the native engine captures none."""
         samples = Role.ROLLOUT in roles and self.config.rollout.keeps_policy
         unread = None
         if samples or not roles.isdisjoint(POLICY):
@@ -155,13 +166,29 @@ class RoleWorker(Trained):
         self.adapter = build_adapter(self.config, model, device=self.device) if has_policy else None
         if Role.ACTOR in roles:
             self.learner = build_learner(
-                self.config, model, gang=gang, device=self.device, unread=unread, adapter=self.adapter
+                self.config,
+                model,
+                gang=gang,
+                device=self.device,
+                mirror=is_alone,
+                unread=unread,
+                adapter=self.adapter,
             )
-            if self.learner.body.in_parts and not samples:
+            if self.learner.body.in_parts and not (samples or is_alone):
                 model.to("meta")
         if Role.CRITIC in roles:
             critic, unread = self._load(gang, Role.CRITIC, in_roles=roles)
-            self.critic = build_critic(self.config, critic, gang=gang, device=self.device, unread=unread)
+            section, algorithm = self.config.critic, self.config.algorithm
+            assert isinstance(algorithm, Ppo)
+            self.critic = Critic(
+                critic,
+                section,
+                algorithm=algorithm,
+                total_updates=self.config.trainer.steps * section.minibatches * section.epochs,
+                gang=gang,
+                device=self.device,
+                unread=unread,
+            )
         if Role.REFERENCE in roles:
             self.reference = self._build_reference(gang, in_roles=roles)
         rewards = self.config.reward if Role.REWARD in roles else ()
@@ -174,6 +201,7 @@ class RoleWorker(Trained):
                 self.config.rollout,
                 model,
                 self.tokenizer,
+                graphs=graphs,
                 device=self.device,
                 adapter=self.adapter,
                 kv_tokens=kv_tokens,
@@ -190,18 +218,21 @@ class RoleWorker(Trained):
         self.body = (
             self.learner.body if self.learner else whole_body(model, gang=gang, context=context, adapter=self.adapter)
         )
-        return Facts(
-            max_positions=model.config.max_position_embeddings,
-            stop_token_ids=self.stop_token_ids,
-            tokenizer=tokenizer_mark(self.tokenizer),
-        )
 
     def _build_reference(self, gang: Gang, *, in_roles: Collection[Role]) -> Reference:
-        in_parts, learner = Role.REFERENCE in self._in_parts, self.learner
-        if learner is not None and learner.adapter is not None and learner.body.in_parts == in_parts:
-            return reference_of(self.config, learner)
-        frozen, unread = self._load(gang, Role.REFERENCE, in_roles=in_roles)
-        return build_reference(self.config, frozen, gang=gang, in_parts=in_parts, device=self.device, unread=unread)
+        """Build the frozen model, sharded like the actor. A learner with an adapter already contains it."""
+        learner, section, in_parts = self.learner, self.config.actor, Role.REFERENCE in self._in_parts
+        plain = learner is not None and learner.adapter is not None
+        plain = plain and (gang.size == 1 or learner.body.in_parts == in_parts)
+        if plain:
+            body = learner.body
+        else:
+            frozen, unread = self._load(gang, Role.REFERENCE, in_roles=in_roles)
+            if in_parts:
+                body = make_body(frozen, section, gang=gang, device=self.device, frozen=True, unread=unread)
+            else:
+                body = whole_body(frozen, gang=gang, context=section.context_parallel_size)
+        return Reference(body=body, section=section, temperature=self.config.rollout.temperature, plain=plain)
 
     def _load(
         self, gang: Gang, role: Role, *, in_roles: Collection[Role], whole: bool = False
@@ -221,7 +252,7 @@ class RoleWorker(Trained):
         reasons = [reason for reason in gang.gather(why) if reason is not None] if in_parts else []
         if reasons and gang.rank == 0:
             say(
-                f"the first {role} process loads the model whole, because its weights cannot be read in parts: {reasons[0]}"
+                f"the first {role} process loads the full model, because its weights cannot be read in parts: {reasons[0]}"
             )
         if outline is not None and (not reasons or gang.rank != 0):
             return outline, None if reasons else unread
@@ -260,17 +291,13 @@ class RoleWorker(Trained):
         """Receive this version from the actor's processes, which invited this process by ``name``, and sample from it."""
         if version != self._served:
             self._note_change()
-        if self._by_parts:
-            self._weights.receive_each(
-                partial(self._take, version),
-                wanted=module_shapes(self.body.layout(weight) for weight in self.body.named),
-                version=version,
-                name=name,
-                invitations=invitations,
-            )
+        if self._by_parts:  # assembled in host memory, one tensor at a time
+            wanted = module_shapes(self.body.layout(weight) for weight in self.body.named)
+            make = partial(PartsReceiver, invitations, name=name, wanted=wanted, device=torch.device("cpu"))
+            self._weights.receiver(invitations, make).receive(partial(self._take, version), version=version)
         else:
-            (invitation,) = invitations
-            self._weights.receive(self.body.named, version=version, name=name, invitation=invitation)
+            make = partial(open_receiver, invitations[0], name=name, tensors=self.body.named)
+            self._weights.receiver(invitations, make).receive(version=version)
         self._serve(version)
 
     def _note_change(self) -> None:
@@ -304,6 +331,9 @@ class RoleWorker(Trained):
         return self.engine is not None and self.adapter is None and next(self.model.parameters()).is_meta
 
     # The policy
+
+    def base(self) -> dict[str, Any]:
+        return {} if self.learner is None else base_of(self.learner, self.tokenizer)
 
     def invite(self, receivers: Mapping[str, bool], host: str) -> Mapping[str, Invitation]:
         """Send the policy to these receivers from now on, if this process sends. Each value says whether the receiver is on this node."""

@@ -95,14 +95,16 @@ def audit(run_dir: Path) -> Audit:
 def find_torn(run_dir: Path, *, files: Sequence[StepFile], checkpoints: Sequence[Checkpoint]) -> list[Torn]:
     """Return everything that a killed write may have left behind."""
     torn = [
-        Torn(path=file.path, why=f"{counted(file.num_bad_bytes, 'byte')} {are(file.num_bad_bytes)} no whole record")
+        Torn(
+            path=file.path, why=f"{counted(file.num_bad_bytes, 'byte')} {are(file.num_bad_bytes)} not a complete record"
+        )
         for file in files
         if file.num_bad_bytes
     ]
     for name in LINE_FILES:
         bad = sum(not good for _, good in judge_file(run_dir / name))
         if bad:
-            torn.append(Torn(path=run_dir / name, why=f"{bad} lines are not whole"))
+            torn.append(Torn(path=run_dir / name, why=f"{counted(bad, 'line')} {are(bad)} incomplete"))
     torn += [Torn(path=state.path, why=state.reason) for state in checkpoints if state.reason]
     torn += [
         Torn(path=path, why="left by a write that was killed")

@@ -3,39 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 from rollcall.config import public_dump
 from rollcall.loop.resume import Change, differences
 from rollcall.view.reader import RunReader
 
 
-class ComparedNumber(NamedTuple):
-    name: str
-    values: tuple[float | None, float | None]  # one value for each run
-    digits: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Comparison:
-    runs: tuple[str, str]
-    settings: dict[str, list[Any]]  # key -> both values, for keys that differ
-    numbers: tuple[ComparedNumber, ...]
-
-    def as_json(self) -> dict[str, Any]:
-        return {**asdict(self), "numbers": {number.name: number.values for number in self.numbers}}
-
-
-def compare(first: RunReader, second: RunReader) -> Comparison:
+def compare(first: RunReader, second: RunReader) -> dict[str, Any]:
+    """Return both values of each setting that differs and of each number."""
     before, after = _numbers(first), _numbers(second)
-    return Comparison(
-        runs=(str(first.dir), str(second.dir)),
-        settings=differing_settings([public_dump(run.read_config()) for run in (first, second)]),
-        numbers=tuple(
-            ComparedNumber(name, (value, after[name][0]), digits) for name, (value, digits) in before.items()
-        ),
-    )
+    return {
+        "runs": (str(first.dir), str(second.dir)),
+        "settings": differing_settings([public_dump(run.read_config()) for run in (first, second)]),
+        "numbers": {name: (value, after[name]) for name, value in before.items()},
+    }
 
 
 def differing_settings(dumps: Sequence[dict[str, Any] | None]) -> dict[str, list[Any]]:
@@ -57,23 +39,22 @@ def differing_settings(dumps: Sequence[dict[str, Any] | None]) -> dict[str, list
     return found
 
 
-def _numbers(run: RunReader) -> dict[str, tuple[float | None, int]]:
-    """Return name -> value and number of digits to show."""
+def _numbers(run: RunReader) -> dict[str, float | None]:
     summary, lengths = run.summary(), run.metrics.values("rollout/response_length_mean")
-    accuracy, reward = summary["eval"]["accuracy"], summary["reward_mean"]
-    course: dict[str, tuple[float | None, int]] = {"steps": (summary["steps"], 0)}
-    course |= {f"held-out accuracy, {which}": (accuracy[which], 3) for which in ("first", "last", "best")}
-    course |= {f"held-out reward, {which}": (summary["eval"]["reward_mean"][which], 3) for which in ("last", "best")}
-    course |= {f"training reward, {which}": (reward[which], 3) for which in ("first", "last")}
-    return course | {
-        "response length, first": (lengths[0] if lengths else None, 1),
-        "response length, last": (lengths[-1] if lengths else None, 1),
-        "step time (s)": (summary["step_s"], 2),
-        "rollout tokens/s": (summary["rollout_tokens_per_s"], 0),
-        "training tokens/s": (summary["train_tokens_per_s"], 0),
-        "tokens generated": (summary["tokens_generated"], 0),
-        "tokens trained": (summary["tokens_trained"], 0),
-        "time (s)": (summary["seconds"], 1),
-        "peak memory (GiB)": (summary["peak_memory_gib"], 2),
-        "completions not scored": (summary["reward_errors"], 0),
+    accuracy, held_out, reward = summary["eval"]["accuracy"], summary["eval"]["reward_mean"], summary["reward_mean"]
+    return {
+        "steps": summary["steps"],
+        **{f"held-out accuracy, {which}": accuracy[which] for which in ("first", "last", "best")},
+        **{f"held-out reward, {which}": held_out[which] for which in ("last", "best")},
+        **{f"training reward, {which}": reward[which] for which in ("first", "last")},
+        "response length, first": lengths[0] if lengths else None,
+        "response length, last": lengths[-1] if lengths else None,
+        "step time (s)": summary["step_s"],
+        "rollout tokens/s": summary["rollout_tokens_per_s"],
+        "training tokens/s": summary["train_tokens_per_s"],
+        "tokens generated": summary["tokens_generated"],
+        "tokens trained": summary["tokens_trained"],
+        "time (s)": summary["seconds"],
+        "peak memory (GiB)": summary["peak_memory_gib"],
+        "completions not scored": summary["reward_errors"],
     }

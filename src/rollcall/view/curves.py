@@ -1,13 +1,18 @@
-"""Prepares curves for a screen: smooths them over all points, then thins them to what a screen can show. Spikes survive."""
+"""Prepares curves for a screen: smooths them over all points, then thins them to what a screen can show. Spikes survive. Also draws the
+learning curve of a finished run."""
 
 from __future__ import annotations
 
+import io
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from rollcall.base.atomic import write_atomic
+from rollcall.base.wait import warn
 from rollcall.observe.metrics import METRICS
 from rollcall.view.growing import MetricsTable, Numbers
 
@@ -129,3 +134,39 @@ def thinned(values: Numbers, *, points: int) -> NDArray[np.intp]:
 def short(values: NDArray[np.floating]) -> list[float]:
     """Round to six digits: still more than a screen can show, at half the bytes."""
     return [float(f"{value:.6g}") for value in values.tolist()]
+
+
+def learning_curve(metrics: MetricsTable, out: Path, *, name: str) -> Path | None:
+    """Draw the PNG ``out`` with ``name`` as its title; if it cannot be drawn, warn and return None."""
+    metrics.refresh()
+    headline = metrics.headline
+    series = ((headline.words, headline.metric, "#1f5fa8"), ("training reward", "train/reward_mean", "#d9822b"))
+    panels = [(label, metrics.column(metric), colour) for label, metric, colour in series if metrics.values(metric)]
+    if not panels:
+        warn(f"no learning curve: {out.parent} has no evaluation and no reward yet")
+        return None
+    try:
+        import matplotlib
+    except ImportError:
+        warn("no learning curve: matplotlib is not installed; run: pip install matplotlib")
+        return None
+    from matplotlib.figure import Figure
+
+    with matplotlib.rc_context({"font.family": "DejaVu Sans"}):  # included in matplotlib
+        figure = Figure(figsize=(9, 5), dpi=150, layout="constrained")
+        all_axes = figure.subplots(len(panels), 1, sharex=True, squeeze=False)[:, 0]
+        for axes, (label, (steps, _, values), colour) in zip(all_axes, panels, strict=True):
+            is_smoothed = len(values) >= 10
+            axes.plot(steps, values, color=colour, marker="o", markersize=3, alpha=0.35 if is_smoothed else 1.0)
+            if is_smoothed:
+                axes.plot(steps, smoothed(values, 0.8), color=colour, linewidth=2.2)
+            axes.set_title(f"{label}: {values[0]:.3f} to {values[-1]:.3f}", loc="left", fontsize=10)
+            axes.grid(axis="y", alpha=0.4)
+        figure.suptitle(name, fontweight="bold")
+        all_axes[-1].set_xlabel("training step")
+        all_axes[-1].xaxis.get_major_locator().set_params(integer=True)
+        buffer = io.BytesIO()
+        figure.savefig(buffer, format="png")
+    out.parent.mkdir(parents=True, exist_ok=True)
+    write_atomic(out, buffer.getvalue())
+    return out

@@ -2,25 +2,85 @@
 
 The child prints an address, and a new one whenever the last was used; the controller passes them on. The child's stdin stays open
 while the controller lives, so it exits when the controller dies. If the child fails, the run continues.
+
+An address works once. ``page.json`` in the run directory says where the page is served. Only its owner can read that file: the secret in it
+creates addresses, so `rollcall tunnel` can open the page from elsewhere.
 """
 
 from __future__ import annotations
 
+import hashlib
+import hmac
+import json
 import os
-import socket
+import secrets
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import asdict, dataclass
 from importlib.util import find_spec
 from pathlib import Path
 
+from pydantic import TypeAdapter, ValidationError
+
+from rollcall.base.atomic import write_atomic
 from rollcall.base.redact import is_secret
 from rollcall.base.wait import warn
 from rollcall.base.words import are
-from rollcall.view.address import PAGE_FILE, PageRecord
+
+OPEN = "/open/"
+PAGE_FILE = "page.json"
+
+
+class Keys:
+    """Creates and checks the keys in addresses. Any process that knows the secret can create keys."""
+
+    def __init__(self, secret: str | None = None) -> None:
+        self.secret = secret or secrets.token_urlsafe(32)
+        self._used: set[str] = set()
+        self._lock = threading.Lock()
+
+    def new(self) -> str:
+        nonce = secrets.token_urlsafe(9)
+        return f"{nonce}.{_sign(self.secret, nonce)}"
+
+    def use(self, key: str) -> bool:
+        """Use up a key; return whether it was ours and not used before."""
+        nonce, _, mark = key.partition(".")
+        if not hmac.compare_digest(mark.encode(), _sign(self.secret, nonce).encode()):
+            return False
+        with self._lock:
+            fresh = nonce not in self._used
+            self._used.add(nonce)
+        return fresh
+
+
+def _sign(secret: str, nonce: str) -> str:
+    return hmac.new(secret.encode(), nonce.encode(), hashlib.sha256).hexdigest()[:32]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PageRecord:
+    host: str  # the server listens on this host's loopback
+    port: int
+    secret: str
+
+    def address(self, port: int | None = None) -> str:
+        """Return an address that works once. ``port`` is the tunnel's port, if there is a tunnel."""
+        return f"http://127.0.0.1:{port or self.port}{OPEN}{Keys(self.secret).new()}"
+
+    def write(self, run_dir: Path) -> None:
+        write_atomic(run_dir / PAGE_FILE, json.dumps(asdict(self)), durable=False, private=True)
+
+
+def parse_record(text: str) -> PageRecord | None:
+    """Parse the contents of ``page.json``; return None if they are not valid."""
+    try:
+        return TypeAdapter(PageRecord).validate_json(text)
+    except ValidationError:
+        return None
 
 
 def refuse_without_packages() -> None:
@@ -40,7 +100,7 @@ def serving_page(run_dir: Path, *, tell: Callable[[str], None]) -> Iterator[None
     # It needs no secret, and its environment can be read in /proc. Ctrl-C in the terminal is for the controller: a separate session.
     env = {name: value for name, value in os.environ.items() if not is_secret(name)}
     child = subprocess.Popen(
-        [sys.executable, "-m", "rollcall.view.page_process", str(run_dir)],
+        [sys.executable, "-m", "rollcall.view.server", str(run_dir)],
         env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True,
     )  # fmt: skip
     assert child.stdin is not None and child.stdout is not None
@@ -65,39 +125,3 @@ def serving_page(run_dir: Path, *, tell: Callable[[str], None]) -> Iterator[None
             child.kill()
             child.wait()
         record.unlink(missing_ok=True)
-
-
-def main(run_dir: Path) -> None:
-    """Run the child process."""
-    from rollcall.view.server import PageServer
-    from rollcall.view.shown_runs import ShownRuns
-
-    server = PageServer(ShownRuns([run_dir], is_one=True))
-    record = PageRecord(host=socket.gethostname(), port=server.port, secret=server.keys.secret)
-
-    def show_address() -> None:
-        print(f"page           {record.address()}   (on {record.host}; works once)", flush=True)
-
-    def write_record() -> None:
-        while not run_dir.is_dir():  # the run creates it
-            time.sleep(0.5)
-        try:
-            record.write(run_dir)
-        except OSError as error:
-            warn(
-                f"{run_dir / PAGE_FILE} cannot be written ({error.strerror}), so `rollcall tunnel` does not find the page"
-            )
-
-    def watch() -> None:
-        sys.stdin.read()  # until the controller exits
-        server.stop()
-
-    server.on_open = show_address
-    show_address()
-    for task in (write_record, watch):
-        threading.Thread(target=task, daemon=True).start()
-    server.run()
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]))

@@ -25,8 +25,7 @@ from rollcall.config.yaml import read_yaml
 from rollcall.observe.events import EVENTS, Mark, PhaseEvent
 from rollcall.observe.timeline import ATTEMPT_LOST, RUN_FAILED
 from rollcall.view.growing import EventLog, MetricsTable
-from rollcall.view.standing import standing
-from rollcall.view.summary import build_summary, trained
+from rollcall.view.summary import build_summary, standing, trained
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -55,7 +55,7 @@ class RunReport:
         """What the next `rollcall train` will do, in sentences."""
         holder = self.holder
         if holder is None or holder.is_gone:
-            lines = ["take the run directory at once: no process has it"]
+            lines = ["start at once: no process holds the run directory"]
         elif holder.is_here:
             lines = [f"refuse: {holder} has the run directory and is running"]
         else:
@@ -75,7 +75,7 @@ class RunReport:
                 rest = f", generate the other {missing}" if missing > 0 else ""
                 lines.append(f"take {counted(count, 'finished group')} of step {step} from the journal{rest}")
         if self.audit.torn:
-            lines.append("set torn ends aside and leave out torn checkpoints; nothing whole is lost by it")
+            lines.append("set torn ends aside and skip torn checkpoints; nothing intact is lost")
         return lines
 
     def as_json(self) -> dict[str, Any]:

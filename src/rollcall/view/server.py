@@ -11,6 +11,10 @@ import hmac
 import os
 import re
 import secrets
+import socket
+import sys
+import threading
+import time
 import webbrowser
 from collections.abc import Callable
 from contextlib import suppress
@@ -28,11 +32,11 @@ from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from rollcall.base.wait import warn
 from rollcall.base.words import counted
 from rollcall.nodes.http_server import http_server, listen
-from rollcall.view.address import OPEN, Keys
-from rollcall.view.api import ADDRESSES, Api, answering, as_json
-from rollcall.view.shown_runs import ShownRuns
+from rollcall.view.api import ADDRESSES, Api, ShownRuns, answering, as_json
+from rollcall.view.page_process import OPEN, PAGE_FILE, Keys, PageRecord
 
 HOST = "127.0.0.1"
 LOOPBACK = re.compile(r"(127\.0\.0\.1|localhost|\[::1\])(:\d+)?", re.IGNORECASE)
@@ -166,3 +170,36 @@ def serve(shown: ShownRuns, *, port: int, open_browser: bool, tell: Callable[[st
     if open_browser and not webbrowser.open(address):
         tell("no browser was found; open the address yourself")
     server.run()
+
+
+def main(run_dir: Path) -> None:
+    """Serve the page of a running run, as the child process of its controller (``page_process.py``)."""
+    server = PageServer(ShownRuns([run_dir], is_one=True))
+    record = PageRecord(host=socket.gethostname(), port=server.port, secret=server.keys.secret)
+
+    def show_address() -> None:
+        print(f"page           {record.address()}   (on {record.host}; works once)", flush=True)
+
+    def write_record() -> None:
+        while not run_dir.is_dir():  # the run creates it
+            time.sleep(0.5)
+        try:
+            record.write(run_dir)
+        except OSError as error:
+            warn(
+                f"{run_dir / PAGE_FILE} cannot be written ({error.strerror}), so `rollcall tunnel` does not find the page"
+            )
+
+    def watch() -> None:
+        sys.stdin.read()  # until the controller exits
+        server.stop()
+
+    server.on_open = show_address
+    show_address()
+    for task in (write_record, watch):
+        threading.Thread(target=task, daemon=True).start()
+    server.run()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

@@ -56,7 +56,7 @@ def copy_config_files(stored: Stored, folder: Path, out: Path, *, dtype: DType |
             raise StoredError(f"{path} cannot be copied: {error}") from None
         known = stored.files.get(path)
         if known is not None and known.blake2b != blake2b(data, digest_size=16).hexdigest():
-            raise StoredError(f"{known} is not as it was written (the checksum differs); restore the file")
+            raise StoredError(f"{known} has changed since it was written (its checksum differs); restore the file")
         if path.name == "config.json":
             data = _config(data, path, dtype=dtype)
         if path.name == PROBE and folder != stored.folder:

@@ -7,32 +7,41 @@ they have written to disk and records it. The first error, or Ctrl-C, stops the 
 from __future__ import annotations
 
 import os
+import shutil
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, CancelledError, ThreadPoolExecutor, wait
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from math import prod
 from pathlib import Path
 from typing import Any
 
+from rollcall.base.errors import ModelFilesError
+from rollcall.base.importing import calm_transformers
+from rollcall.base.patience import plain_disk_errors
+from rollcall.base.wait import say
 from rollcall.base.words import parse_size
-from rollcall.checkpoint.merge.adapter import ADAPTED, whole_model
 from rollcall.checkpoint.merge.card import card, copy_config_files, not_of_a_model, run_facts
 from rollcall.checkpoint.merge.plan import MergePlan, copy_unit, plan_merge, written_dtype
-from rollcall.checkpoint.merge.selection import select
-from rollcall.checkpoint.merge.staging import Staging, begin
-from rollcall.model.stored.files import StoredError
+from rollcall.checkpoint.merge.staging import Staging, begin, locked
+from rollcall.model.files import read_model_config
+from rollcall.model.stored.files import StoredError, file_checksum
+from rollcall.model.stored.find import adapter_folder, checkpoint_of, read_manifest
 from rollcall.model.stored.open import open_stored
-from rollcall.model.stored.safetensors import INDEX
+from rollcall.model.stored.outline import ROTARY, Outline, known_outline, outline_of
+from rollcall.model.stored.safetensors import INDEX, open_model_dir
 from rollcall.model.stored.tensors import DTYPES as KINDS
-from rollcall.model.stored.tensors import Stored
+from rollcall.model.stored.tensors import Stored, other_tensors, refuse_whole_numbers
 
 DTYPES = {
     **{short: KINDS[name] for short, name in (("bf16", "bfloat16"), ("fp16", "float16"), ("fp32", "float32"))},
     **{name: KINDS[name] for name in ("bfloat16", "float16", "float32")},
 }
+ADAPTED = "adapter and its model"
+VALUE_HEADS = ("v_head.", "value_head.", "score.", "classifier.")
+ADAPTERS = (".lora_A.", ".lora_B.", ".lora_embedding_A.", ".lora_embedding_B.", ".modules_to_save.")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,18 +60,7 @@ class Merged:
     notes: tuple[str, ...]
 
     def as_json(self) -> dict[str, Any]:
-        return {
-            "out": str(self.out),
-            "from": self.origin,
-            "kind": self.kind,
-            "tensors": self.num_tensors,
-            "bytes": self.num_bytes,
-            "files": self.num_files,
-            "continued_bytes": self.continued_bytes,
-            "duration_s": round(self.duration_s, 3),
-            "facts": self.facts,
-            "notes": list(self.notes),
-        }
+        return {"from" if key == "origin" else key.removeprefix("num_"): value for key, value in asdict(self).items()}
 
 
 def merge(
@@ -172,22 +170,126 @@ def _refuse_target(out: Path, stored: Stored, folder: Path) -> None:
         raise StoredError(f"{out} exists and is not a model directory; choose another --out, or remove it yourself")
     if out.is_dir() and (other := not_of_a_model(out)) is not None:
         raise StoredError(
-            f"{out} holds {other.relative_to(out)}, which is not of a model and would be lost; choose another --out, or remove it "
+            f"{out} contains {other.relative_to(out)}, which is not part of a model and would be deleted; choose another --out, or remove it "
             "yourself"
         )
     target = out.resolve()
     for path in (folder, *stored.files):
         if path.resolve().is_relative_to(target):
-            raise StoredError(f"{out} holds {path}, which the merge reads; choose another --out")
+            raise StoredError(f"{out} contains {path}, which the merge reads; choose another --out")
 
 
 def _notes(stored: Stored, plan: MergePlan) -> list[str]:
     notes = []
     checked = stored.kind == ADAPTED or all(unit.file.blake2b or unit.records for unit in plan.units)
     if not checked:
-        notes.append(
-            "the files have no checksums (their writer left none), so a changed byte in them would not be noticed"
-        )
+        notes.append("the files have no checksums, so a changed byte in them would not be noticed")
     if stored.facts.get("has_critic"):
         notes.append("the critic is not part of the model; it stays in the checkpoint")
     return notes
+
+
+def select(stored: Stored, folder: Path) -> tuple[list[str], list[str]]:
+    """Return the tensor names, and notes on what was left out or could not be checked. ``folder`` contains the model's config.json."""
+    if adapter := next((name for name in stored.tensors if any(part in name for part in ADAPTERS)), None):
+        raise StoredError(
+            f"{stored.origin} holds an adapter ({adapter}), not only a model; merge the adapter into its model first, with peft's "
+            "merge_and_unload"
+        )
+    try:
+        fields = read_model_config(folder / "config.json")  # transformers would build any number of layers
+    except ModelFilesError as error:
+        raise StoredError(str(error)) from None
+    outline = known_outline(fields) or outline_of(folder)
+    if outline is None:
+        note = (
+            "the installed transformers does not know this kind of model, so names and shapes were not compared with it"
+        )
+        return list(stored.tensors), [note]
+    outline = outline.like(stored.tensors)
+    others = [name for name in stored.tensors if name not in outline.shapes]
+    heads = [name for name in others if name.startswith(VALUE_HEADS)]
+    rotary = [name for name in others if name.endswith(ROTARY)]
+    copies = {
+        name: source for name, source in outline.tied.items() if name in stored.tensors and source in stored.tensors
+    }
+    for name, source in copies.items():
+        if not stored.are_equal(name, source):
+            raise StoredError(
+                f"{stored.origin}: config.json ties {name} to {source}, and the two are stored with different numbers; correct "
+                "tie_word_embeddings in config.json, or give the files that belong together"
+            )
+    names = [name for name in stored.tensors if name not in {*copies, *heads, *rotary}]
+    _refuse_others(stored, outline, names, folder=folder)
+    if "quantization_config" not in fields:
+        refuse_whole_numbers(stored.types, names, origin=stored.origin)
+    notes = [f"{head} is a value head, not part of the model, and was left out" for head in heads]
+    if rotary:
+        notes.append(f"{rotary[0]} is computed by the model when it is loaded, and was left out")
+    return names, notes
+
+
+def _refuse_others(stored: Stored, outline: Outline, names: Sequence[str], *, folder: Path) -> None:
+    wanted = {name: shape for name, shape in outline.shapes.items() if name not in outline.tied}
+    # A tied tensor may be stored under either name.
+    there = {outline.tied.get(name, name): stored.tensors[name].shape for name in names}
+    if faults := other_tensors(wanted=wanted, found=there):
+        raise StoredError(
+            f"{stored.origin} does not hold the model of {folder / 'config.json'}: {faults}. Give the files that belong together"
+        )
+
+
+@contextmanager
+def whole_model(source: Path, *, out: Path) -> Iterator[Stored | None]:
+    """Write the full model for the adapter at ``source`` to a file next to the target and yield its tensors. The file is removed
+    when the block ends. Yields None if there is no adapter at ``source``."""
+    folder = adapter_folder(source) if source.is_dir() else None
+    if folder is None:
+        yield None
+        return
+    import torch
+    from safetensors.torch import save_file
+
+    from rollcall.base.errors import ModelFilesError
+    from rollcall.model.load import ModelError, bases_of, load_causal_lm, outline_causal_lm
+
+    space = out.with_name(f".adapter-{out.name}")  # a killed merge leaves it behind, and the next one reuses it
+    with locked(space, out):
+        try:
+            _refuse_changed(folder)
+            for base in bases_of(folder, where=str(source)):
+                model = Path(base).expanduser()
+                if model.is_dir() and model.resolve().is_relative_to(out.resolve()):
+                    raise StoredError(
+                        f"{out} contains {base}, the adapter's model, which the merge reads; choose another --out"
+                    )
+            calm_transformers()
+            say(f"adding the adapter in {folder} to its model")
+            dtype = outline_causal_lm(str(folder), dtype=torch.float32).config.dtype or torch.float32
+            model = load_causal_lm(str(folder), device=torch.device("cpu"), dtype=dtype)
+            tied = getattr(model, "all_tied_weights_keys", {})
+            tensors = {name: tensor.contiguous() for name, tensor in model.state_dict().items() if name not in tied}
+            with plain_disk_errors(space):
+                save_file(tensors, space / "model.safetensors", metadata={"format": "pt"})
+            del model, tensors
+            stored = open_model_dir(space)
+            checkpoint = checkpoint_of(source)
+            facts = {} if checkpoint is None else read_manifest(checkpoint).facts
+            yield replace(stored, origin=str(source), folder=folder, kind=ADAPTED, facts=facts)
+        except (ModelError, ModelFilesError) as error:
+            raise StoredError(str(error)) from None
+        finally:
+            shutil.rmtree(space, ignore_errors=True)
+
+
+def _refuse_changed(folder: Path) -> None:
+    """Refuse a checkpoint with changed files. Checked here because the code that reads them does not know the checksums."""
+    checkpoint = checkpoint_of(folder)
+    if checkpoint is None or checkpoint / "model" != folder:
+        return
+    for name, file in read_manifest(checkpoint).files.items():
+        if name.startswith("model/") and (not file.path.is_file() or file_checksum(file.path) != file.blake2b):
+            raise StoredError(
+                f"{file} has changed since it was written (its checksum differs); copy it again from where it was written, or use another "
+                "checkpoint"
+            )

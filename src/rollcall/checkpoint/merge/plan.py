@@ -246,18 +246,18 @@ class _Checks:
             if ends > offset + len(data):
                 return
             if self._crc != record.crc32:
-                raise self._changed(f"its bytes {record.offset:,} to {ends:,} are")
+                raise self._changed(f"its bytes {record.offset:,} to {ends:,} have")
             self._records.pop()
             self._crc = 0
 
     def end(self) -> None:
         if self._whole is not None and self._whole.hexdigest() != self._file.blake2b:
-            raise self._changed("it is")
+            raise self._changed("it has")
         assert not self._records, "a record was not read to its end"
 
     def _changed(self, what: str) -> StoredError:
         return StoredError(
-            f"{self._file}: {what} not as written (the checksum differs); copy the file from where it was written again, or use "
+            f"{self._file}: {what} changed since it was written (its checksum differs); copy it again from where it was written, or use "
             "another checkpoint"
         )
 

@@ -118,6 +118,6 @@ def locked(folder: Path, out: Path) -> Iterator[None]:
         except FileNotFoundError:
             continue  # another merge has just finished and removed the folder
     if lock is None:
-        raise StoredError(f"another merge writes {out} at this moment ({folder / 'lock'} is held); wait for it")
+        raise StoredError(f"another merge is writing {out} ({folder / 'lock'} is locked); wait until it has finished")
     with lock:
         yield

@@ -19,7 +19,7 @@ from rich.text import Text
 from rollcall.base.errors import ClusterError, SizesUnknown
 from rollcall.base.wait import Wait, say
 from rollcall.base.words import counted
-from rollcall.checkpoint import size
+from rollcall.checkpoint import run_dir
 from rollcall.config import Config
 from rollcall.launch.doctor import checks
 from rollcall.launch.doctor import probe as probing
@@ -114,7 +114,7 @@ def checkpoint_bytes(config: Config | None) -> int | None:
     if config is None:
         return None
     try:
-        return size.checkpoint_bytes(config, read_sizes(config.model.path), width=element_size(config))
+        return run_dir.checkpoint_bytes(config, read_sizes(config.model.path), width=element_size(config))
     except SizesUnknown:
         return None
 

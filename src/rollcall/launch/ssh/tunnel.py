@@ -21,7 +21,7 @@ from rollcall.launch.record import TOKEN_FILE, LaunchError, LaunchRecord, launch
 from rollcall.launch.ssh.machines import Site
 from rollcall.launch.ssh.shell import CONNECT_S, CONNECTED, Login, end_ssh, start_ssh
 from rollcall.nodes.address import free_ports
-from rollcall.view.address import PAGE_FILE, parse_record
+from rollcall.view.page_process import PAGE_FILE, parse_record
 
 DASHBOARD = "dashboard"  # the fact that contains its port on the head's loopback
 
