@@ -75,6 +75,14 @@ def test_whole_directories_pass(tmp_path: Path) -> None:
     check_model_dir(save_model(tmp_path / "saved"))
 
 
+def test_weights_that_are_a_pipe_are_refused_before_anyone_waits_for_them(tmp_path: Path) -> None:
+    path = save_model(tmp_path / "saved")
+    (path / "model.safetensors").unlink()
+    os.mkfifo(path / "model.safetensors")
+    with pytest.raises(ModelFilesError, match=r"model\.safetensors is not a regular file"):
+        check_model_dir(path)
+
+
 def test_loading_and_planning_refuse_alike(tmp_path: Path) -> None:
     path = a_dir(tmp_path, num_hidden_layers=-1)
     with pytest.raises(ModelError, match="model.path=.*num_hidden_layers=-1"):

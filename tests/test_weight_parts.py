@@ -230,15 +230,15 @@ def test_parts_that_do_not_fit_are_refused_by_name() -> None:
     update, _ = update_of("qwen2-tied", (1, 2, 1), receivers={"near": True})
     (receiver,) = update.receivers.values()
     headers = [{"version": 1, "parts": one.about, "layout": one.layout.text} for one in update.sent]
-    receiver._check(headers, version=1)
+    receiver._fit(headers)
     with pytest.raises(WeightUpdateError, match=r"has 1280 of the 2560 elements of 'model\.embed_tokens\.weight'"):
-        receiver._check(headers[:1], version=1)
+        receiver._fit(headers[:1])
     receiver._wanted = {**receiver._wanted, "model.norm.weight": (3,)}
     with pytest.raises(WeightUpdateError, match=r"'model\.norm\.weight' is \[64\] in the update and \[3\] here"):
-        receiver._check(headers, version=1)
+        receiver._fit(headers)
     del receiver._wanted["model.norm.weight"]
     with pytest.raises(WeightUpdateError, match=r"has a tensor 'model\.norm\.weight' that is not here"):
-        receiver._check(headers, version=1)
+        receiver._fit(headers)
     update.close()
 
 

@@ -101,6 +101,8 @@ def check_model_dir(folder: Path) -> None:
     )
     smallest = hidden * vocab + 2 * layers * hidden * inner  # the embedding and two MLP matrices per layer
     files = (*folder.glob("*.safetensors"), *folder.glob("*.bin"))
+    if strange := next((file for file in files if file.exists() and not file.is_file()), None):
+        raise ModelFilesError(f"{strange} is not a regular file; put the file itself there")
     size = sum(file.stat().st_size for file in files if file.is_file())
     if size and smallest / 4 > size:  # quantised weights take half a byte each
         raise ModelFilesError(

@@ -198,7 +198,7 @@ def _naming(lines: Mapping[str, Line], deadline: Wait) -> Iterator[None]:
         gone = [name for name, line in lines.items() if line.is_closed()]
         first = str(error).splitlines()[0]
         if gone:
-            raise MissingPeerError(f"{', '.join(gone)} went away during a weight update ({first})") from error
+            raise MissingPeerError(f"{', '.join(gone)} is gone in the middle of a weight update ({first})") from error
         raise MissingPeerError(
             f"the broadcast of weights broke off with {', '.join(lines)}, which may take at most "
             f"{deadline.timeout_s:g} s ({first})"

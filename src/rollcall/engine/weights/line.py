@@ -99,7 +99,7 @@ class Line:
             raise (self._silent(deadline) if is_silent else self.gone(error)) from None
 
     def gone(self, error: OSError | None) -> MissingPeerError:
-        return MissingPeerError(f"{self.peer} went away during a weight update{f' ({error})' if error else ''}")
+        return MissingPeerError(f"{self.peer} is gone in the middle of a weight update{f' ({error})' if error else ''}")
 
     def _silent(self, deadline: Wait) -> MissingPeerError:
         return MissingPeerError(f"{self.peer} did not answer within the {deadline.timeout_s:g} s of a weight update")

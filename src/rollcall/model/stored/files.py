@@ -26,6 +26,12 @@ def plain_damage(sentence: str, *, advice: str = "restore the file") -> Iterator
         raise StoredError(f"{sentence} ({type(error).__name__}: {error}); {advice}") from None
 
 
+def refuse_pipe(path: Path) -> None:
+    """Refuse a pipe or a device, because opening it could block forever."""
+    if path.exists() and not path.is_file():
+        raise StoredError(f"{path} is not a regular file; put the file itself there")
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckedRange:
     """A byte range in a file with its own CRC-32, as in a zip archive."""

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 from safetensors import safe_open
 
 from rollcall.config.yaml import read_small
-from rollcall.model.stored.files import StoredError, StoredFile, plain_damage
+from rollcall.model.stored.files import StoredError, StoredFile, plain_damage, refuse_pipe
 from rollcall.model.stored.find import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from rollcall.model.stored.tensors import DTYPES, OF_SAFETENSORS, DType, Piece, Stored, StoredTensor, name_of, stored_of
 
@@ -106,6 +106,7 @@ def _blocks(file: StoredFile) -> Iterable[tuple[str, tuple[int, ...], DType, Pie
 def read_header(path: Path) -> tuple[dict[str, _Entry], dict[str, str]]:
     """Read a file's list of tensors and its metadata. Refuses an incomplete file."""
     entries: dict[str, _Entry] = {}
+    refuse_pipe(path)
     with plain_damage(f"{path} is not a whole safetensors file"):
         with path.open("rb") as file:
             offset = 8 + int.from_bytes(file.read(8), "little")

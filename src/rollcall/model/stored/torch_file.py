@@ -22,7 +22,7 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from rollcall.model.stored.files import CheckedRange, StoredError, plain_damage, read_fully
+from rollcall.model.stored.files import CheckedRange, StoredError, plain_damage, read_fully, refuse_pipe
 from rollcall.model.stored.tensors import DTYPES, DType, Piece
 
 MOST_PICKLE_BYTES = 1 << 29
@@ -186,6 +186,7 @@ def whole_numbers(value: Any) -> tuple[int, ...]:
 def open_torch_file(path: Path, *, offset: int = 0, length: int | None = None) -> tuple[TorchFile, Any]:
     """Open a ``torch.save`` file, possibly inside a larger file, and return it with its unpickled content."""
     what = str(path) if length is None else f"{path} (bytes {offset:,} to {offset + length:,})"
+    refuse_pipe(path)
     with (
         plain_damage(
             f"{what} is not a whole file of torch.save in its zip format",
