@@ -162,7 +162,7 @@ def test_a_wrong_value_is_refused_with_what_to_write(sections: dict[str, Any], m
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("algorithm.mismatch_mask=[5, 0.5]", r"algorithm.mismatch_mask: \[5, 0.5\] leaves out .* such as \[0.5, 2\]"),
+        ("algorithm.mismatch_mask=[5, 0.5]", r"algorithm.mismatch_mask: \[5, 0.5\] does not contain 1.* such as \[0.5, 2\]"),
         ("algorithm.mismatch_mask=[2, 3]", "with low below 1 and high above 1"),
         ("rollout.stop=['']", "rollout.stop: an empty string ends every completion .* remove it"),
         ("rollout.kv_tokens=-5", "rollout.kv_tokens=-5: input should be greater than or equal to 1"),
@@ -176,7 +176,7 @@ def test_a_wrong_value_is_refused_with_what_to_write(sections: dict[str, Any], m
         ("trainer.num_threads=100000", "less than or equal to 1024"),
         ("trainer.steps=0x1" + "0" * 5000, "trainer.steps is an integer of 20001 bits; the largest possible is"),
         ("data.max_prompt_tokens=1e400", "data.max_prompt_tokens=inf: input should be a finite number"),
-        ("actor.optimizer.kwargs={momentum: .nan}", "actor.optimizer.kwargs.momentum=nan is not a finite number"),
+        ("actor.optimizer.kwargs={momentum: .nan}", "actor.optimizer.kwargs.momentum=nan is not finite"),
         ("reward.0.weight=1e300", r"reward.0.weight=1e\+300 is out of range; give 0, or a number whose absolute value is between 1e-30 and 1e\+09"),
         ("reward.0.weight=-1e10", "is out of range"),
         ("algorithm.kl_coef=1e20", "is out of range"),

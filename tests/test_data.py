@@ -147,7 +147,7 @@ def test_the_builtin_task_has_disjoint_splits() -> None:
     [
         ([], {}, "train.jsonl has no rows"),
         (["\n\n"], {}, "train.jsonl has no rows"),
-        ([{"prompt": "a"}, "{nope\n"], {}, "train.jsonl, row 2 is not JSON"),
+        ([{"prompt": "a"}, "{nope\n"], {}, "train.jsonl, row 2 is not valid JSON"),
         ([{"prompt": "a"}, "\n", "[1]\n"], {}, "train.jsonl, row 3 is a list"),
         ([{"prompts": "a", "x": 1}], {}, "row 1 has no column 'prompt'; it has prompts, x; did you mean 'prompts'?"),
         ([{"question": "a", "solution": 1}], {}, "did you mean 'question'? set data.prompt_key=question"),
@@ -160,7 +160,7 @@ def test_the_builtin_task_has_disjoint_splits() -> None:
         ([{"prompt": [{"role": "user", "content": "a"}]}], {}, "the tokenizer has no chat template"),
         ([{"prompt": "a"}], {"chat": True}, "data.chat=true needs a chat template"),
         ([{"prompt": "a"}], {"system": "s"}, "data.system needs chat prompts"),
-        ([{"prompt": "a"}], {"template": "Q:"}, "data.template='Q:' has no {prompt}"),
+        ([{"prompt": "a"}], {"template": "Q:"}, "data.template='Q:' does not contain {prompt}"),
         ([{"prompt": "a"}], {"answer_key": "solution"}, "row 1 has no column 'solution'"),
         ([{"prompt": "a", "answer": [1]}], {}, "row 1: the answer is list ([1])"),
         ([{"prompt": "a", "prompt_messages": 1}], {}, "row 1 has a column 'prompt_messages', a name that Rollcall reserves; rename the "
@@ -187,7 +187,7 @@ def test_a_wrong_file_is_refused_with_its_row(
         ('{"prompt": "1", "note": {"a": ["\\udfff"]}}', "row 1: note contains half a surrogate pair"),
         ('{"prompt": "1", "\\ud800": 1}', "row 1: a column's name contains half a surrogate pair"),
         ('{"prompt": "1", "answer": "1", "answer": "2"}', "row 1 has the key 'answer' twice in one object; remove one of them"),
-        ('{"prompt": "1", "note": [{"a": 1, "b": 2, "b": 3}]}', "row 1 has 'b' twice in one object"),
+        ('{"prompt": "1", "note": [{"a": 1, "b": 2, "b": 3}]}', "row 1 has the key 'b' twice in one object"),
         ('{"prompt": "1", "x": ' + "[" * 100_000, "row 1 is not valid JSON: maximum recursion depth"),
         ('{"prompt": "1", "x": ' + "[" * 60 + "]" * 60 + "}", "row 1: x has lists and maps nested more than 50 deep"),
         ('{"prompt": "1", "x": Infinity}', "row 1: x is infinite"),
@@ -302,7 +302,7 @@ def test_a_chat_template_that_raises_is_named_with_the_row(tmp_path: Path) -> No
     template = (
         "{% if messages[0].content == 'b' %}{{ raise_exception('roles must alternate') }}{% endif %}{{ messages }}"
     )
-    with pytest.raises(ValueError, match="row 2: the chat template refuses the messages: roles must alternate"):
+    with pytest.raises(ValueError, match="row 2: the chat template rejects the messages: roles must alternate"):
         load(a_file(tmp_path, {"prompt": "a"}, {"prompt": "b"}, {"prompt": "c"}), chat_template=template)
 
 
@@ -310,7 +310,7 @@ def test_a_chat_template_that_drops_the_prompt_is_refused_with_two_rows(tmp_path
     rows = ({"prompt": "1+1="}, {"prompt": "1+1="}, {"prompt": "1+2="})
     for template in ("<bos>[user]Hello[assistant]", "{{ messages[0]['content'][:2] }}"):
         with pytest.raises(
-            DataError, match=r"the same text for .*train\.jsonl, row 1 and .*train\.jsonl, row 3, which differ"
+            DataError, match=r"the same text for .*train\.jsonl, row 1 and .*train\.jsonl, row 3, although they differ"
         ):
             load(a_file(tmp_path, *rows), chat_template=template)
     assert len(load(a_file(tmp_path, *rows), chat_template="x", chat=False).prompts) == 3
@@ -475,7 +475,7 @@ def test_files_that_cannot_be_read_are_refused(tmp_path: Path) -> None:
         load(str(tmp_path))
     with pytest.raises(ValueError, match="those are builtin:arithmetic and"):
         load("builtin:algebra")
-    with pytest.raises(ValueError, match="row 1 is not JSON"):
+    with pytest.raises(ValueError, match="row 1 is not valid JSON"):
         (tmp_path / "latin.jsonl").write_bytes('{"prompt": "é"}'.encode("latin-1"))
         load(str(tmp_path / "latin.jsonl"))
 

@@ -70,7 +70,7 @@ def test_a_split_and_a_subset_of_a_dataset_are_prompts_with_columns_by_their_new
             {"columns": {"questoin": "prompt"}},
             "no column 'questoin', which data.columns renames; it has question, answer",
         ),
-        ({"columns": {"question": "answer"}}, "has a column 'answer' already"),
+        ({"columns": {"question": "answer"}}, "already has a column 'answer'"),
         ({"columns": {}}, "has no column 'prompt'; it has question, answer, level"),
     ],
 )

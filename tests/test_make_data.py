@@ -168,8 +168,8 @@ def test_reasoning_gym_tests_on_nothing_it_trains_on() -> None:
 @pytest.mark.parametrize(
     ("task", "message"),
     [
-        ("arithmetics", "there are arithmetic, countdown"),
-        ("chess", "there are arithmetic, countdown"),
+        ("arithmetics", "the tasks are arithmetic, countdown"),
+        ("chess", "the tasks are arithmetic, countdown"),
         ("reasoning-gym:chain_sums", "chain_sum"),
         ("reasoning-gym:boxnet", "no reference answers"),
         ("reasoning-gym:composite", "default settings"),
@@ -189,7 +189,7 @@ def test_options_that_do_not_fit_the_task_are_refused(tmp_path: Path) -> None:
         make_task("countdown", num=2, seed=0, source=tmp_path)
     with pytest.raises(ValueError, match="has only .* training rows"):
         make_task("arithmetic", num=100_000, seed=0, source=None)
-    with pytest.raises(ValueError, match="holds no train.jsonl"):
+    with pytest.raises(ValueError, match="contains no train.jsonl"):
         list(make_task("math", num=2, seed=0, source=tmp_path).train)
 
 

@@ -23,7 +23,6 @@ from unittest.mock import Mock
 import pytest
 from scored import make_group
 
-from rollcall.base.errors import ConfigError
 from rollcall.base.screen import Screen
 from rollcall.base.types import Score
 from rollcall.config import Config, parse_config
@@ -559,9 +558,3 @@ def test_the_completions_of_an_evaluation_that_no_reward_scored_are_counted() ->
     scores = [failed, *(replace(score, errors={}) for score in group.scores[1:])]
     metrics = summarize([replace(group, scores=scores)], first_reward=next(iter(failed.parts)), threshold=1.0).metrics()
     assert (metrics["eval/reward_errors"], metrics["eval/completions"]) == (1.0, len(scores))
-
-
-def test_a_folder_in_place_of_the_metrics_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "metrics.jsonl").mkdir()
-    with pytest.raises(ConfigError, match="is a folder"):
-        read_rows(tmp_path / "metrics.jsonl")

@@ -345,4 +345,4 @@ def test_token_scores_that_the_disk_does_not_take_are_left_out_with_a_message(
     workers = SimpleNamespace(learner=SimpleNamespace(score=lambda samples: []))
     record: Any = SimpleNamespace(workers=workers, run_dir=tmp_path)
     Record.write_token_scores(record, cast(Any, SimpleNamespace(step=3, groups=[])))
-    assert "the token scores of step 3 are left out (No space left on device)" in caplog.text
+    assert "the token scores of step 3 were not written (No space left on device)" in caplog.text

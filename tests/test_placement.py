@@ -246,7 +246,7 @@ def test_nodes_and_the_two_numbers_must_agree() -> None:
     assert (config.cluster.num_nodes, config.cluster.slots_per_node) == (2, [8, 4])
     assert parse_config({"cluster": {"nodes": nodes, "num_nodes": 2}}) == config
     for key in ("num_nodes", "num_gpus_per_node"):
-        with pytest.raises(ConfigError, match=f"{key}=3 contradicts nodes, which lists 2 of \\[8, 4\\] slots"):
+        with pytest.raises(ConfigError, match=f"{key}=3 contradicts nodes, which lists 2 nodes with \\[8, 4\\] slots"):
             parse_config({"cluster": {"nodes": nodes, key: 3}})
     with pytest.raises(ConfigError, match="cluster.nodes"):
         parse_config({"cluster": {"nodes": []}})

@@ -593,7 +593,7 @@ def test_what_cannot_work_is_not_submitted(tmp_path: Path) -> None:
     }
     (tmp_path / "run.yaml").write_text(json.dumps(run))
     result = rollcall("submit", "run.yaml", "--address", "http://127.0.0.1:9", cwd=tmp_path)
-    assert result.returncode == 1 and result.stderr.startswith("error: rollout has processes of 2 slots"), result.stderr
+    assert result.returncode == 1 and result.stderr.startswith("error: rollout has 2 slots per process"), result.stderr
 
 
 def test_the_arrangements_of_the_modes_page_can_work(tmp_path: Path) -> None:

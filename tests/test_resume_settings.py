@@ -96,17 +96,17 @@ def test_secrets_of_workers_are_not_told(tmp_path: Path) -> None:
         (
             {},
             {"actor": {"optimizer": {"name": "torch.optim.SGD"}}},
-            r"actor\.optimizer\.name: .*AdamW' -> .*SGD'\. This",
+            r"actor\.optimizer\.name: .*AdamW' -> .*SGD'\. These",
         ),
         (
             {},
             {"reward": [{"type": "number", "timeout_s": 1}]},
-            r"settings: reward\.0\.type: 'exact' -> 'number'\. This",
+            r"settings: reward\.0\.type: 'exact' -> 'number'\. These",
         ),
         (
             {"reward": [{"type": "exact"}, {"type": "number"}]},
             {"reward": [{"type": "exact"}]},
-            r"settings: reward\.1: \{.*\} -> not set\. This",
+            r"settings: reward\.1: \{.*\} -> not set\. These",
         ),
         (
             {},
@@ -139,7 +139,7 @@ def test_a_run_is_made_longer_but_never_shorter_than_it_is(tmp_path: Path) -> No
     ):
         told(tmp_path, trainer={"steps": 1})
     (tmp_path / "run" / "checkpoints" / "step-000020").mkdir(parents=True)
-    with pytest.raises(ConfigError, match="has trained 20 steps"):
+    with pytest.raises(ConfigError, match="has already trained 20 steps"):
         told(tmp_path, trainer={"steps": 7})
 
 

@@ -57,9 +57,40 @@ def check_variable_names(names: list[str]) -> list[str]:
 
 def check_ruin(config: Any) -> None:
     """Check the run file of a new run."""
-    _check_group_size(config)
-    _check_evaluation(config.eval)
-    _check_decay(config)
+    prompts, samples = config.data.prompts_per_step, config.rollout.samples_per_prompt
+    if prompts * samples > MOST_COMPLETIONS:
+        raise ConfigError(
+            f"data.prompts_per_step={prompts} x rollout.samples_per_prompt={samples} are {prompts * samples} completions per step, "
+            f"more than the maximum of {MOST_COMPLETIONS}; lower one of them"
+        )
+    if config.rollout.top_k == 1 and samples > 1:
+        raise ConfigError(
+            f"rollout.top_k=1 always takes the most likely token, so the {samples} completions of a prompt are all the "
+            "same and there is nothing to learn; use rollout.top_k=0 (all tokens), or 2 or more"
+        )
+    if config.algorithm.dynamic_sampling and config.rollout.samples_per_prompt < 2:
+        raise ConfigError(
+            "algorithm.dynamic_sampling=true leaves out groups whose rewards are all equal, and with "
+            f"rollout.samples_per_prompt={config.rollout.samples_per_prompt} that is every group; use 2 or more, or "
+            "algorithm.dynamic_sampling=false"
+        )
+    section = config.eval
+    if section.samples_per_prompt > 1 and section.temperature == 0:
+        raise ConfigError(
+            f"with eval.temperature=0, all eval.samples_per_prompt={section.samples_per_prompt} completions of a prompt are the same; use "
+            "eval.samples_per_prompt=1, or an eval.temperature above 0"
+        )
+    if 0 < section.temperature < COLDEST:
+        raise ConfigError(
+            f"eval.temperature={section.temperature:g} is too close to 0; use 0 (greedy), or {COLDEST} or more"
+        )
+    for name in ("actor", "critic"):
+        section = getattr(config, name)
+        if section.lr * section.weight_decay >= 1:
+            raise ConfigError(
+                f"{name}.lr={section.lr:g} x {name}.weight_decay={section.weight_decay:g} is 1 or more, so each update would "
+                f"erase all weights; lower one of them (0.01 is a common {name}.weight_decay)"
+            )
     if all(reward.weight == 0 for reward in config.reward):
         raise ConfigError(
             "every reward has weight 0, so there is nothing to learn; give at least one a different weight"
@@ -130,48 +161,6 @@ def _changed(config: Any, key: str) -> list[str]:
         return [key]
     names = (name for name in type(value).model_fields if getattr(value, name) != getattr(default, name))
     return [f"{key}.{name}" for name in names]
-
-
-def _check_group_size(config: Any) -> None:
-    prompts, samples = config.data.prompts_per_step, config.rollout.samples_per_prompt
-    if prompts * samples > MOST_COMPLETIONS:
-        raise ConfigError(
-            f"data.prompts_per_step={prompts} x rollout.samples_per_prompt={samples} are {prompts * samples} completions per step, "
-            f"more than the maximum of {MOST_COMPLETIONS}; lower one of them"
-        )
-    if config.rollout.top_k == 1 and samples > 1:
-        raise ConfigError(
-            f"rollout.top_k=1 always takes the most likely token, so the {samples} completions of a prompt are all the "
-            "same and there is nothing to learn; use rollout.top_k=0 (all tokens), or 2 or more"
-        )
-    if config.algorithm.dynamic_sampling and config.rollout.samples_per_prompt < 2:
-        raise ConfigError(
-            "algorithm.dynamic_sampling=true leaves out groups whose rewards are all equal, and with "
-            f"rollout.samples_per_prompt={config.rollout.samples_per_prompt} that is every group; use 2 or more, or "
-            "algorithm.dynamic_sampling=false"
-        )
-
-
-def _check_evaluation(section: Any) -> None:
-    if section.samples_per_prompt > 1 and section.temperature == 0:
-        raise ConfigError(
-            f"with eval.temperature=0, all eval.samples_per_prompt={section.samples_per_prompt} completions of a prompt are the same; use "
-            "eval.samples_per_prompt=1, or an eval.temperature above 0"
-        )
-    if 0 < section.temperature < COLDEST:
-        raise ConfigError(
-            f"eval.temperature={section.temperature:g} is too close to 0; use 0 (greedy), or {COLDEST} or more"
-        )
-
-
-def _check_decay(config: Any) -> None:
-    for name in ("actor", "critic"):
-        section = getattr(config, name)
-        if section.lr * section.weight_decay >= 1:
-            raise ConfigError(
-                f"{name}.lr={section.lr:g} x {name}.weight_decay={section.weight_decay:g} is 1 or more, so each update would "
-                f"erase all weights; lower one of them (0.01 is a common {name}.weight_decay)"
-            )
 
 
 # Parallel training, under names known from other systems

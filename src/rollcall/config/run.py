@@ -116,17 +116,14 @@ class Config(Section):
         if self.environment is None and "builtin:environment" in (self.data.train, self.data.val):
             raise ValueError("data builtin:environment has no prompts and needs an environment; add that section")
         self._check_algorithm()
-        self._check_cluster()
-        check_lora(self)
-        return self
-
-    def _check_cluster(self) -> None:
         cluster, elastic = self.cluster, self.trainer.elastic
         if cluster is not None and elastic is not None and elastic.min_nodes > cluster.num_nodes:
             raise ValueError(
                 f"trainer.elastic.min_nodes={elastic.min_nodes}, but the whole cluster has only "
                 f"{counted(cluster.num_nodes, 'node')}; use at most {cluster.num_nodes}"
             )
+        check_lora(self)
+        return self
 
     def _check_algorithm(self) -> None:
         algorithm, longest = self.algorithm, self.rollout.max_response_tokens
@@ -136,23 +133,20 @@ class Config(Section):
                 "remove dual_clip, or lower algorithm.clip_high"
             )
         if isinstance(algorithm, GroupAlgorithm):
-            self._check_turns(algorithm)
+            if algorithm.advantage == "turn" and not any(reward.type == "environment" for reward in self.reward):
+                raise ValueError(
+                    "algorithm.advantage=turn compares the environment's rewards for turns, but this run has no reward "
+                    "{type: environment}; add an environment and that reward, or use advantage: episode"
+                )
+            if algorithm.advantage == "episode" and algorithm.gamma != 1:
+                raise ValueError(
+                    f"algorithm.gamma={algorithm.gamma:g} discounts the rewards of turns, but algorithm.advantage=episode compares "
+                    "whole attempts; add advantage: turn, or remove gamma"
+                )
         if algorithm.overlong_buffer > longest:
             raise ValueError(
                 f"algorithm.overlong_buffer={algorithm.overlong_buffer} is longer than rollout.max_response_tokens={longest}, "
                 f"so every completion would be punished; use at most {longest}"
-            )
-
-    def _check_turns(self, algorithm: GroupAlgorithm) -> None:
-        if algorithm.advantage == "turn" and not any(reward.type == "environment" for reward in self.reward):
-            raise ValueError(
-                "algorithm.advantage=turn compares the environment's rewards for turns, but this run has no reward "
-                "{type: environment}; add an environment and that reward, or use advantage: episode"
-            )
-        if algorithm.advantage == "episode" and algorithm.gamma != 1:
-            raise ValueError(
-                f"algorithm.gamma={algorithm.gamma:g} discounts the rewards of turns, but algorithm.advantage=episode compares "
-                "whole attempts; add advantage: turn, or remove gamma"
             )
 
     @property

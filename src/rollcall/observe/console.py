@@ -146,7 +146,8 @@ class LineConsole(Console):
             is_last = step >= self.progress.num_steps
             is_due = self._printed_s is None or self.progress.elapsed_s - self._printed_s >= _LINE_EVERY_S
             if ACCURACY.metric in metrics or ("train/reward_mean" in metrics and (is_due or is_last)):
-                self._print_step()
+                self._printed_s = self.progress.elapsed_s
+                self._print("  ".join(f"{label} {value}" for label, value in self.progress.fields()))
 
     def restart(self, step: int) -> None:
         with self._lock:
@@ -172,10 +173,6 @@ class LineConsole(Console):
         self._closed.set()
         with self._lock:
             self.progress.phase(None)
-
-    def _print_step(self) -> None:
-        self._printed_s = self.progress.elapsed_s
-        self._print("  ".join(f"{label} {value}" for label, value in self.progress.fields()))
 
     def _watch(self) -> None:
         """Report phases that take long: all of them until the first step is done, later only while the log is silent."""

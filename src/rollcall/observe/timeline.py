@@ -19,7 +19,7 @@ from typing import Any
 from rollcall.base.words import counted
 from rollcall.observe.calls import RecordedCall, read_calls
 from rollcall.observe.events import Mark, MarkKind, PhaseEvent, StepPhase, read_marks, read_phases
-from rollcall.observe.live import CONTROLLER, REWARDS, Live, read_live
+from rollcall.observe.live import CONTROLLER, REWARDS, read_live
 
 SHORTEST_WAIT_S = 0.05  # shorter pauses between two calls are not shown
 SAME_S = 0.02
@@ -83,7 +83,11 @@ def read_timeline(run_dir: Path, *, first_step: int | None = None, last_step: in
     """Read the timeline. ``first_step`` and ``last_step`` limit it to the time between the first and last phase of these steps."""
     live, marks = read_live(run_dir), read_marks(run_dir)
     events = read_phases(run_dir, first_step=first_step, last_step=last_step)
-    phases = _phases(events, ends=_ends(marks, live))
+    # The times when a controller was last known to be alive.
+    ends = sorted(
+        [*(mark.at_s for mark in marks if mark.name == CONTROLLER_ENDED), *([live.time_s] if live is not None else [])]
+    )
+    phases = _phases(events, ends=ends)
     first_s, last_s = -math.inf, math.inf
     if first_step is not None or last_step is not None:
         if not phases:
@@ -122,12 +126,6 @@ def idle_shares(timeline: Timeline) -> dict[str, float]:
             reached[span.lane] = max(reached.get(span.lane, first), span.end_s)
     whole = max(last - first, 1e-9)
     return {lane: max(1.0 - busy[lane] / whole, 0.0) for lane in timeline.lanes if lane != CONTROLLER}
-
-
-def _ends(marks: Sequence[Mark], live: Live | None) -> list[float]:
-    """Return the times when a controller was last known to be alive."""
-    known = [mark.at_s for mark in marks if mark.name == CONTROLLER_ENDED]
-    return sorted([*known, *([live.time_s] if live is not None else [])])
 
 
 def _phases(events: Sequence[PhaseEvent], *, ends: Sequence[float]) -> list[TimeSpan]:

@@ -112,9 +112,7 @@ def plan_run(config: Config, *, card_gib: float | None = None, model_config: Pat
             f"memory is compared with a card of {gib(card)}, regardless of this machine; --gpu-memory sets a different size"
         )
     notes += _on_sizes(config, plan, memory, card)
-    notes += _on_host(host)
-    notes += _on_adapter(config)
-    notes += [*_on_batch(config, plan), *_on_overlap(config, plan), *_on_inference(config, plan)]
+    notes += _on_work(config, plan, host)
     notes += [*_on_environment(config, plan), *_on_elastic(config, plan), *unused(config)]
     return RunPlan(
         config=config,
@@ -296,13 +294,14 @@ def _on_sizes(config: Config, plan: Plan, memory: tuple[SlotMemory, ...], card: 
             yield about
 
 
-def _on_host(host: dict[int, int]) -> Iterator[str]:
+def _on_work(config: Config, plan: Plan, host: dict[int, int]) -> Iterator[str]:
+    """Yield notes on host memory, and on processes that would have nothing to do."""
     if host and (most := max(host.values())) >= WORTH_SAYING:
         node = next(node for node, size in host.items() if size == most)
         yield f"the tensors of the processes on node {node} take up to {gib(most)} of host memory, in addition to the processes themselves"
-
-
-def _on_batch(config: Config, plan: Plan) -> Iterator[str]:
+    path = config.model.lora.path if config.model.lora is not None else None
+    if path is not None and not os.path.isfile(Path(path).expanduser() / "adapter_config.json"):
+        yield f"model.lora.path={path} is not an adapter on this machine, so it cannot be checked before the run starts"
     rows = config.completions_per_step // config.actor.minibatches
     data = plan.meshes[Role.ACTOR].data
     if rows < data:
@@ -310,10 +309,6 @@ def _on_batch(config: Config, plan: Plan) -> Iterator[str]:
             f"an update has {config.completions_per_step} / {config.actor.minibatches} = {rows} completions for {data} actor "
             f"data ranks, so {data - rows} have nothing to do; raise data.prompts_per_step"
         )
-
-
-def _on_overlap(config: Config, plan: Plan) -> Iterator[str]:
-    """Yield notes if sampling and training could run at the same time but do not, or are meant to but cannot."""
     trains = {process.slots for process in plan.processes[Role.ACTOR]}
     shared = [process.slots in trains for process in plan.processes[Role.ROLLOUT]]
     staleness = config.trainer.staleness
@@ -327,9 +322,6 @@ def _on_overlap(config: Config, plan: Plan) -> Iterator[str]:
             "with trainer.staleness=0, rollout's slots wait while the actor trains, and the actor's wait while rollout samples; "
             "staleness=1 lets both work at the same time"
         )
-
-
-def _on_inference(config: Config, plan: Plan) -> Iterator[str]:
     has_work = config.rescores or any(one.type == "self_certainty" for one in config.reward)
     if Role.INFERENCE in plan.processes and not has_work:
         yield (
@@ -337,12 +329,6 @@ def _on_inference(config: Config, plan: Plan) -> Iterator[str]:
             "before updates with several minibatches or epochs and algorithm.old_logprobs=learner; set actor.minibatches=2, or give "
             "the slots to rollout"
         )
-
-
-def _on_adapter(config: Config) -> Iterator[str]:
-    path = config.model.lora.path if config.model.lora is not None else None
-    if path is not None and not os.path.isfile(Path(path).expanduser() / "adapter_config.json"):
-        yield f"model.lora.path={path} is not an adapter on this machine, so it cannot be checked before the run starts"
 
 
 def _on_environment(config: Config, plan: Plan) -> Iterator[str]:
