@@ -25,6 +25,7 @@ from rollcall.base.group_record import MAGIC
 from rollcall.base.journal import ATTEMPTS, Journal
 from rollcall.base.types import Group
 from rollcall.config import Config, dump_config, load_config
+from rollcall.loop.record import Saves
 from rollcall.observe.sinks import read_rows
 from rollcall.run.training import train
 
@@ -158,7 +159,14 @@ def _child(run_file: str, run_dir: str, kill: Kill | None) -> None:
     finish(load_config(path))
 
 
+def begin_and_settle(saves: Saves, step: int, save: Callable[[], Path], *, begin: Any = Saves.begin) -> None:
+    """In place of ``Saves.begin``: what happens after a save happens with its checkpoint on disk."""
+    begin(saves, step, save)
+    saves.settle()
+
+
 def _arm(kill: Kill) -> None:
+    setattr(Saves, "begin", begin_and_settle)  # noqa: B010
     module_name, _, dotted = kill.call.partition(":")
     owner: Any = importlib.import_module(module_name)
     *parents, name = dotted.split(".")

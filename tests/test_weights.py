@@ -650,7 +650,7 @@ def test_a_receiver_does_not_take_weights_from_someone_in_its_senders_place() ->
     with socket.create_server(("127.0.0.1", 0)) as forger:
         answers = threading.Thread(target=lambda: forger.accept()[0].sendall(bytes(2 * door.CHALLENGE)))
         answers.start()
-        with pytest.raises(MissingPeerError, match="in the place of actor rank 0 does not know"):
+        with pytest.raises(MissingPeerError, match="at the address of actor rank 0 does not know"):
             call(replace(desk.invitation, port=forger.getsockname()[1]), name="one", deadline=Wait(60), about={})
         answers.join(60)
     desk.close()
