@@ -268,7 +268,7 @@ def test_a_callback_that_cannot_be_waited_for_is_refused(tmp_path: Path) -> None
 
     with pytest.raises(rollcall.ConfigError, match="on_step=.*watch is async"):
         rollcall.train(small(tmp_path), on_step=watch)  # pyright: ignore[reportArgumentType]
-    with pytest.raises(rollcall.ConfigError, match="on_save=3 cannot be called"):
+    with pytest.raises(rollcall.ConfigError, match="on_save=3 is not callable"):
         rollcall.train(small(tmp_path), on_save=3)  # pyright: ignore[reportArgumentType]
 
 

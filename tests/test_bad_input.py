@@ -83,7 +83,7 @@ def test_a_malformed_row_is_named(tmp_path: Path) -> None:
     config = make_run(tmp_path)
     with (tmp_path / "train.jsonl").open("a") as file:
         file.write('{"prompt": "a=", "answer": \n')
-    with pytest.raises(DataError, match=r"train\.jsonl, row 17 is not JSON"):
+    with pytest.raises(DataError, match=r"train\.jsonl, row 17 is not valid JSON"):
         finish(config)
     assert not config.run.dir.exists()
 

@@ -211,7 +211,7 @@ def bad_runs(folder: Path) -> dict[str, tuple[list[str], str]]:
             "none.yaml does not exist; give a run file or a run directory",
         ),
         "missing data": (train("0", "data.train=none.jsonl"), "data file none.jsonl does not exist"),
-        "malformed data": (train("1", "data.train=broken.jsonl"), "broken.jsonl, row 2 is not JSON"),
+        "malformed data": (train("1", "data.train=broken.jsonl"), "broken.jsonl, row 2 is not valid JSON"),
         "overlong prompts": (
             train("2", "data.max_prompt_tokens=2"),
             "all 16 prompts are longer than data.max_prompt_tokens=2",

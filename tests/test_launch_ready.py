@@ -12,7 +12,9 @@ from typing import Any
 
 import pytest
 import yaml
+from sleeping import set_sleep
 
+from rollcall.base import wait
 from rollcall.base.errors import ClusterError
 from rollcall.config import load_config
 from rollcall.launch import ready
@@ -36,7 +38,7 @@ class Nodes:
         monkeypatch.setattr(ready, "connected", lambda cluster: nullcontext(self.connected.append(cluster)))
         monkeypatch.setattr(ready, "run_on", self.run_on)
         monkeypatch.setattr(ready, "answers_of", lambda calls, wait, to: (calls, {}))
-        monkeypatch.setattr(ready.Wait, "sleep", lambda wait, seconds: None)
+        set_sleep(monkeypatch, wait, lambda seconds: None)
 
     def list_nodes(self, cluster: Any) -> Any:
         self.asked += 1

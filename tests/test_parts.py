@@ -356,7 +356,7 @@ def test_a_nodes_full_disk_is_named_with_the_node_and_waited_for(
     with caplog.at_level(logging.WARNING):
         save_local(replace(saving, call=call), store, 2)
     said = next(line for line in caplog.messages if "cannot write" in line)
-    assert f"{socket.gethostname()}:{nodes[1].folder}" in said and "No space left on device; waiting" in said
+    assert f"{socket.gethostname()}:{nodes[1].folder}" in said and "No space left on device; retrying" in said
     assert [entry.reason for entry in store.inspect()] == [""]
 
 

@@ -83,11 +83,9 @@ def read_timeline(run_dir: Path, *, first_step: int | None = None, last_step: in
     """Read the timeline. ``first_step`` and ``last_step`` limit it to the time between the first and last phase of these steps."""
     live, marks = read_live(run_dir), read_marks(run_dir)
     events = read_phases(run_dir, first_step=first_step, last_step=last_step)
-    # The times when a controller was last known to be alive.
-    ends = sorted(
-        [*(mark.at_s for mark in marks if mark.name == CONTROLLER_ENDED), *([live.time_s] if live is not None else [])]
-    )
-    phases = _phases(events, ends=ends)
+    ends = [mark.at_s for mark in marks if mark.name == CONTROLLER_ENDED]
+    ends += [live.time_s] if live is not None else []  # when a controller was last known to be alive
+    phases = _phases(events, ends=sorted(ends))
     first_s, last_s = -math.inf, math.inf
     if first_step is not None or last_step is not None:
         if not phases:
