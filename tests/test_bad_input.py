@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +47,7 @@ from rollcall.base.types import Completion
 from rollcall.checkpoint.saving import Trained
 from rollcall.checkpoint.store import CheckpointStore
 from rollcall.cli.runs import show_run
-from rollcall.config import Config
+from rollcall.config import Config, parse_config
 from rollcall.engine import sequence as engine_sequence
 from rollcall.learner.learner import Critic, Learner
 from rollcall.loop.attempts import RunError
@@ -313,6 +314,17 @@ def test_dynamic_sampling_gives_up_refilling_when_no_group_has_anything_to_teach
     assert column(config, "train/refills") == [2.0] * 3
     assert [len(groups(config, step)) for step in (1, 2, 3)] == [24] * 3
     assert_unchanged(config, start_weights(tmp_path))
+
+
+def test_a_run_that_may_open_few_files_is_refused_before_anything_is_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("resource.getrlimit", lambda kind: (64, 64))
+    config = parse_config({"run": {"dir": str(tmp_path / "run")}})
+    for begin in (train, partial(try_run, num_rows=1)):
+        with pytest.raises(ValueError, match=r"allows a process 64 open files \(ulimit -Hn\), and a run needs 256"):
+            begin(config)
+    assert not (tmp_path / "run").exists()
 
 
 def save_silent_model(directory: Path) -> None:

@@ -96,7 +96,7 @@ def environment_of(pid: int) -> dict[str, str] | None:
     return {name: value for name, _, value in (line.partition("=") for line in lines)}
 
 
-def allow_files(count: int = 0) -> int:
+def allow_files(count: int) -> int:
     """Raise this process's limit on open files to ``count`` plus 1024 for other files, as far as the system allows. Returns the limit."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     most = count + 1024 if hard == resource.RLIM_INFINITY else min(count + 1024, hard)
@@ -104,3 +104,11 @@ def allow_files(count: int = 0) -> int:
         return most if soft == resource.RLIM_INFINITY else soft
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
     return most
+
+
+def refuse_few_files() -> None:
+    """Refuse to start if the limit on open files is too low: the run would fail later, in places that cannot say why."""
+    if (limit := allow_files(0)) < 256:  # a run with two reward processes opens 60
+        raise ValueError(
+            f"this shell allows a process {limit} open files (ulimit -Hn), and a run needs 256; start it in a shell that allows more"
+        )

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from rollcall.base.errors import ConfigError
-from rollcall.base.process_table import allow_files
+from rollcall.base.process_table import refuse_few_files
 from rollcall.base.types import Group, Prompt
 from rollcall.base.wait import say
 from rollcall.base.words import counted
@@ -149,7 +149,7 @@ def plan_evaluation(
 
 
 def run_evaluation(plan: ModelPlan, *, on_progress: OnProgress) -> EvalReport:
-    allow_files()
+    refuse_few_files()
     config = plan.config
     started = time.perf_counter()
     path, tokenizer = open_model(config, plan.model_path, origin=plan.origin)

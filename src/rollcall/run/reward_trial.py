@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from rollcall.base.process_table import allow_files
+from rollcall.base.process_table import refuse_few_files
 from rollcall.base.types import Completion, Prompt
 from rollcall.config import Config
 from rollcall.config.rewards import AskedReward
@@ -79,7 +79,7 @@ def try_run(config: Config, *, num_rows: int) -> Trial:
     from rollcall.model.files import resolve_model
     from rollcall.model.load import load_tokenizer
 
-    allow_files()
+    refuse_few_files()
     model, data = config.model, config.data
     path = resolve_model(model.path)
     tokenizer = load_tokenizer(path, chat_template=model.chat_template, trust_remote_code=model.trust_remote_code)

@@ -16,7 +16,7 @@ from rollcall.base.errors import BatchTooLargeError, ConfigError, SizesUnknown, 
 from rollcall.base.journal import Journal
 from rollcall.base.lease import Lease, LeaseLostError, hold
 from rollcall.base.patience import persist, refusing
-from rollcall.base.process_table import allow_files
+from rollcall.base.process_table import refuse_few_files
 from rollcall.base.redact import redact
 from rollcall.base.stop import Stopped, heeded
 from rollcall.base.wait import in_silence, on_stdout, say, speaking, warn
@@ -95,7 +95,7 @@ def train(
         raise ConfigError(
             "--split eval needs held-out prompts, and data.val is not set; set it, or leave out --split eval"
         )
-    allow_files()
+    refuse_few_files()
     serve()
     with speaking(in_silence if quiet else on_stdout), hold(config.run.dir) as lease, BOARD.of_run(config.run.dir):
         old = move_aside(config.run.dir) if fresh else None
