@@ -65,6 +65,18 @@ def test_rendering_is_pure(target: str, tmp_path: Path, launches: Path) -> None:
     assert first.commands and first.files
 
 
+@pytest.mark.parametrize(
+    ("target", "key", "asked"),
+    [("skypilot", "accelerators", "H100:4"), ("dstack", "gpu", "H100:80GB:4"), ("dstack", "gpu", 4)],
+)
+def test_another_number_of_gpus_than_slots_is_noted(target: str, key: str, asked: str | int, tmp_path: Path) -> None:
+    raw = {"run": {"dir": "/shared/r"}, "launch": {target: {"resources": {key: asked}}}}
+    for slots, is_noted in ((8, True), (4, False)):
+        config = load_config({**raw, "cluster": {"num_nodes": 2, "num_gpus_per_node": slots}})
+        notes = get_target(target).render(make_request(config, target=target, name="one", cwd=tmp_path)).notes
+        assert any(f"{key}={asked} gives each node 4 GPUs" in note for note in notes) == is_noted
+
+
 def test_the_run_file_that_nodes_get_is_the_one_that_was_given(target: str, tmp_path: Path) -> None:
     request = request_for(target, tmp_path)
     text = get_target(target).render(request).files[RUN_FILE]

@@ -19,6 +19,7 @@ from rollcall.launch.target import (
     ask_json,
     left_here,
     run,
+    unlike_slots,
 )
 from rollcall.nodes.state import TOKEN
 
@@ -49,7 +50,11 @@ class Dstack(ToolTarget):
                 TASK: yaml_text(_task(request, section, name=self.tool_name(request.name))),
             },
             commands=(Command(words=words, what="start the task"),),
-            notes=(*([] if section.volumes else [lost]), *left_here(request, advice=IN_IMAGE)),
+            notes=(
+                *unlike_slots(section.resources.get("gpu"), request.cluster, key="launch.dstack.resources.gpu"),
+                *([] if section.volumes else [lost]),
+                *left_here(request, advice=IN_IMAGE),
+            ),
         )
 
     def tool_name(self, name: str) -> str:

@@ -22,6 +22,7 @@ from rollcall.launch.target import (
     ask_json,
     left_here,
     run,
+    unlike_slots,
 )
 from rollcall.nodes.state import TOKEN
 
@@ -60,6 +61,9 @@ class Skypilot(ToolTarget):
             files={RUN_FILE: request.run_file, TASK: yaml_text(_task(request, section, name=name))},
             commands=(Command(words=words, what="start the task"),),
             notes=(
+                *unlike_slots(
+                    section.resources.get("accelerators"), request.cluster, key="launch.skypilot.resources.accelerators"
+                ),
                 *([kept] if section.managed else []),
                 *([] if section.workdir else left_here(request, advice="set launch.skypilot.workdir to their folder")),
             ),

@@ -312,6 +312,17 @@ def run(*words: str, what: str, env: Mapping[str, str] | None = None, cwd: Path 
         raise LaunchError(f"cannot {what}: `{shlex.join(words)}` ended with status {status}")
 
 
+def unlike_slots(asked: object, cluster: ClusterSection, *, key: str) -> tuple[str, ...]:
+    """Return a note if a number of GPUs such as ``H100:8`` differs from the number of slots on each node."""
+    found = re.search(r"(?:^|:)(\d+)$", str(asked))
+    if cluster.accelerator != "gpu" or found is None or set(cluster.slots_per_node) == {int(found[1])}:
+        return ()
+    slots = ", ".join(map(str, sorted(set(cluster.slots_per_node))))
+    return (
+        f"{key}={asked} gives each node {found[1]} GPUs, but the run file has {slots} slots per node; make them equal",
+    )
+
+
 def left_here(request: LaunchRequest, *, advice: str) -> tuple[str, ...]:
     """Return a note about the run file's modules that are in the user's folder and not sent to the nodes."""
     with suppress(ClusterError):  # a module that is not here may be in the image
