@@ -34,6 +34,7 @@ def listed(address: str, *, node_id: str = "", label: int | None = None) -> dict
 def as_new(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(members, "_settled", {})
     monkeypatch.setattr(members, "_suspects", {})
+    monkeypatch.setattr(members, "_answered", set())
 
 
 def ranked(monkeypatch: pytest.MonkeyPatch, *nodes: dict[str, Any]) -> list[tuple[int, str]]:
@@ -98,6 +99,30 @@ def test_a_silent_node_is_left_out_until_it_answers(monkeypatch: pytest.MonkeyPa
     assert ranked(monkeypatch, *nodes) == [(1, "10.0.0.2")]
     answers[0] = True
     assert ranked(monkeypatch, *nodes) == [(0, "10.0.0.1"), (1, "10.0.0.2")] and not members._suspects
+
+
+def test_a_node_that_is_back_while_ray_still_lists_its_predecessor_takes_its_rank_once_it_answers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    import ray
+
+    old, two, new = listed("10.0.0.1", node_id="old"), listed("10.0.0.2"), listed("10.0.0.1", node_id="new")
+    settle_ranks(look(monkeypatch, old, two))
+    answering: set[str] = set()
+    monkeypatch.setattr(
+        members, "suspect", lambda node_id: members._suspects.setdefault(node_id, (node_id, time.time()))
+    )
+    monkeypatch.setattr(ray, "wait", lambda calls, timeout: ([call for call in calls if call in answering], []))
+    monkeypatch.setattr(ray, "get", lambda call: None)
+    assert ranked(monkeypatch, old, two, new) == [(1, "10.0.0.2")]
+    answering.add("new")
+    back = look(monkeypatch, old, two, new)
+    assert [(node.rank, node.node_id, node.place) for node in back] == [
+        (0, "new", "10.0.0.1"),
+        (1, "10.0.0.2", "10.0.0.2"),
+    ]
+    answering.add("old")  # both live: two Rays on one host
+    assert [node.place for node in look(monkeypatch, old, two, new)] == ["10.0.0.1 new", "10.0.0.2", "10.0.0.1 old"]
 
 
 def test_slots_are_tied_to_a_rank_else_to_an_address_else_to_the_node_itself(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -24,6 +24,7 @@ _settled: dict[str, dict[str, int]] = {}
 # Nodes that were silent in a run, each with a pending call and the time when it was made. Ray itself lists a dead node as
 # alive for a minute or more, unless it was started with different settings.
 _suspects: dict[str, tuple[Any, float]] = {}
+_answered: set[str] = set()  # nodes that were suspects and answered
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,7 +60,7 @@ def ranked_nodes() -> list[RayNode]:
     from ray._private import state as ray_state  # the pinned Ray has no public call for free resources
 
     free = ray_state.available_resources_per_node()
-    alive = [node for node in ray.nodes() if node["Alive"] and _answers(node["NodeID"])]
+    alive = _without_predecessors([node for node in ray.nodes() if node["Alive"] and _answers(node["NodeID"])])
     addresses = [node["NodeManagerAddress"] for node in alive]
     own = [None if (label := node["Labels"].get(RANK_LABEL)) is None else int(label) for node in alive]
     for rank in own:
@@ -91,6 +92,15 @@ def ranked_nodes() -> list[RayNode]:
         )
         for place, rank in ranks.items()
     ]
+
+
+def _without_predecessors(nodes: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Leave out nodes that must answer first: if a run's node is listed twice, it was restarted and Ray still lists its predecessor."""
+    known, addresses = _settled.get(_this_ray(), {}), [node["NodeManagerAddress"] for node in nodes]
+    for node, address in zip(nodes, addresses, strict=True):
+        if address in known and addresses.count(address) > 1 and node["NodeID"] not in _answered:
+            suspect(node["NodeID"])
+    return [node for node in nodes if node["NodeID"] not in _suspects]
 
 
 def lost_nodes() -> dict[int | None, NodeInfo]:
@@ -129,6 +139,7 @@ def forget_members() -> None:
     """Forget everything because this process is leaving its Ray cluster."""
     _settled.clear()
     _suspects.clear()
+    _answered.clear()
 
 
 def _answers(node_id: str) -> bool:
@@ -145,6 +156,7 @@ def _answers(node_id: str) -> bool:
     except RayError:  # Ray considers it dead, or soon will
         return False
     del _suspects[node_id]
+    _answered.add(node_id)
     return True
 
 
