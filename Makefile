@@ -44,7 +44,7 @@ format: $(DEV)  ## let ruff format the tree
 	$(BIN)/ruff format .
 
 slow: $(DEV)  ## the long tests, without `make chaos`, two at a time (an hour on two cores)
-	$(PYTEST) -q -rfEs -m "slow and not vllm" --ignore=tests/chaos --numprocesses 2 --maxschedchunk 1
+	$(PYTEST) -q -rfEs -m "slow and not vllm" --ignore=tests/chaos --numprocesses 2 --dist loadfile --no-loadscope-reorder
 
 chaos: $(DEV)  ## every fault on lab hosts, three labs at a time; ends with a table (about an hour on two cores)
 	$(PYTEST) -v -m chaos tests/chaos --numprocesses 3 --maxschedchunk 1
