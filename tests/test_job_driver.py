@@ -62,7 +62,7 @@ def test_a_killed_controller_goes_on_from_the_run_directory(tmp_path: Path) -> N
     wait_until(config.run.dir / "checkpoints/step-000002", process)
     os.kill(controller_of(process), signal.SIGKILL)
     _, errors = process.communicate(timeout=WAIT_S)
-    assert process.returncode == 0 and "ended by SIGKILL; starting it again" in errors, errors
+    assert process.returncode == 0 and "killed by SIGKILL; starting it again" in errors, errors
     found = audit(config.run.dir)
     assert found.is_clean and found.steps == 6 == len(column(config, "train/loss"))
 
@@ -100,7 +100,7 @@ def test_a_controller_with_a_secret_is_started_again_when_it_is_killed(tmp_path:
         tmp_path,
     )
     assert (result.returncode, result.stdout) == (0, f"has {REDACTED}\n"), result.stderr
-    assert "ended by SIGKILL; starting it again" in result.stderr
+    assert "killed by SIGKILL; starting it again" in result.stderr
 
 
 def test_a_controller_has_its_secrets_and_prints_none_of_them(tmp_path: Path) -> None:
