@@ -131,7 +131,7 @@ def test_a_controller_is_over_though_a_process_it_left_holds_its_output_open(tmp
 
 def test_a_driver_with_another_token_says_so(tmp_path: Path) -> None:
     result = drive("print('ran')", tmp_path, token="other")
-    assert result.returncode != 0 and "were sealed with another token" in result.stderr
+    assert result.returncode != 0 and "were sealed with a different token" in result.stderr
     assert "ran" not in result.stdout
 
 
