@@ -66,7 +66,7 @@ def test_a_node_that_is_coming_up_is_waited_for_by_name(head: list, monkeypatch:
     write_record(make_record())
     head += [answer(make_node(0, slots=32))]
     _, said = wait(32)
-    assert said[0] == "waiting for `rollcall node` to make this node part of cluster 'default'"
+    assert said[0] == "waiting for `rollcall node` to add this node to cluster 'default'"
 
 
 def test_a_node_that_nobody_brings_up_is_waited_for_until_the_deadline(head: list) -> None:
@@ -86,7 +86,7 @@ def test_a_node_that_was_there_is_missed_by_address_and_time(head: list) -> None
     lost_s = time.mktime((2026, 11, 18, 12, 3, 44, 0, 0, -1))
     dead = replace(make_node(3, alive=False), ended_ms=round(lost_s * 1000))
     head += [answer(*map(make_node, range(3)), dead)]
-    wanted = "missing: rank 3 (10.0.0.3, lost at 12:03:44); there run `rollcall node --rank 3 --num-nodes 4 --rendezvous /shared"
+    wanted = "missing: rank 3 (10.0.0.3, lost at 12:03:44); on its host, run `rollcall node --rank 3 --num-nodes 4 --rendezvous /shared"
     with pytest.raises(ClusterError, match=rf"{re.escape(wanted)} --slots 8 --cluster mine`"):
         wait_for_slots(OurCluster("mine"), num_slots=32, timeout_s=0.0)
 
@@ -101,19 +101,19 @@ def test_ranks_that_are_missing_are_told_in_spans(head: list) -> None:
 def test_more_than_expected_is_an_error_with_the_list(head: list) -> None:
     head += [answer(*(make_node(rank, slots=10) for rank in range(4)))]
     with pytest.raises(
-        ClusterError, match=r"40 accelerators have joined, 32 were expected: .*rank 3 node3 \(10.0.0.3\) 10"
+        ClusterError, match=r"40 accelerators have joined, but 32 were expected: .*rank 3 node3 \(10.0.0.3\) 10"
     ):
         wait(32)
 
 
 def test_too_few_slots_with_every_node_there_asks_for_another_number(head: list) -> None:
     head += [answer(*(make_node(rank, slots=4) for rank in range(4)))]
-    with pytest.raises(ClusterError, match="all 4 nodes are there, so ask for 16"):
+    with pytest.raises(ClusterError, match="all 4 nodes have joined, so ask for 16"):
         wait(32, timeout_s=0.0)
 
 
 def test_a_head_that_does_not_answer_is_waited_for_and_named(head: list) -> None:
-    gone = HeadUnreachable("nobody answers at the head's address 10.0.0.0:6379")
+    gone = HeadUnreachable("no answer at the head's address 10.0.0.0:6379")
     head += [gone, answer(make_node(0, slots=32))]
     found, said = wait(32)
     assert found.num_slots == 32 and "10.0.0.0:6379" in said[0]
@@ -145,7 +145,7 @@ def test_a_head_of_another_bring_up_is_not_taken_for_this_one(head: list) -> Non
     write_record(make_record())
     other = answer(make_node(0))
     head += [HeadAnswer(nodes=tuple(_with_id(node, "id-2") for node in other.nodes), dashboard=None)]
-    with pytest.raises(ClusterError, match="was started again since this node joined"):
+    with pytest.raises(ClusterError, match="was started again after this node joined"):
         list_nodes(OurCluster("default"))
 
 

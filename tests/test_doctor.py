@@ -95,7 +95,7 @@ def test_healthy_nodes_have_no_findings() -> None:
         ({"torch_build": "CUDA 13.0"}, "torch is built for CUDA 13.0, elsewhere for the CPU", "reinstall it"),
         ({"disks": (Disk(purpose="run.dir", path="/x", free=GIB // 2, total=GIB),)}, "0.5 GiB free", "free some"),
         ({"memory_available": 2 * GIB}, "only 2.0 of 64.0 GiB of memory is available", "ps aux"),
-        ({"missing_paths": ("/models/x",)}, "/models/x does not exist here", "rsync -a /models/x/ node2"),
+        ({"missing_paths": ("/models/x",)}, "/models/x does not exist on this node", "rsync -a /models/x/ node2"),
         ({"gpu_error": "nvidia-smi fails: no devices"}, "nvidia-smi fails", "dmesg"),
     ],
 )  # fmt: skip
@@ -126,7 +126,7 @@ def test_a_container_without_shared_memory_breaks_a_run_on_cards() -> None:
 
 def test_fewer_cards_than_slots_break_the_run() -> None:
     (finding,) = checks.judge_gpus(make_node(1, accelerator="gpu", slots=8, gpus=(make_gpu(),)))
-    assert finding.severity == "breaks" and "8 slots are offered, nvidia-smi lists 1 cards" in finding.what
+    assert finding.severity == "breaks" and "the node offers 8 slots, but nvidia-smi lists 1 GPUs" in finding.what
 
 
 def test_in_a_tie_the_head_is_right() -> None:
@@ -302,7 +302,7 @@ def test_a_healthy_cluster_is_well(lab_cluster: LabCluster) -> None:
     result = rollcall(lab_cluster.head, "doctor", timeout_s=240)
     assert result.returncode == 0, result.stdout + result.stderr
     assert "all-reduce between nodes (gloo): " in result.stdout
-    assert f"shared folder {lab_cluster.rendezvous}: what each node writes is seen everywhere" in result.stdout
+    assert f"shared folder {lab_cluster.rendezvous}: every node sees the other nodes' files" in result.stdout
     assert "breaks" not in result.stdout and all(host.name in result.stdout for host in lab_cluster.hosts)
     assert not list(lab_cluster.rendezvous.glob("*doctor*"))
 
@@ -399,7 +399,7 @@ def test_the_demo_is_examined_with_overrides_and_a_place_that_keeps_no_files_is_
 
 def test_a_torch_without_cuda_and_a_model_larger_than_memory_break_a_run_on_this_machine() -> None:
     (blind,) = judge_torch(make_node(0, gpus=(make_gpu(),)))
-    assert "is a build for CPUs" in blind.what
+    assert "is a CPU build" in blind.what
     assert not list(judge_torch(make_node(0))) and not list(judge_fit(make_node(0), 40 * GIB))
     (large,) = judge_fit(make_node(0), 48 * GIB)
     assert "take 64.0 GiB, but only 60.0 GiB of memory is available" in large.what

@@ -69,7 +69,7 @@ def test_only_what_is_declared_travels() -> None:
 
 def test_a_pattern_may_match_nothing_but_a_name_must_be_set() -> None:
     assert passed(section(env_pass=["NCCL_*"]), environ={}) == {}
-    with pytest.raises(ClusterError, match="names WANDB_API_KEY, which is not set here; export WANDB_API_KEY"):
+    with pytest.raises(ClusterError, match="names WANDB_API_KEY, which is not set in this shell; export WANDB_API_KEY"):
         passed(section(env_pass=["WANDB_API_KEY"]), environ={})
 
 
@@ -82,7 +82,7 @@ def test_a_nodes_own_variables_are_refused_by_name(where: str, name: str) -> Non
         "node_env": {"node_env": {1: {name: "/x"}}},
         "pattern": {"env_pass": [f"{name[:-1]}*"]},
     }[where]
-    with pytest.raises(ClusterError, match=f"has {name}, which belongs to each node"):
+    with pytest.raises(ClusterError, match=f"has {name}, which must differ between nodes"):
         job_env(section(**fields), environ={name: "/x"}, token=TOKEN)
 
 
@@ -143,7 +143,7 @@ def test_what_a_reward_function_names_reaches_the_driver_and_is_not_declared_for
         ]
         == "run"
     )
-    with pytest.raises(ClusterError, match="names NOT_SET, which is not set here"):
+    with pytest.raises(ClusterError, match="names NOT_SET, which is not set in this shell"):
         job_env(section(), environ=environ, token=TOKEN, named={"environment.env": ["NOT_SET"]})
 
 
@@ -156,7 +156,7 @@ def test_secrets_are_not_given_to_ray_without_a_token(monkeypatch: pytest.Monkey
     for name in ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"):
         monkeypatch.delenv(name, raising=False)
     assert for_ray({"MODE": "fast"}) == {"MODE": "fast"}
-    with pytest.raises(ClusterError, match="A_KEY must not reach Ray's logs") as refused:
+    with pytest.raises(ClusterError, match="A_KEY must not appear in Ray's logs") as refused:
         for_ray({"A_KEY": SECRET})
     assert SECRET not in str(refused.value)
 
@@ -233,7 +233,7 @@ def test_the_token_is_the_one_that_ray_uses(tmp_path: Path) -> None:
 
 def test_secrets_that_no_token_can_seal_are_refused_with_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
-    with pytest.raises(ClusterError, match="WANDB_API_KEY must not reach Ray's logs.*RAY_AUTH_MODE=token"):
+    with pytest.raises(ClusterError, match="WANDB_API_KEY must not appear in Ray's logs.*RAY_AUTH_MODE=token"):
         for_ray({"WANDB_API_KEY": "abcdefgh12345678"})
 
 

@@ -107,7 +107,7 @@ def test_a_run_file_without_a_repository_uploads_nothing(hub: Hub, run: Trained)
 
 
 def test_what_cannot_be_finished_is_said(run: Trained, tmp_path: Path) -> None:
-    with pytest.raises(StoredError, match="neither a checkpoint nor a run directory with one"):
+    with pytest.raises(StoredError, match="neither a checkpoint nor a run directory that contains one"):
         finish(run.dir)
     with pytest.raises(ConfigError, match="does not exist"):
         finish(tmp_path / "nowhere")

@@ -109,7 +109,7 @@ def test_parts_are_removed_from_the_nodes_on_request_and_only_when_all_are_here(
     first = checkpoint / "model/part-00000-of-00002.safetensors"
     whole = first.read_bytes()
     first.write_bytes(b"x" + whole[1:])
-    with pytest.raises(GatherError, match="is not as it was written, so nothing is removed"):
+    with pytest.raises(GatherError, match="does not match the manifest, so no part was removed"):
         gather(checkpoint, lambda: disks, delete=True)
     first.write_bytes(whole)
     done = gather(checkpoint, lambda: disks, delete=True)
@@ -142,7 +142,7 @@ def test_a_node_that_stays_away_costs_only_its_own_parts_and_the_next_call_goes_
 def test_what_changed_on_its_way_is_not_taken(tmp_path: Path) -> None:
     checkpoint, disks = make_checkpoint(tmp_path)
     disks[0].flips = 2
-    with pytest.raises(GatherError, match="part-00000.*is not as it was written"):
+    with pytest.raises(GatherError, match="part-00000.*its size or checksum differs"):
         gather(checkpoint, lambda: disks)
     assert not (checkpoint / "model/part-00000-of-00002.safetensors").exists()
     begun = checkpoint / FOLDER / "model/part-00000-of-00002.safetensors"
@@ -232,7 +232,7 @@ def test_parts_of_the_run_that_a_run_was_copied_from_are_not_removed(tmp_path: P
 def test_a_full_disk_is_known_before_anything_is_sent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     checkpoint, disks = make_checkpoint(tmp_path)
     monkeypatch.setattr(module, "free_bytes", lambda path: 1000)
-    with pytest.raises(GatherError, match="4 parts need .* free space there"):
+    with pytest.raises(GatherError, match="4 parts need .* free some space"):
         gather(checkpoint, lambda: disks)
     assert disks[0].sent == disks[1].sent == 0
 
@@ -292,7 +292,7 @@ def test_a_host_that_does_not_answer_is_given_up(tmp_path: Path, monkeypatch: py
     monkeypatch.setenv("PATH", own_path(tmp_path))
     monkeypatch.setattr(nodes_of, "ANSWER_S", 0.2)
     part: Asked = {"name": "x" * 300_000, "place": "", "run": "", "size": 0}
-    with pytest.raises(NodeError, match="one: nothing came for 0.2 s"):
+    with pytest.raises(NodeError, match="one: no data arrived for 0.2 s"):
         SshNode(host="one", login=Login()).present([part])
 
 

@@ -62,7 +62,7 @@ def test_a_killed_controller_goes_on_from_the_run_directory(tmp_path: Path) -> N
     wait_until(config.run.dir / "checkpoints/step-000002", process)
     os.kill(controller_of(process), signal.SIGKILL)
     _, errors = process.communicate(timeout=WAIT_S)
-    assert process.returncode == 0 and "ended by SIGKILL; starting it again" in errors, errors
+    assert process.returncode == 0 and "killed by SIGKILL; starting it again" in errors, errors
     found = audit(config.run.dir)
     assert found.is_clean and found.steps == 6 == len(column(config, "train/loss"))
 
@@ -100,7 +100,7 @@ def test_a_controller_with_a_secret_is_started_again_when_it_is_killed(tmp_path:
         tmp_path,
     )
     assert (result.returncode, result.stdout) == (0, f"has {REDACTED}\n"), result.stderr
-    assert "ended by SIGKILL; starting it again" in result.stderr
+    assert "killed by SIGKILL; starting it again" in result.stderr
 
 
 def test_a_controller_has_its_secrets_and_prints_none_of_them(tmp_path: Path) -> None:
@@ -131,7 +131,7 @@ def test_a_controller_is_over_though_a_process_it_left_holds_its_output_open(tmp
 
 def test_a_driver_with_another_token_says_so(tmp_path: Path) -> None:
     result = drive("print('ran')", tmp_path, token="other")
-    assert result.returncode != 0 and "were sealed with another token" in result.stderr
+    assert result.returncode != 0 and "were sealed with a different token" in result.stderr
     assert "ran" not in result.stdout
 
 

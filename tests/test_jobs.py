@@ -155,7 +155,7 @@ def test_too_much_is_refused_with_the_biggest_files_named(tmp_path: Path, monkey
     for size in (1, 2, 3):
         (tmp_path / f"my_pack/table{size}.txt").write_bytes(b"x" * size * 2**20)
     monkeypatch.setattr(package_module, "MAX_BYTES", 5 * 2**20)
-    with pytest.raises(ClusterError, match=r"can take at most 5.24 MB along") as refused:
+    with pytest.raises(ClusterError, match=r"the limit is 5.24 MB") as refused:
         contents(config(reward=[{"type": "function", "path": "my_pack:score"}], model={"path": "/models/x"}), tmp_path)
     named = [line.split()[-1] for line in str(refused.value).splitlines() if line.startswith("  ")]
     assert named[:3] == [str(tmp_path / f"my_pack/table{size}.txt") for size in (3, 2, 1)]

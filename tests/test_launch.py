@@ -44,7 +44,7 @@ def test_a_record_is_read_back_and_forgotten() -> None:
     assert [each.name for each in all_records()] == ["one"]
     forget(record)
     assert find_record("one") is None
-    with pytest.raises(LaunchError, match="there are: none"):
+    with pytest.raises(LaunchError, match="its launches are: none"):
         get_record("one")
 
 
@@ -120,7 +120,7 @@ def test_hosts_of_a_file_are_the_first_that_no_other_launch_uses(tmp_path: Path)
     claim(new_record("one", target="ssh", run_dir="/r").save(), first)
     assert choose_hosts(Path("hosts"), count=2, name="two", cwd=tmp_path) == ("d", "e")
     assert choose_hosts(file, count=2, name="one", cwd=tmp_path) == first
-    with pytest.raises(LaunchError, match="2 free hosts, and cluster.num_nodes=3.*\n  a is used by launch 'one'"):
+    with pytest.raises(LaunchError, match="2 free hosts, but cluster.num_nodes=3.*\n  a is used by launch 'one'"):
         choose_hosts(file, count=3, name="two", cwd=tmp_path)
 
 
@@ -139,7 +139,7 @@ def test_hosts_that_another_launch_uses_are_refused_by_its_name(tmp_path: Path) 
 def test_one_host_for_each_node(tmp_path: Path) -> None:
     with pytest.raises(LaunchError, match="has a twice"):
         choose_hosts(["a", "a"], count=2, name="one", cwd=tmp_path)
-    with pytest.raises(LaunchError, match="lists 2 hosts, and cluster.num_nodes=3"):
+    with pytest.raises(LaunchError, match="lists 2 hosts, but cluster.num_nodes=3"):
         choose_hosts(["a", "b"], count=3, name="one", cwd=tmp_path)
 
 

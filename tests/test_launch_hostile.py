@@ -115,7 +115,7 @@ def damaged(launches: Path, **changes: Any) -> None:
 def test_a_damaged_record_is_refused_before_anything_is_done_with_it(changes: dict[str, Any], launches: Path) -> None:
     damaged(launches, **changes)
     for use in (get_record, stop):
-        with pytest.raises(LaunchError, match="is not a valid launch record .*stop by hand what this launch started"):
+        with pytest.raises(LaunchError, match="is not a valid launch record .*manually stop what this launch started"):
             use("one")
 
 

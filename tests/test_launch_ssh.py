@@ -204,8 +204,8 @@ def test_every_host_that_cannot_be_used_is_named_before_anything_is_started(host
     text = str(caught.value)
     assert "a: ssh cannot reach it\n    ssh: connect to host a port 22: No route to host" in text
     assert "b: failed with status 1\n    No module named 'torch'" in text
-    assert f"c: rollcall 0.0.1, and this machine has rollcall {__version__}; install the same there" in text
-    assert "d: a cluster named 'one' runs there already, and this launch did not start it" in text
+    assert f"c: rollcall 0.0.1, but this machine has rollcall {__version__}; install the same version" in text
+    assert "d: a cluster named 'one' is already running, which this launch did not start" in text
     assert find_record("one") is None
     assert "node" not in calls(hosts, "d")
 
@@ -216,7 +216,7 @@ def test_hosts_with_different_versions_are_named_before_ray_starts(hosts: Path, 
         start(request_on(tmp_path))
     assert str(caught.value) == (
         "1 problem with the hosts, so nothing was started:\n"
-        "  b: Python 3.11.9, and a has Python 3.11.7; install the same there"
+        "  b: Python 3.11.9, but a has Python 3.11.7; install the same version"
     )
     assert [calls(hosts, name) for name in HOSTS] == [["here"], ["here"]]
 
@@ -235,7 +235,7 @@ def test_a_missing_activate_script_is_named(hosts: Path, tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("said", "advice"),
     [
-        ("Host key verification failed.", "look at its key with `ssh HOST` by hand"),
+        ("Host key verification failed.", "run `ssh HOST` by hand to see its key"),
         ("me@b: Permission denied (publickey).", "launch.ssh.key, or ssh-agent"),
     ],
 )
@@ -318,7 +318,7 @@ def test_ctrl_c_while_nodes_start_takes_them_down(
 def test_a_head_without_a_dashboard_is_refused(hosts: Path, tmp_path: Path) -> None:
     program = hosts / "a/bin/rollcall"
     program.write_text(program.read_text().replace('\\"http://127.0.0.1:$(cat ~/../dashboard)\\"', "null"))
-    with pytest.raises(LaunchError, match="a: the head has no dashboard on its loopback"):
+    with pytest.raises(LaunchError, match="a: Ray's dashboard, which accepts the run, does not listen on the loopback"):
         start(request_on(tmp_path))
     assert find_record("one") is None
 
@@ -516,7 +516,7 @@ def test_a_real_sshd_does_the_same(
     assert "a | let go" in capsys.readouterr().err and calls(real_sshd, "a")[-1] == "down"
     (tmp_path / "known").write_text("")
     with pytest.raises(
-        LaunchError, match="2 problems.*\n  a: ssh cannot reach it\n.*(\n.*)*look at its key with `ssh HOST`"
+        LaunchError, match="2 problems.*\n  a: ssh cannot reach it\n.*(\n.*)*run `ssh HOST` by hand to see its key"
     ):
         start(request_on(tmp_path))
 

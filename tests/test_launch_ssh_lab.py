@@ -170,7 +170,7 @@ def test_a_host_with_another_host_key_is_refused(lab: Lab) -> None:
     finally:
         known.write_text(kept)
     assert ended.returncode == 1 and "Host key verification failed" in ended.stderr, ended.stderr
-    assert "look at its key with `ssh HOST` by hand" in ended.stderr
+    assert "run `ssh HOST` by hand to see its key" in ended.stderr
 
 
 def test_hosts_that_only_the_users_own_configuration_reaches_train(lab: Lab) -> None:

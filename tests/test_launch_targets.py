@@ -368,7 +368,7 @@ def test_modules_that_no_node_will_have_are_named(target: str, tmp_path: Path) -
     reward = load_config({"reward": [{"type": "function", "path": "my_rewards:right"}]}).reward
     request = replace(request, config=request.config.model_copy(update={"reward": reward}))
     notes = " ".join(get_target(target).render(request).notes)
-    assert "needs my_rewards.py, and this launch sends no modules to the nodes" in notes
+    assert "needs my_rewards.py, but this launch sends no modules to the nodes" in notes
 
 
 @pytest.mark.parametrize(("target", "changes"), OF_TOOLS)
@@ -378,7 +378,7 @@ def test_what_another_has_started_under_the_name_is_left_alone(
     tool = fake_tool(tmp_path, TOOLS[target], monkeypatch)
     (tool.folder / "made").write_text("theirs\n")
     request = request_for(target, tmp_path, **changes)
-    with pytest.raises(LaunchError, match="already has 'one', which this launch did not start; give another --name"):
+    with pytest.raises(LaunchError, match="already has 'one', which this launch did not start; choose another --name"):
         start(get_target(target), request, get_target(target).render(request))
     assert find_record("one") is None and tool.made == ["theirs"]
 
@@ -411,7 +411,7 @@ def test_what_runs_is_not_taken_for_what_the_run_file_says_now(
     first, other = (request_for(target, tmp_path, env={"MINE": value}, **changes) for value in ("a", "b"))
     start(chosen, first, chosen.render(first))
     before = {path.name: path.read_bytes() for path in (launches / "one").iterdir() if path.is_file()}
-    with pytest.raises(LaunchError, match=r"with another \S+ than would be used now.*launch down one"):
+    with pytest.raises(LaunchError, match=r"with a different \S+: .*launch down one"):
         start(chosen, other, chosen.render(other))
     assert before == {path.name: path.read_bytes() for path in (launches / "one").iterdir() if path.is_file()}
     (tool.folder / "made").unlink()  # it has ended
@@ -478,7 +478,7 @@ def test_pods_get_more_of_a_spec_and_the_submitter_what_it_needs_of_it(tmp_path:
     assert made["metadata"]["labels"].items() >= labels.items()
     assert "submitterPodTemplate" not in manifest(pod=pod, submission="SidecarMode")["spec"]
     for wrong in ({"pod": {"containers": []}}, {"pod": pod, "ray_cluster": "x"}):
-        with pytest.raises(LaunchError, match="launch.kuberay.pod .*leave it out"):
+        with pytest.raises(LaunchError, match="launch.kuberay.pod .*remove"):
             manifest(**wrong)
 
 
@@ -486,7 +486,7 @@ def test_a_run_file_that_no_command_line_can_hold_is_refused(tmp_path: Path) -> 
     raw = yaml.safe_load((SECTIONS / "kuberay.yaml").read_text())
     run = {"run": {"dir": "/shared/r"}, "cluster": {"num_nodes": 2}, "data": {"system": "x" * 100_000}}
     request = make_request(load_config({**raw, **run}), target="kuberay", name="one", cwd=tmp_path)
-    with pytest.raises(LaunchError, match="KubeRay can pass on 90000"):
+    with pytest.raises(LaunchError, match="KubeRay can pass at most 90000"):
         get_target("kuberay").render(request)
 
 
@@ -587,14 +587,14 @@ def test_keys_that_only_plain_machines_heed_are_refused_elsewhere(
     if target in ("ssh", "slurm"):
         make_request(config, target=target, name="one", cwd=tmp_path)
         return
-    with pytest.raises(LaunchError, match=f"launch.{next(iter(launch))} is for ssh and slurm"):
+    with pytest.raises(LaunchError, match=f"launch.{next(iter(launch))} works only with ssh and slurm"):
         make_request(config, target=target, name="one", cwd=tmp_path)
 
 
 def test_a_launch_does_not_go_to_a_ray_that_already_runs(target: str, tmp_path: Path) -> None:
     raw = yaml.safe_load((SECTIONS / f"{target}.yaml").read_text())
     config = load_config({**raw, "cluster": {"num_nodes": 2, "ray_address": "head:6379"}})
-    with pytest.raises(LaunchError, match="ray_address=head:6379.*leave it out"):
+    with pytest.raises(LaunchError, match="ray_address=head:6379.*remove the key"):
         make_request(config, target=target, name="one", cwd=tmp_path)
 
 

@@ -249,7 +249,9 @@ def test_doctor_examines_it(plain: Plain) -> None:
 def test_down_stops_nothing_there_and_says_so(plain: Plain) -> None:
     before = {process.pid for process in plain.head.processes() if process.name in ("raylet", "gcs_server")}
     done = rollcall(plain.head, "down", env=plain.here)
-    assert done.returncode == 0 and f"Rollcall did not start the Ray at {plain.address}" in done.stdout, done.stderr
+    assert done.returncode == 0 and f"Rollcall did not start the Ray cluster at {plain.address}" in done.stdout, (
+        done.stderr
+    )
     assert before == {process.pid for process in plain.head.processes() if process.name in ("raylet", "gcs_server")}
 
 
@@ -257,7 +259,10 @@ def test_what_does_not_fit_is_refused_in_a_sentence(plain: Plain) -> None:
     path = str(plain.write_run())
     outsider = plain.lab.hosts[3]
     elsewhere = rollcall(outsider, "train", path, env=plain.here)
-    assert elsewhere.returncode == 1 and f"this machine is not a node of the Ray at {plain.address}" in elsewhere.stderr
+    assert (
+        elsewhere.returncode == 1
+        and f"this machine is not a node of the Ray cluster at {plain.address}" in elsewhere.stderr
+    )
     nobody = rollcall(plain.head, "train", path, env={**plain.env, "RAY_ADDRESS": f"{plain.head.ip}:6390"})
     assert (
         nobody.returncode == 1 and f"nobody answers at {plain.head.ip}:6390, which RAY_ADDRESS names" in nobody.stderr
@@ -273,7 +278,7 @@ def test_what_does_not_fit_is_refused_in_a_sentence(plain: Plain) -> None:
     if not plain.env:
         return
     bare = rollcall(plain.head, "train", path, env={"RAY_ADDRESS": plain.address})
-    assert bare.returncode == 1 and "wants a token, and this shell has none: set RAY_AUTH_TOKEN" in bare.stderr
+    assert bare.returncode == 1 and "requires a token, but this shell has none: set RAY_AUTH_TOKEN" in bare.stderr
     wrong = rollcall(plain.head, "status", env={"RAY_ADDRESS": plain.address, "RAY_AUTH_TOKEN": "x" * 40})
     assert wrong.returncode == 1 and "does not accept the token of this shell (RAY_AUTH_TOKEN)" in wrong.stderr
     for said in (elsewhere, nobody, bare, wrong):

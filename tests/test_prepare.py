@@ -51,7 +51,7 @@ def test_commands_run_in_their_order_by_a_shell_and_those_of_one_node_only_there
 
 
 @pytest.mark.parametrize(
-    ("command", "how"), [("exit 3", "ended with status 3"), ("kill -9 $$", "was ended by signal 9")]
+    ("command", "how"), [("exit 3", "ended with status 3"), ("kill -9 $$", "was killed by signal 9")]
 )
 def test_a_command_that_fails_is_named_and_nothing_comes_after_it(tmp_path: Path, command: str, how: str) -> None:
     after = tmp_path / "after"

@@ -100,7 +100,7 @@ def test_the_environments_token_wins_over_the_folders(tmp_path: Path, monkeypatc
     [
         (HeadUnreachable("gone"), "nobody answers there"),
         (HeadRefuses("no"), "refuses the token in"),
-        ("id-of-another", "another cluster answers now"),
+        ("id-of-another", "a different cluster answers at that address"),
     ],
 )
 def test_a_stale_file_is_never_joined_and_the_deadline_says_why(
@@ -146,7 +146,7 @@ def test_a_folder_that_is_not_there_is_named(tmp_path: Path) -> None:
 def test_a_head_without_a_token_in_the_folder_says_which_variable_is_missing(tmp_path: Path) -> None:
     meeting = Rendezvous(tmp_path, "default")
     meeting.publish(make_head(), token=None)
-    with pytest.raises(ClusterError, match="set it here too"):
+    with pytest.raises(ClusterError, match="set the same value on this node"):
         poll(partial(look, meeting, token=None), timeout_s=0.0)
 
 

@@ -180,7 +180,7 @@ def test_what_cannot_be_asked_is_refused_with_what_to_do(run_dir: Path, tmp_path
     ended = tmp_path / "ended"
     ended.mkdir()
     (ended / "run.yaml").write_text("{}")
-    with pytest.raises(ValueError, match="nothing runs in"):
+    with pytest.raises(ValueError, match="no run is active in"):
         find_target(str(ended))
     be_reachable(About(title=""))
     result = CliRunner().invoke(app, ["stacks", str(run_dir)])

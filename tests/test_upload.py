@@ -132,8 +132,8 @@ def test_faults_that_pass_are_waited_for(hub: Hub, model: Path, fault: Fault) ->
     [
         (Fault("POST", "/api/repos/create", 401, count=9), "the token is wrong or has expired"),
         (Fault("POST", "/commit/", 403, message="you may only read", count=9), "status 403: .*you may only read.*right to write"),
-        (Fault("POST", "/objects/batch", 413, message="quota of 100 GB", count=9), "quota of 100 GB.*no room for it"),
-        (Fault("PUT", "/objects/", 403, message="storage limit", count=9), "storage limit.*the account needs room"),
+        (Fault("POST", "/objects/batch", 413, message="quota of 100 GB", count=9), "quota of 100 GB.*does not have enough storage"),
+        (Fault("PUT", "/objects/", 403, message="storage limit", count=9), "storage limit.*the account needs storage"),
         (Fault("POST", "/commit/", 500, count=99), "status 500.*Run the same command again"),
         (Fault("POST", "/commit/", CUT, count=99), "Run the same command again"),
     ],
@@ -160,7 +160,7 @@ def test_faults_that_stay_are_said_in_words_and_nothing_is_committed(
             1,
             "HF_HUB_DISABLE_XET=1",
         ),
-        ("HTTP status client error (403 Forbidden), domain: http://cas", 1, "the right to write there"),
+        ("HTTP status client error (403 Forbidden), domain: http://cas", 1, "the token needs write access"),
         ("HTTP status server error (503 Service Unavailable), domain: http://cas", 4, "Run the same command again"),
     ],
 )

@@ -52,7 +52,7 @@ def told_by_a_stranger(monkeypatch: pytest.MonkeyPatch, *, status: int = 0, err:
 def test_what_a_stranger_at_an_address_says_is_text_and_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
     answer = told_by_a_stranger(monkeypatch, host="\x1b[2Jevil")
     assert answer.nodes[0].host == "\ufffd[2Jevil" and answer.versions == {"Ray": "2"}
-    with pytest.raises(HeadUnreachable, match="labels that are not Rollcall's"):
+    with pytest.raises(HeadUnreachable, match="labels that Rollcall did not set"):
         told_by_a_stranger(monkeypatch, labels={"rollcall.rank": "first"})
     with pytest.raises(HeadUnreachable, match="evil") as caught:
         told_by_a_stranger(monkeypatch, status=1, err="Traceback\nRpcError: \x1b[2Jevil")
@@ -80,11 +80,12 @@ def test_where_both_are_there_one_line_says_which_was_taken_and_why(monkeypatch:
     for _ in range(2):
         assert heard(said) == PlainRay("192.0.2.7:6379")
     (line,) = said
-    assert "the Ray at 192.0.2.7:6379 is used, because RAY_ADDRESS names it; cluster 'default'" in line
+    assert (
+        "using the Ray cluster at 192.0.2.7:6379, because RAY_ADDRESS names it, and not this node's cluster 'default'"
+        in line
+    )
     assert heard(said, "default") == OurCluster("default")
-    assert said[1:] == [
-        "note: cluster 'default' is used, because --cluster names it; RAY_ADDRESS=192.0.2.7:6379 is not used"
-    ]
+    assert said[1:] == ["note: using cluster 'default', because --cluster names it, and not RAY_ADDRESS=192.0.2.7:6379"]
     monkeypatch.setenv("ROLLCALL_CLUSTER", "default")
     assert heard(said) == OurCluster("default") and "ROLLCALL_CLUSTER names it" in said[2]
     assert heard(said, ray_address="192.0.2.8:6379") == PlainRay("192.0.2.8:6379", where="cluster.ray_address")
@@ -108,11 +109,11 @@ def test_inside_a_job_it_is_the_ray_that_runs_it(monkeypatch: pytest.MonkeyPatch
 @pytest.mark.parametrize(
     ("address", "words"),
     [
-        ("ray://192.0.2.7:10001", "an address of Ray Client, which Rollcall does not use; give the head's own address"),
+        ("ray://192.0.2.7:10001", "an address for Ray Client, which Rollcall does not use; give the head's address"),
         ("http://192.0.2.7:8265", "is the address of a dashboard, which only runs jobs"),
         ("192.0.2.7", "RAY_ADDRESS: '192.0.2.7' is not an address; write HOST:PORT"),
         ("no-such-host.invalid:6379", "RAY_ADDRESS: no address is known for host 'no-such-host.invalid'"),
-        ("auto", "RAY_ADDRESS=auto: no Ray runs on this machine"),
+        ("auto", "RAY_ADDRESS=auto: Ray is not running on this machine"),
     ],
 )
 def test_what_is_no_address_of_a_head_is_refused(monkeypatch: pytest.MonkeyPatch, address: str, words: str) -> None:
@@ -127,7 +128,9 @@ def test_auto_is_the_only_ray_on_this_machine(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(which, "raylets_here", lambda: {"a": "192.0.2.7:6379"})
     assert find_cluster() == PlainRay("192.0.2.7:6379")
     monkeypatch.setattr(which, "raylets_here", lambda: {"a": "192.0.2.7:6379", "b": "192.0.2.7:6380"})
-    with pytest.raises(ClusterError, match="nodes of 2 Rays run on this machine; write one of 192.0.2.7:6379, "):
+    with pytest.raises(
+        ClusterError, match="nodes of 2 Ray clusters run on this machine; write one of 192.0.2.7:6379, "
+    ):
         find_cluster()
 
 
@@ -155,9 +158,10 @@ def test_down_stops_nothing_of_a_ray_that_someone_else_started(monkeypatch: pyte
     monkeypatch.setattr(bootstrap, "stop_node", lambda name: pytest.fail("something was stopped"))
     done = CliRunner().invoke(app, ["down"])
     assert (
-        done.exit_code == 0 and "nothing was stopped: Rollcall did not start the Ray at 192.0.2.7:6379" in done.stdout
+        done.exit_code == 0
+        and "nothing was stopped: Rollcall did not start the Ray cluster at 192.0.2.7:6379" in done.stdout
     )
-    assert "cluster 'default' of this node is not used" in done.stderr
+    assert "and not this node's cluster 'default'" in done.stderr
 
 
 # Ranks
@@ -241,7 +245,7 @@ def test_nobody_at_the_address_is_said_before_torch_is_loaded(tmp_path: Path, mo
 
 def test_a_machine_that_is_no_node_of_it_is_told_what_to_do() -> None:
     with pytest.raises(
-        ClusterError, match=r"not a node of the Ray at .* \(its nodes: 192.0.2.7\).*ray start --address="
+        ClusterError, match=r"not a node of the Ray cluster at .* \(its nodes: 192.0.2.7\).*ray start --address="
     ):
         PlainRay("192.0.2.7:6379").own_node(answer("192.0.2.7"))
     assert PlainRay("192.0.2.7:6379").own_node(answer("192.0.2.7", "127.0.0.1")).address == "127.0.0.1"
@@ -282,7 +286,7 @@ def test_its_token_is_where_ray_looks_for_it(tmp_path: Path, monkeypatch: pytest
 def test_a_refusal_says_which_token_was_tried(monkeypatch: pytest.MonkeyPatch) -> None:
     from rollcall.nodes.head import _refusal
 
-    assert "wants a token, and this shell has none: set RAY_AUTH_TOKEN" in _refusal("x:1", ours=False, tried="none")
+    assert "requires a token, but this shell has none: set RAY_AUTH_TOKEN" in _refusal("x:1", ours=False, tried="none")
     assert "(RAY_AUTH_TOKEN)" in _refusal("x:1", ours=False, tried="RAY_AUTH_TOKEN")
     with pytest.raises(HeadRefuses):
         asked(monkeypatch, HeadRefuses("no")).ask()

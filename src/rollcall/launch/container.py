@@ -1,7 +1,7 @@
 """Builds the command that runs a node inside a container, and the shell lines that provide its image.
 
-Only named variables are passed in; their values come from the command's environment, never from its arguments. Containers use the
-host's network, so Ray's ports are the node's own.
+A container gets only the variables that are named. Their values come from the command's environment, never from its arguments.
+Containers use the host's network, so Ray listens on the node's ports.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class Container:
     section: ContainerSection
     name: str
     gpu: str  # cuda, rocm, or none
-    folders: tuple[str, ...] = ()  # the launch's folders, mounted along with the user's
+    folders: tuple[str, ...] = ()  # the launch's folders, which are mounted in addition to the user's mounts
 
     @property
     def is_daemon(self) -> bool:
@@ -69,7 +69,7 @@ class Container:
         return self.run(["bash", "-s"], variables=())
 
     def exports(self, variables: Iterable[str]) -> list[str]:
-        """Return shell lines that export variables under the names that apptainer reads them from."""
+        """Return shell lines that export variables under the names from which apptainer reads them."""
         if self.is_daemon:
             return []
         return [f'[ -z "${{{name}+set}}" ] || export APPTAINERENV_{name}="${name}"' for name in variables]
@@ -80,7 +80,7 @@ class Container:
 
 
 def mounts_of(section: ContainerSection, folders: Iterable[str | Path]) -> list[str]:
-    """Return the user's mounts and the launch's folders as PLACE:INSIDE."""
+    """Return the user's mounts and the launch's folders as HOST_PATH:CONTAINER_PATH."""
     given = [mount if ":" in mount else f"{mount}:{mount}" for mount in section.mounts]
     return [*given, *(f"{folder}:{folder}" for folder in folders)]
 
@@ -92,8 +92,6 @@ def container_of(
     if section is None:
         return None
     if section.runtime == "enroot":
-        raise LaunchError(
-            "launch.container.runtime=enroot needs Slurm with pyxis; use docker, podman or apptainer here"
-        )
+        raise LaunchError("launch.container.runtime=enroot needs Slurm with pyxis; use docker, podman or apptainer")
     gpu = "none" if cluster.accelerator == "cpu" else launch.gpu
     return Container(section=section, name=f"rollcall-{name}", gpu=gpu, folders=tuple(map(str, folders)))

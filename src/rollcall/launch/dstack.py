@@ -1,4 +1,4 @@
-"""`rollcall launch dstack`: a dstack task over several nodes. dstack finds the machines and runs the commands on each of them."""
+"""`rollcall launch dstack`: starts a dstack task with several nodes. dstack finds the machines and runs the commands on each."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Dstack(ToolTarget):
         section = request.section(DstackSection)
         words = ("dstack", "apply", "--yes", "--detach", "--force", "-f", str(request.folder / TASK))
         lost = (
-            f"run.dir={request.config.run.dir} is lost with the machines: name a volume in launch.dstack.volumes, and put run.dir "
+            f"run.dir={request.config.run.dir} is deleted with the machines; add a volume to launch.dstack.volumes, and put run.dir "
             "on it"
         )
         return Rendered(
@@ -70,7 +70,7 @@ class Dstack(ToolTarget):
         return _listed().get("project", "")
 
     def find(self, record: LaunchRecord) -> list[Seen]:
-        """Return the run, if it is active or the last run that finished."""
+        """Return the run if it is active or was the last one to finish."""
         name = self.tool_name(record.name)
         return [
             Seen(
@@ -115,7 +115,7 @@ def _task(request: LaunchRequest, section: DstackSection, *, name: str) -> dict[
         "ports": [str(port) for port in section.ports],
         "resources": dict(section.resources),
         "volumes": list(section.volumes),
-        # The run's status is that of the first node; the other nodes have nothing to do after it.
+        # The first node's status is the run's status. The other nodes have nothing to do after the first node exits.
         "stop_criteria": "master-done" if request.cluster.num_nodes > 1 else None,
     }
     return {key: value for key, value in task.items() if value not in (None, {}, [])}

@@ -1,8 +1,8 @@
-"""`rollcall launch kuberay`: a RayJob for the KubeRay operator. KubeRay starts Ray in pods; a job there prepares the nodes and
-then runs `rollcall train`.
+"""`rollcall launch kuberay`: creates a RayJob for the KubeRay operator. KubeRay starts Ray in pods and runs a job, which prepares
+the nodes and then runs `rollcall train`.
 
-The head pod is one of the run's nodes; the others are workers in one group. The run file is passed to the job in a variable, in
-base64 because KubeRay passes the job's variables through a shell, inside double quotes.
+The head pod is one of the run's nodes; the other nodes are pods of one worker group. The job gets the run file in a variable. It is
+encoded in base64 because KubeRay passes the job's variables through a shell, inside double quotes.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ MANIFEST = "rayjob.yaml"
 KEEP_S = 600  # how long KubeRay keeps a run's pods after it has ended
 INVALID = "ValidationFailed"  # KubeRay does not start such a job
 ENDED = ("Complete", "Failed", INVALID)
-# For the run file: KubeRay's submitter gets it in base64 as one argument, which Linux limits to 131,072 bytes.
+# Limits the run file: KubeRay's submitter gets it in base64 as one argument, and Linux limits an argument to 131,072 bytes.
 MOST_BYTES = 90_000
 
 
@@ -38,8 +38,8 @@ class Kuberay(ToolTarget):
     def render(self, request: LaunchRequest) -> Rendered:
         section = request.section(KuberaySection)
         words = ("kubectl", "apply", "--namespace", section.namespace, "-f", str(request.folder / MANIFEST))
-        lost = f"run.dir={request.config.run.dir} is lost with the pods, {KEEP_S // 60} minutes after the end"
-        note = f"{lost}: name a volume claim in launch.kuberay.claims, and put run.dir on it"
+        lost = f"run.dir={request.config.run.dir} is deleted with the pods, {KEEP_S // 60} minutes after the run ends"
+        note = f"{lost}; add a volume claim to launch.kuberay.claims, and put run.dir on it"
         return Rendered(
             files={
                 RUN_FILE: request.run_file,
@@ -69,7 +69,7 @@ class Kuberay(ToolTarget):
         return ask("kubectl", "config", "current-context", what="ask kubectl for its context", fine="").strip()
 
     def begin(self, request: LaunchRequest, rendered: Rendered, record: LaunchRecord) -> str:
-        if self.seen(record):  # it has ended, but a RayJob runs only once
+        if self.seen(record):  # the RayJob has ended and cannot run again
             self.end(record, ())
         run(*rendered.commands[0].words, what=rendered.commands[0].what)
         return ""
@@ -88,7 +88,7 @@ class Kuberay(ToolTarget):
         run(*self._kubectl(record), *words, what="delete the RayJob")
 
     def log_command(self, record: LaunchRecord, *, follow: bool) -> tuple[str, ...]:
-        # KubeRay's submitter has the RayJob's name and prints the run's log.
+        # The submitter's Kubernetes job has the RayJob's name and prints the run's log.
         where: tuple[str, ...] = (f"job/{self.tool_name(record.name)}",)
         found = self._rayjob(record) or {}
         if found.get("spec", {}).get("submissionMode") == "SidecarMode":
@@ -113,7 +113,7 @@ class Kuberay(ToolTarget):
     def _has_log(self, record: LaunchRecord) -> bool:
         if (self._rayjob(record) or {}).get("spec", {}).get("submissionMode") != "HTTPMode":
             return True
-        say("KubeRay submits this job over HTTP, so Kubernetes has no log of it; look at the job in Ray's dashboard")
+        say("KubeRay submits this job over HTTP, so Kubernetes has no log of it; see Ray's dashboard")
         return False
 
     def _wait(self, record: LaunchRecord, *, until: Sequence[str]) -> dict[str, Any]:
@@ -139,11 +139,11 @@ def _job(request: LaunchRequest, section: KuberaySection, *, name: str) -> dict[
     run_file = request.run_file.encode()
     if len(run_file) > MOST_BYTES:
         raise LaunchError(
-            f"the run file has {len(run_file)} bytes, and KubeRay can pass on {MOST_BYTES} at most; make it shorter"
+            f"the run file has {len(run_file)} bytes, but KubeRay can pass at most {MOST_BYTES} to a job; shorten the file"
         )
     if section.ray_cluster is not None and section.pod:
         raise LaunchError(
-            f"launch.kuberay.pod is for pods that this launch makes, and those of ray_cluster={section.ray_cluster} exist; leave it out"
+            f"launch.kuberay.pod has no effect on the existing pods of ray_cluster={section.ray_cluster}; remove one of the two keys"
         )
     text = base64.b64encode(run_file).decode()
     spec: dict[str, Any] = {
@@ -168,11 +168,11 @@ def _cluster(request: LaunchRequest, section: KuberaySection) -> dict[str, Any]:
     sizes = sorted(set(request.cluster.slots_per_node))
     if len(sizes) > 1:
         raise LaunchError(
-            f"cluster.nodes has nodes of {' and '.join(map(str, sizes))} slots; KubeRay's pods have no order, so all nodes of a "
-            "run must be of one size: give num_nodes and num_gpus_per_node"
+            f"cluster.nodes has nodes with {' and '.join(map(str, sizes))} slots; KubeRay's pods have no order, so all nodes must have "
+            "the same number of slots: set num_nodes and num_gpus_per_node instead"
         )
     if section.image is None:
-        raise LaunchError("launch.kuberay.image is missing: name an image that has Rollcall and Ray in it")
+        raise LaunchError("launch.kuberay.image is missing; name an image that contains Rollcall and Ray")
     # Logical slots are GPUs that Ray counts but the pods do not have.
     start = {"num-gpus": str(sizes[0])} if request.cluster.accelerator == "cpu" else {}
     spec: dict[str, Any] = {
@@ -198,7 +198,7 @@ def _cluster(request: LaunchRequest, section: KuberaySection) -> dict[str, Any]:
 
 
 def _submitter(section: KuberaySection) -> dict[str, Any] | None:
-    """Return a template for KubeRay's submitter pod, which needs the same registry keys and account as the others."""
+    """Return a template for KubeRay's submitter pod, which needs the same registry keys and account as the other pods."""
     given = {key: section.pod[key] for key in ("imagePullSecrets", "serviceAccountName") if key in section.pod}
     if not given or section.submission != "K8sJobMode":
         return None
@@ -225,9 +225,7 @@ def _pod(request: LaunchRequest, section: KuberaySection, *, name: str) -> dict[
         "volumeMounts": mounts,
     }
     if own := {"containers", "volumes"} & section.pod.keys():
-        raise LaunchError(
-            f"launch.kuberay.pod has {', '.join(sorted(own))}, which the launch makes itself; leave it out"
-        )
+        raise LaunchError(f"launch.kuberay.pod has {', '.join(sorted(own))}, which the launch sets itself; remove it")
     containers = [{key: value for key, value in container.items() if value != []}]
     return {"spec": {**section.pod, "containers": containers, "volumes": volumes}}
 

@@ -1,4 +1,4 @@
-"""Takes a launch from run file to run: render, validate, start, and later stop."""
+"""Renders, validates, starts and stops launches."""
 
 from __future__ import annotations
 
@@ -47,13 +47,13 @@ def get_target(name: str) -> Target:
 def make_request(
     config: Config, *, target: str, name: str, cwd: Path, problems: list[str] | None = None
 ) -> LaunchRequest:
-    """Build the request that a target renders, and refuse what cannot work before anything is started. If ``problems`` is a list,
-    problems that do not prevent rendering are added to it instead."""
+    """Build the request that a target renders. If the run cannot work, raise before anything starts; with a list as ``problems``,
+    append the problems that do not prevent rendering to it instead."""
     cluster, launch = config.cluster, config.launch
     if cluster is None:
         raise LaunchError(
-            "a launch needs to know how many nodes: add a line to the run file, such as "
-            "`cluster: {num_nodes: 2, num_gpus_per_node: 8}`"
+            "a launch needs the number of nodes; add a line such as "
+            "`cluster: {num_nodes: 2, num_gpus_per_node: 8}` to the run file"
         )
     if launch is None or getattr(launch, target) is None:
         raise LaunchError(
@@ -61,8 +61,8 @@ def make_request(
         )
     if cluster.ray_address is not None:
         raise LaunchError(
-            f"cluster.ray_address={cluster.ray_address} names a Ray that already runs, and a launch starts its own nodes; "
-            "leave it out, or use `rollcall submit` (with kuberay, `launch.kuberay.ray_cluster` names one)"
+            f"cluster.ray_address={cluster.ray_address} names a running Ray cluster, but a launch starts its own nodes; "
+            "remove the key, or use `rollcall submit` (kuberay can use a running cluster: set `launch.kuberay.ray_cluster`)"
         )
     profile = {} if launch.profile is None else read_profile(cwd / launch.profile.expanduser())
     _refuse_secrets(config, target=target, profile=profile)
@@ -116,8 +116,8 @@ def read_profile(path: Path) -> dict[str, str]:
         name, equals, value = last.partition("=")
         if before not in ([], ["export"]) or not equals or not VARIABLE.fullmatch(name):
             raise LaunchError(
-                f"line {number} of launch.profile={path} is {line.strip()!r}; write NAME=VALUE, with a value that has spaces "
-                "in quotes"
+                f"line {number} of launch.profile={path} is {line.strip()!r}; write NAME=VALUE, and put a value "
+                "with spaces in quotes"
             )
         found[name] = value
     return found
@@ -136,8 +136,8 @@ def _refuse_secrets(config: Config, *, target: str, profile: Mapping[str, str]) 
     ]
     if names:
         raise LaunchError(
-            f"{', '.join(dict.fromkeys(names))}: a rendered file would contain the secret's value; instead, name the variable in "
-            f"cluster.env_pass and in the target's own list of secrets (a command can use it: `KEY=$KEY`)"
+            f"{', '.join(dict.fromkeys(names))}: a rendered file would contain the secret's value; instead, add the variable's name to "
+            f"cluster.env_pass and to the target's list of secrets (a command can then use it: `KEY=$KEY`)"
         )
 
 
@@ -161,9 +161,7 @@ def start(target: Target, request: LaunchRequest, rendered: Rendered) -> LaunchR
             record = new_record(request.name, target=target.name, run_dir="")
         else:
             _refuse(record, target=target, rendered=rendered)
-            was = (
-                f"was started at {record.started}" if record.state == "started" else "was interrupted while it started"
-            )
+            was = f"was started at {record.started}" if record.state == "started" else "was interrupted while starting"
             say(f"{request.name!r} {was}; looking for what is running")
         record = record.having(run_dir=str(request.config.run.dir)).save()
         try:
@@ -181,7 +179,7 @@ def _refuse(record: LaunchRecord, *, target: Target, rendered: Rendered) -> None
     """Refuse a launch that cannot be started or finished under this name."""
     if record.target != target.name:
         raise LaunchError(
-            f"{record.name!r} was launched with {record.target}; give another --name, or end it with "
+            f"{record.name!r} was launched with {record.target}; choose another --name, or end it with "
             f"`rollcall launch down {record.name}`"
         )
     if record.state == "stopping":
@@ -192,9 +190,9 @@ def _refuse(record: LaunchRecord, *, target: Target, rendered: Rendered) -> None
     used = target.in_use(record, changed) if changed and record.id is not None else ()
     if used:
         raise LaunchError(
-            f"{record.name!r} runs, or is about to, with another {' and '.join(used)} than would be used now: the run file has "
-            f"changed, or Rollcall has. `rollcall launch logs {record.name} --follow` shows the one that runs; to change it, end it "
-            f"first with `rollcall launch down {record.name}`, or give another --name"
+            f"{record.name!r} is running or about to run with a different {' and '.join(used)}: the run file or Rollcall has changed "
+            f"since it was launched. `rollcall launch logs {record.name} --follow` shows the running launch; to apply the change, end "
+            f"it first with `rollcall launch down {record.name}`, or choose another --name"
         )
 
 

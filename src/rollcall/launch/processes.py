@@ -1,5 +1,5 @@
-"""Inspects a run's processes, on this host or on a cluster's nodes, while they work: what each is doing now, and where its time
-goes. A function is called on all of these hosts at once; the run does not wait for it.
+"""Inspects a run's processes on this host or on a cluster's nodes: what each is doing now, and how it spends its time. A function
+is called on all of these hosts at once; the run does not wait for it.
 
 ``find_target`` works out what the user means: a run directory, a cluster name, or nothing. Nothing means the cluster that this
 node belongs to, or, if it belongs to none, the runs on this host.
@@ -43,7 +43,7 @@ HERE = "this host"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProcessTarget:
-    run: str | None  # the run directory; None means every run there
+    run: str | None  # the run directory; None means every run on the cluster or host
     cluster: Cluster | None  # None means this host
 
 
@@ -83,22 +83,24 @@ def _of_run(run_dir: Path, *, cluster: str | None) -> ProcessTarget:
     if not is_run(run_dir):
         raise ValueError(f"{run_dir} is not a run directory; give the run.dir of a run, or the name of a cluster")
     if holder is None or holder.is_gone:
-        raise ValueError(f"nothing runs in {run_dir}; `rollcall status {run_dir}` shows how it ended")
+        raise ValueError(f"no run is active in {run_dir}; `rollcall status {run_dir}` shows how it ended")
     run = str(run_dir.resolve())
     if live is not None and live.on_ray:
         section = load_config(run_dir / RUN_FILE, []).cluster
         address = section.ray_address if section is not None else None
         return ProcessTarget(run=run, cluster=find_cluster(cluster, ray_address=address))
     if not holder.is_here:
-        raise ValueError(f"{run_dir} is held by {holder}; run this command on that host")
+        raise ValueError(f"{run_dir} is in use by {holder}; run this command on that host")
     if others := sorted({one.node for one in live.processes if one.node}) if live is not None else []:
         nodes = f"the workers of node {', '.join(map(str, others))}"
-        say(f"note: {nodes} share only a folder with this host; run this command there to see theirs")
+        say(
+            f"note: {nodes} run on hosts that share only a folder with this one; run this command there to see their processes"
+        )
     return ProcessTarget(run=run, cluster=None)
 
 
 def ask_hosts(target: ProcessTarget, function: Callable[[], Any], *, timeout_s: float, to: str) -> Answers:
-    """Call ``function`` on all hosts at once, on a cluster in its own process. ``to`` says what the hosts are asked to do."""
+    """Call ``function`` on all hosts at once; on a cluster, each call runs in a new process. ``to`` names the task in messages."""
     if target.cluster is None:
         return Answers(hosts={HERE: function()}, failed={})
     from rollcall.process.ray.connect import connected
@@ -136,14 +138,14 @@ def find_waiting(text: str | None) -> list[Waiting]:
         cluster = wished_cluster(text)
         if cluster is None:
             raise ClusterError(
-                "this machine is not a node of a cluster, so name a run by its directory: `rollcall debug RUN_DIR`"
+                "this machine is not a node of a cluster, so name a run directory: `rollcall debug RUN_DIR`"
             )
         with connected(cluster):
             found = read_waiting()
     return [one for one in found if is_there(one)]
 
 
-# Profiles: torch's profiler runs in a thread of the process, py-spy samples it from outside
+# Profiles: torch's profiler runs in a thread of the process, and py-spy samples the process from outside
 
 
 class Format(StrEnum):
@@ -184,9 +186,9 @@ def profile_role(target: ProcessTarget, *, role: str, seconds: float, kind: Form
     if not files and not failed:
         there = ", ".join(sorted(others))
         raise ClusterError(
-            f"no process of role {role} runs there; the roles that do are: {there}"
+            f"no process of role {role} is running; the running roles are: {there}"
             if there
-            else "no process of a run was found there; is it running (`rollcall status RUN_DIR`), and as this user?"
+            else "no process of a run was found; check that it is running (`rollcall status RUN_DIR`), and as this user"
         )
     return Result(files=files, failed=failed)
 
@@ -219,8 +221,8 @@ def _sample(pid: int, *, seconds: float, kind: Format) -> bytes:
         try:
             done = subprocess.run(command, capture_output=True, text=True, timeout=seconds + END_S, errors="replace")
         except subprocess.TimeoutExpired:
-            raise ProfileError(f"py-spy did not end within {seconds + END_S:g} s") from None
+            raise ProfileError(f"py-spy did not finish within {seconds + END_S:g} s") from None
         if done.returncode or not path.exists():
-            lines = (done.stderr or done.stdout).strip().splitlines() or ["it says nothing"]
+            lines = (done.stderr or done.stdout).strip().splitlines() or ["it printed nothing"]
             raise ProfileError(f"py-spy failed: {lines[-1]}")
         return path.read_bytes()

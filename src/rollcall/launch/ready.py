@@ -1,5 +1,5 @@
-"""The entrypoint of a job on a Ray cluster that someone else started (`python -m rollcall.launch.ready`). A variable contains its
-run file. It waits for all slots, prepares the nodes with Ray tasks, checks for problems, and becomes `rollcall train`.
+"""The entrypoint of a job on a Ray cluster that Rollcall did not start (`python -m rollcall.launch.ready`). A variable contains the
+run file. The job waits for all slots, prepares the nodes with Ray tasks, checks for problems, and becomes `rollcall train`.
 """
 
 from __future__ import annotations
@@ -30,19 +30,19 @@ JOIN_S = 1800.0
 
 
 def look_first(cluster: Cluster, config: Config) -> None:
-    """Do the last steps before a run, on one node for all: run `prepare.once` and look for what would break the run."""
+    """Run `prepare.once` and then the doctor. One node does this before a run; the doctor's serious findings raise an error."""
     prepare_once(config)
     report = examine(cluster, config=config, quick=True)
     show(report)
     if report.breaks:
-        raise ClusterError("the run was not started: the doctor found what would break it (above)")
+        raise ClusterError("the run was not started: the doctor found problems that would break it (above)")
 
 
 def make_ready(config: Config, section: ClusterSection) -> None:
     cluster = find_cluster(ray_address=section.ray_address)
     wait = Wait(JOIN_S, first_s=0.0)
     cluster.wait_until_known(wait)
-    # More slots are fine: the cluster may be shared with others.
+    # More slots are fine: the cluster may be shared with other runs.
     while (found := list_nodes(cluster)).num_slots < section.num_slots:
         if not wait.again(state := describe(found, num_slots=section.num_slots), after_s=2.0):
             raise ClusterError(f"after {wait.waited_s:.0f} s {state}")
@@ -75,12 +75,12 @@ def _prepare(cluster: Cluster, nodes: list[NodeInfo], config: Config) -> None:
 def main() -> None:
     text = os.environ.pop(RUN_FILE_VARIABLE, None)
     if text is None:
-        raise SystemExit(f"{RUN_FILE_VARIABLE} is not set: this command is for jobs that `rollcall launch` made")
+        raise SystemExit(f"{RUN_FILE_VARIABLE} is not set: this command is for jobs that `rollcall launch` created")
     run_file = Path(tempfile.mkdtemp(prefix="rollcall-run-")) / "run.yaml"  # a job's own folder may be read-only
     run_file.write_bytes(base64.b64decode(text, validate=True))
     try:
         config = load_config(run_file)
-        assert config.cluster is not None, "a launch needs one"
+        assert config.cluster is not None, "a launch requires a cluster section"
         make_ready(config, config.cluster)
     except (ClusterError, ValueError, OSError) as error:
         say(f"error: {error}")

@@ -1,7 +1,7 @@
 """Keeps a folder for each launch from this machine, with its rendered files and a record.
 
-The record is written before anything is started and again when its id is known, so `down` finds it, and the next command can
-finish or clean up a launch that was killed. Folders are in ``~/.rollcall/launches`` or in ``$ROLLCALL_LAUNCHES``, which on a
+The record is written before anything starts, and again when the launch's id is known. So `down` finds a launch that was killed,
+and the next command can finish it or clean it up. Folders are in ``~/.rollcall/launches`` or in ``$ROLLCALL_LAUNCHES``, which on a
 Slurm cluster must be a folder that the nodes can see.
 """
 
@@ -51,7 +51,7 @@ class LaunchRecord(BaseModel):
     state: Literal["starting", "started", "stopping"]
     run_dir: str
     started: AwareDatetime
-    id: str | None = None  # the tool's id for what was started; "" if it was about to be started
+    id: str | None = None  # the tool's id for the job or cluster; "" if it was about to be started
     facts: dict[str, Any] = {}  # what the target needs to find the launch again, such as hosts
 
     @property
@@ -121,7 +121,7 @@ def find_record(name: str) -> LaunchRecord | None:
         return None
     except (ValueError, OSError) as error:
         raise LaunchError(
-            f"{path} is not a valid launch record ({reason(error)}); stop by hand what this launch started, then remove its folder"
+            f"{path} is not a valid launch record ({reason(error)}); manually stop what this launch started, then remove its folder"
         ) from None
 
 
@@ -129,7 +129,7 @@ def get_record(name: str) -> LaunchRecord:
     record = find_record(name)
     if record is None:
         known = ", ".join(each.name for each in all_records(strict=False)) or "none"
-        raise LaunchError(f"no launch named {name!r} was started from this machine; there are: {known}")
+        raise LaunchError(f"no launch named {name!r} was started from this machine; its launches are: {known}")
     return record
 
 
@@ -149,8 +149,8 @@ def named_record(name: str | None, *, target: str | None = None) -> LaunchRecord
 
 
 def all_records(*, strict: bool = True) -> list[LaunchRecord]:
-    """Return all launches, newest first. A record that cannot be read is an error, because nobody knows what it started; without
-    ``strict`` it is reported and left out."""
+    """Return all launches, newest first. An unreadable record raises an error, because it is unknown what that launch started;
+    without ``strict`` it is reported and skipped."""
     found = []
     for path in launches().glob(f"*/{RECORD}"):
         try:
@@ -158,7 +158,7 @@ def all_records(*, strict: bool = True) -> list[LaunchRecord]:
         except LaunchError as error:
             if strict:
                 raise
-            say(f"left out: {error}")
+            say(f"skipped: {error}")
     return sorted((each for each in found if each is not None), key=lambda record: record.started, reverse=True)
 
 

@@ -1,4 +1,4 @@
-"""The files that a target renders for the launch's folder, and the commands that start the launch. Nothing runs here."""
+"""The files that a target renders for the launch's folder, and the commands that start the launch. This module runs nothing."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ RUN_FILE_VARIABLE = "ROLLCALL_RUN_FILE_BASE64"  # contains the run file of a job
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Command:
-    """A command that the target's own tool runs."""
+    """A command of the target's tool, such as `sbatch`."""
 
     words: tuple[str, ...]
     what: str  # its purpose in a few words: "submit the batch script"
@@ -62,7 +62,7 @@ class _Dumper(yaml.SafeDumper):
 
 
 def _text(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
-    # In a block, YAML reads every other kind of line break as a plain one.
+    # In a block, YAML would turn these other kinds of line break into a newline.
     block = "\n" in text and not re.search("[\r\x85\u2028\u2029]", text)
     return dumper.represent_scalar("tag:yaml.org,2002:str", text, style="|" if block else '"' if "\n" in text else None)
 
@@ -70,7 +70,7 @@ def _text(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
 _Dumper.add_representer(str, _text)
 
 
-# Shell. The user's values are quoted once, by ``shlex``.
+# Shell lines: ``shlex`` quotes the user's values, once.
 
 
 def exports(variables: Mapping[str, str]) -> list[str]:
@@ -78,7 +78,7 @@ def exports(variables: Mapping[str, str]) -> list[str]:
     for name in variables:
         if not VARIABLE.fullmatch(name):
             raise LaunchError(
-                f"{name!r} cannot be a variable's name in a shell; use letters, digits and '_', not beginning with a digit"
+                f"{name!r} is not a valid name for a shell variable; use letters, digits and '_', and do not begin with a digit"
             )
     return [f"export {name}={shlex.quote(value)}" for name, value in variables.items()]
 
@@ -110,11 +110,11 @@ def node_lines(
 ) -> list[str]:
     """Return the shell lines that every node runs around `rollcall node --run`.
 
-    ``run_file``, ``head`` (the address of rank 0) and ``more`` (options) are shell, such as ``"$HOME"/run.yaml``; ``before``
-    contains the user's own lines; ``variables`` are names that a container gets in addition to those in ``env``; ``guard``
+    ``run_file``, ``head`` (the address of rank 0) and ``more`` (options) are shell text, such as ``"$HOME"/run.yaml``; ``before``
+    contains the user's lines; ``variables`` are names that a container gets in addition to those in ``env``; ``guard``
     escapes lines with quoted values for a tool that reads them before the shell does.
     """
-    # Activate scripts read unset variables.
+    # Activate scripts read unset variables, so they come before `set -u`.
     activated = [] if activate is None else [guard(f". {shell_path(activate)} || exit 1")]
     lines = [*([] if container else activated), "set -eu", *map(guard, exports(env)), *before]
     command = f"exec rollcall node --run {run_file} --cluster {shlex.quote(cluster)} {more}"

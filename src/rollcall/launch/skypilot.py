@@ -1,4 +1,4 @@
-"""`rollcall launch skypilot`: a SkyPilot task. SkyPilot finds the machines and runs one command on each of them.
+"""`rollcall launch skypilot`: starts a SkyPilot task. SkyPilot finds the machines and runs one command on each of them.
 
 Rank and addresses come from the variables that SkyPilot sets. A managed job is restarted after a preemption, and the run
 resumes from its run directory, which must outlive the machines (on a bucket or a volume). Without ``managed`` the task runs on a
@@ -46,7 +46,7 @@ class Skypilot(ToolTarget):
             if isinstance(source, str) and "://" in source and run_dir.is_relative_to(path):
                 raise LaunchError(
                     f"launch.skypilot.file_mounts has {path}: {source}, which SkyPilot copies to each node and never back, so "
-                    f"run.dir={run_dir} would be lost with the machines; write `{path}: {{source: {source}, mode: MOUNT_CACHED}}`"
+                    f"run.dir={run_dir} would be deleted with the machines; write `{path}: {{source: {source}, mode: MOUNT_CACHED}}`"
                 )
 
     def render(self, request: LaunchRequest) -> Rendered:
@@ -55,7 +55,7 @@ class Skypilot(ToolTarget):
         secrets = [word for name in (TOKEN, *section.secrets) for word in ("--secret", name)]
         words = ("sky", *start, name, "--yes", "--detach-run", *secrets, str(request.folder / TASK))
         kept = (
-            f"after a preemption the run resumes from run.dir={request.config.run.dir}: keep it on a bucket or a volume"
+            f"after a preemption, the run resumes from run.dir={request.config.run.dir}; put it on a bucket or a volume"
         )
         return Rendered(
             files={RUN_FILE: request.run_file, TASK: yaml_text(_task(request, section, name=name))},

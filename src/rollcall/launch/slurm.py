@@ -1,9 +1,9 @@
-"""`rollcall launch slurm`: a batch job that runs `rollcall node --run` on each node, or the same inside an existing allocation.
+"""`rollcall launch slurm`: submits a batch job that runs `rollcall node --run` on each node, or runs it inside an existing job.
 
 Two scripts are rendered. `job.sh` is what Slurm runs on the first node: it starts one task per node and waits for them. Some time
-before the limit Slurm signals it (SIGUSR1). It passes the signal on, the run saves and exits with status 75, and the job requeues
-itself. `node.sh` is the task. All nodes read the launch's folder and find each other there. The folder also contains the job's
-log and, once the job is over, its exit status: without accounting, Slurm forgets a job after a few minutes.
+before the time limit, Slurm sends it SIGUSR1. It passes the signal on, the run saves and exits with status 75, and the job
+requeues itself. `node.sh` is the script of a task. All nodes read the launch's folder and find each other there. The folder also
+contains the job's log and, once the job is over, its exit status: without accounting, Slurm forgets a job after a few minutes.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from rollcall.launch.target import RUN_FILE, LaunchRequest, Seen, ToolTarget, as
 from rollcall.nodes.rendezvous import Rendezvous
 
 REST_OF_JOB = (files("rollcall.launch") / "slurm_job.sh").read_text()
-# Files in the launch's folder. REQUEUED says how far the run had come when the job last requeued itself.
+# Files in the launch's folder. REQUEUED contains the run's progress when the job last requeued itself.
 JOB, NODE, LOG, STATUS, REQUEUED = "job.sh", "node.sh", "log", "status", "requeued"
 LOOK_EVERY_S = 1.0
 START_S = 60.0  # for a step inside a running job to start
@@ -39,8 +39,8 @@ AWAY_S = 1800.0  # how long Slurm's controller may be unreachable
 OF_SLURM = (  # variables that a container needs
     "SLURM_PROCID", "SLURM_GPUS_ON_NODE", "SLURM_JOB_ID", "CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES",
 )  # fmt: skip
-# Slurm numbers the GPUs as the job's processes see them, which may be only some of the node's. A docker container is not one of
-# the job's processes: it sees all GPUs.
+# Slurm numbers only the GPUs that the job's processes see, which may be some of the node's GPUs. A docker container is not one of
+# the job's processes, so it sees all GPUs.
 CARDS_FOR_DOCKER = '[ -z "${SLURM_STEP_GPUS:-}" ] || export CUDA_VISIBLE_DEVICES="$SLURM_STEP_GPUS"'
 GPU_OPTION = re.compile(r"--gpus|-G|--gres=(.*,)?gpu\b")
 # If the submitting shell has no `module` function, one of these files defines it.
@@ -91,7 +91,7 @@ class Slurm(ToolTarget):
         return found[1] if found else ""
 
     def find(self, record: LaunchRecord) -> list[Seen]:
-        """Find the job or step in Slurm's queue by name, even if the launcher was killed right after submitting it."""
+        """Find the job or step in Slurm's queue by name. This works even if the launcher was killed right after submitting it."""
         name, attach = self.tool_name(record.name), record.facts["kind"]
         if attach:
             rows = _rows("--steps", "--format=%i|%j", what="list the steps")
@@ -113,7 +113,7 @@ class Slurm(ToolTarget):
             return self._attach(record, command)
         job = _ask(*command.words, what=command.what).strip().partition(";")[0]
         if not job.isdecimal():
-            raise LaunchError(f"cannot {command.what}: sbatch answered {job[:200]!r}, not the id of a job")
+            raise LaunchError(f"cannot {command.what}: sbatch answered {job[:200]!r}, which is not a job id")
         say(f"submitted job {job}; its log is {record.folder / LOG}")
         return job
 
@@ -133,7 +133,7 @@ class Slurm(ToolTarget):
                     raise LaunchError(f"the nodes did not start inside job {job}; the end of {log}:\n{last}")
         except BaseException:
             with suppress(ProcessLookupError):
-                os.killpg(holder.pid, signal.SIGTERM)  # srun gives up its step
+                os.killpg(holder.pid, signal.SIGTERM)  # srun then ends its step
             raise
         return found[0].id
 
@@ -144,7 +144,9 @@ class Slurm(ToolTarget):
         if (ended := _ended(record)) is not None:
             return f"it {status_words(ended)}"
         words = ("sacct", "--noheader", "--parsable2", "--allocations", "--format=State,ExitCode")
-        account = _ask(*words, f"--jobs={record.id}", what="ask for its account", fine="").strip() if record.id else ""
+        account = (
+            _ask(*words, f"--jobs={record.id}", what="read the job's accounting", fine="").strip() if record.id else ""
+        )
         state = visible(account).replace("|", ", exit code ")
         return f"job {record.id} is {state}" if state else "it is not in Slurm's queue"
 
@@ -186,14 +188,14 @@ class Slurm(ToolTarget):
         return 1 if ended is None else ended
 
     def end(self, record: LaunchRecord, ids: Sequence[str]) -> None:
-        """Let the run save, then end it. Slurm sends a job SIGTERM first, but a step needs it from here."""
+        """Let the run save, then end it. A cancelled job gets SIGTERM from Slurm first; a step does not, so this method sends it."""
         if record.facts["kind"]:
             _ask("scancel", "--signal=TERM", *ids, what="let the run save", fine="")
             wait = Wait(40.0)  # on SIGTERM a node gives the run 25 s to save, then stops Ray
             while self.own(record) and wait.again("waiting for the run to save", after_s=LOOK_EVERY_S):
                 continue
         if self.own(record):
-            _ask("scancel", *ids, what="end it", fine="")
+            _ask("scancel", *ids, what="cancel the job or step", fine="")
 
 
 def _env() -> dict[str, str]:
@@ -270,7 +272,7 @@ def _options(request: LaunchRequest, section: SlurmSection) -> list[str]:
         "open-mode": "append",
         "chdir": request.cwd,
     }
-    # sbatch takes the last of two equal options: the launch relies on its own to find its job and start its nodes.
+    # sbatch uses the last of two equal options. The launch's options come last: it needs them to find its job and start its nodes.
     return [*section.options, *(f"--{name}={value}" for name, value in given.items() if value is not None), "--requeue"]
 
 
@@ -282,7 +284,7 @@ def _gpus(request: LaunchRequest, section: SlurmSection) -> str | None:
     sizes = set(request.cluster.slots_per_node)
     if len(sizes) > 1:
         raise LaunchError(
-            "cluster.nodes has nodes of different sizes, and a Slurm job asks for the same number of GPUs on each; give "
+            "cluster.nodes has nodes of different sizes, but a Slurm job requests the same number of GPUs on each node; set "
             "num_nodes and num_gpus_per_node instead"
         )
     return str(sizes.pop())
@@ -298,10 +300,10 @@ def _srun(request: LaunchRequest, section: SlurmSection) -> str:
         words += [f"--gpus-per-node={gpus}"] if (gpus := _gpus(request, section)) else []
     # The run decides what to do about a lost node, and Ray's processes may use all of the job's CPUs. None of them uses MPI.
     words += ["--kill-on-bad-exit=0", "--wait=0", "--cpu-bind=none", "--mpi=none", "--label"]
-    if container is not None and container.runtime == "enroot":  # pyxis runs the task there, with the job's variables
+    if container is not None and container.runtime == "enroot":  # pyxis runs the task in it, with the job's variables
         if container.build is not None or container.devices:
             raise LaunchError(
-                "launch.container.build and devices are not for enroot: import the image, and leave them out"
+                "launch.container.build and launch.container.devices do not work with enroot; import the image, and remove them"
             )
         words += [f"--container-image={container.image}", f"--container-workdir={request.cwd}"]
         words.append(f"--container-mounts={','.join(mounts_of(container, _folders(request)))}")
@@ -343,11 +345,11 @@ def _node(request: LaunchRequest, section: SlurmSection) -> str:
 
 
 def _notes(request: LaunchRequest, section: SlurmSection) -> tuple[str, ...]:
-    notes = [f"all nodes read {request.folder}: it has to be in a folder that they share (set ROLLCALL_LAUNCHES)"]
+    notes = [f"all nodes read {request.folder}, so it must be in a folder that they share (set ROLLCALL_LAUNCHES)"]
     if section.cpus_per_task is None and section.attach is None and "--exclusive" not in section.options:
         notes.append(
             "launch.slurm.cpus_per_task is not set: Slurm gives each node one CPU, unless the partition says otherwise"
         )
     if section.attach is not None:
-        notes.append(f"job {section.attach} is not requeued: the same command starts the run again, and it resumes")
+        notes.append(f"job {section.attach} is not requeued; run the same command again to resume the run")
     return tuple(notes)

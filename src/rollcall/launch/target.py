@@ -1,8 +1,8 @@
-"""The interface of every `rollcall launch` target, and the base class for targets whose own tool gets the nodes: `sbatch`, `sky`,
+"""The interface of every `rollcall launch` target, and the base class for targets whose tool provides the nodes: `sbatch`, `sky`,
 `dstack`, `kubectl`.
 
-Such a target renders files for its tool and says which commands start, show and stop the job. The rest is here: a running job is
-found by its name, and belongs to this launch only if the record contains its id.
+Such a target renders files for its tool and names the commands that start, show and stop the job. The base class does the rest. It
+finds a running job by its name, and the job belongs to this launch only if the record contains its id.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class LaunchRequest:
 
     @property
     def container_name(self) -> str:
-        """A different name for each user: users on a machine share its containers, and an old one with this name is removed."""
+        """The container's name. It differs for each user, because a launch removes any old container with the same name."""
         return f"{self.name}-{hashlib.sha256(f'{os.getuid()} {self.folder}'.encode()).hexdigest()[:8]}"
 
     @property
@@ -83,7 +83,7 @@ class Target(Protocol):
     name: str
 
     def check(self, request: LaunchRequest) -> None:
-        """Refuse what this target would ignore or its nodes could not find. Runs before rendering, so in a dry run too."""
+        """Refuse keys that this target would ignore and paths that its nodes could not find. A dry run calls this too."""
 
     @abstractmethod
     def render(self, request: LaunchRequest) -> Rendered:
@@ -172,11 +172,11 @@ class ToolTarget(Target):
     def check(self, request: LaunchRequest) -> None:
         if request.launch.container is not None:
             raise LaunchError(
-                f"launch.container is for ssh and slurm; for {self.name} name the image in {self.image_key}"
+                f"launch.container works only with ssh and slurm; for {self.name}, set the image in {self.image_key}"
             )
         if request.launch.rendezvous is not None:
             raise LaunchError(
-                f"launch.rendezvous is for ssh and slurm; {self.name} tells its nodes where the head is, so leave it out"
+                f"launch.rendezvous works only with ssh and slurm; {self.name} gives its nodes the head's address, so remove it"
             )
         if request.cluster.num_nodes > 1:  # a single node finds a relative path in its own folder
             resolve_paths(request.config, folder=request.cwd, shared=None)
@@ -191,17 +191,17 @@ class ToolTarget(Target):
         if record.id is not None and was != kind and any(each.is_there for each in self.own(record)):
             raise LaunchError(
                 f"{record.name!r} was launched with {was!r}, not {kind!r}; end it with `rollcall launch down {record.name}` first, "
-                "or give another --name"
+                "or choose another --name"
             )
         record = record.knowing(kind=kind, place=self.place())
         there = [each for each in self.seen(record) if each.is_there]
         if any(record.id is None or not self.is_own(record, each) for each in there):
             raise LaunchError(
-                f"{self.title} already has {self.tool_name(record.name)!r}, which this launch did not start; give another --name, "
+                f"{self.title} already has {self.tool_name(record.name)!r}, which this launch did not start; choose another --name, "
                 "or end that one first"
             )
         if busy := next((each for each in there if each.is_busy), None):
-            say(f"{self.tool_name(record.name)!r} already runs: {busy.state}")
+            say(f"{self.tool_name(record.name)!r} is already running: {busy.state}")
             id = busy.id
         else:
             record = record.having(id="").save()
@@ -211,7 +211,7 @@ class ToolTarget(Target):
     def status(self, record: LaunchRecord) -> str:
         self.require_started(record)
         newest = next(iter(self.own(record)), None)
-        return f"{self.title} does not know it" if newest is None else visible(newest.state)
+        return f"{self.title} does not list it" if newest is None else visible(newest.state)
 
     def logs(self, record: LaunchRecord) -> None:
         self.require_started(record)
@@ -327,7 +327,7 @@ def left_here(request: LaunchRequest, *, advice: str) -> tuple[str, ...]:
     """Return a note about the run file's modules that are in the user's folder and not sent to the nodes."""
     with suppress(ClusterError):  # a module that is not here may be in the image
         if names := sorted({Path(name).parts[0] for name in own_modules(request.config, folder=request.cwd)}):
-            return (f"the run file needs {', '.join(names)}, and this launch sends no modules to the nodes: {advice}",)
+            return (f"the run file needs {', '.join(names)}, but this launch sends no modules to the nodes: {advice}",)
     return ()
 
 

@@ -1,8 +1,8 @@
 """`rollcall node --run`: one command on every node, from its start to the end of the run.
 
-Every node prepares itself, joins and stays. Rank 0 also starts this module as a script: it waits for all nodes, looks for what
-would break the run, submits the run and follows its log. When the run is over, it writes the exit status to Ray's folder on every
-node. Each node's command finds the status there, stops Ray and exits with it.
+Every node prepares itself, joins and stays. Rank 0 also starts this module as a script: it waits for all nodes, checks for problems
+that would break the run, submits the run and follows its log. When the run is over, it writes the exit status to Ray's folder on
+every node. Each node's command reads the status, stops Ray and exits with it.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class WholeRun:
         self._config = load_config(run_file)
         if self._config.cluster is None:
             raise ConfigError(
-                "--run needs a run file with a `cluster:` section: num_nodes, num_gpus_per_node and where roles sit"
+                "--run needs a run file with a `cluster:` section: num_nodes, num_gpus_per_node and the placement of roles"
             )
         self._cluster = self._config.cluster
 
@@ -61,7 +61,7 @@ class WholeRun:
         return self._cluster.num_nodes
 
     def complete(self, request: NodeRequest) -> NodeRequest:
-        """Fill in what the command line does not say about this node from the run file."""
+        """Fill in the values that the command line leaves out for this node from the run file."""
         if request.num_nodes not in (None, self.num_nodes):
             raise ClusterError(
                 f"starting {request.num_nodes} nodes, but the run file has cluster.num_nodes={self.num_nodes}; make them the same"
@@ -70,7 +70,7 @@ class WholeRun:
         return replace(request, num_nodes=self.num_nodes, slots=request.slots or logical)
 
     def get_ready(self, request: NodeRequest) -> NodeRequest:
-        """Complete the request and prepare this node; refuse what would stop its start before an hour is spent on a download."""
+        """Complete the request and prepare this node. Problems that would stop its start are refused before a long download begins."""
         request = self.complete(request)
         self.check(request)
         prepare_node(self._config, once=False)
@@ -93,7 +93,7 @@ class WholeRun:
         if record.rank:
             return _exit_status(hold(record, save_s=save_s, until=lambda: _status_in(ended)))
         words = [sys.executable, "-m", __name__, record.cluster, str(self._run_file), str(timeout_s)]
-        # Signals reach the driver through the run, whose job ends. Slurm may signal every process in a task from the very start.
+        # The driver ignores signals, because it exits when the run's job ends. Slurm may signal every process of a task at any time.
         driver = subprocess.Popen(words, start_new_session=True, preexec_fn=_ignore_signals)
         try:
             return _exit_status(hold(record, save_s=save_s, until=driver.poll, too_early=STOPPED))
@@ -152,11 +152,11 @@ def _note_reached(cluster: str, run_dir: Path) -> None:
         text = f"step {newest_step(run_dir) or 0}, with {num_bytes} bytes of groups"
         write_atomic(Rendezvous(Path(root), cluster).reached_file, text)
     except OSError as error:  # the run has stopped and saved anyway
-        say(f"cannot record how far the run has come: {error}")
+        say(f"cannot record the run's progress: {error}")
 
 
 def _known(jobs: Jobs) -> list[Job]:
-    """List the jobs. Ray's dashboard comes up later than Ray itself, on a busy node much later."""
+    """List the jobs, once Ray's dashboard answers. It starts after Ray, on a busy node much later."""
     from rollcall.process.ray.job_client import Unreachable
 
     wait = Wait(180.0)
@@ -164,7 +164,7 @@ def _known(jobs: Jobs) -> list[Job]:
         try:
             return jobs.jobs()
         except Unreachable:
-            if not wait.again("waiting for the dashboard of this node, which takes jobs", after_s=1.0):
+            if not wait.again("waiting for the dashboard of this node, which accepts jobs", after_s=1.0):
                 raise
 
 
@@ -183,7 +183,7 @@ def _tell_nodes(cluster: str, status: int) -> None:
     except ClusterError as error:
         failures = {0: str(error)}
     for rank, why in failures.items():
-        say(f"rank {rank} was not told that the run is over: {why}")
+        say(f"rank {rank} does not know that the run is over: {why}")
 
 
 def _ignore_signals() -> None:

@@ -1,6 +1,6 @@
-"""This node's reachable addresses, address parsing, and free ports.
+"""Finds this node's reachable addresses and free ports, and parses addresses.
 
-No packet is sent: connecting a UDP socket makes the kernel choose a route and a source address.
+No packet is sent: when a UDP socket is connected, the kernel only chooses a route and a source address.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def is_wildcard(host: str) -> bool:
 
 
 def is_own(address: str) -> bool:
-    """Whether the address belongs to this node."""
+    """Return whether the address belongs to this node."""
     with socket.socket(_family(address), socket.SOCK_STREAM) as probe:
         try:
             probe.bind((address, 0))
@@ -64,8 +64,8 @@ def is_own(address: str) -> bool:
 def own_address(*, toward: str | None, node_ip: str | None, interface: str | None) -> str:
     """Return an address of this node that the other nodes can reach.
 
-    ``node_ip`` and ``interface`` are what the user asked for. Without them, use the source address of packets to ``toward``;
-    without ``toward``, the default route's address, else the first address of any interface, else loopback.
+    ``node_ip`` and ``interface`` are the user's options. Without them, return the source address of packets to ``toward``. Without
+    ``toward``, return the default route's address, or else the first address of any interface, or else loopback.
     """
     if node_ip is not None:
         try:
@@ -103,7 +103,7 @@ def is_free(port: int) -> bool:
             with socket.socket(family, socket.SOCK_STREAM) as probe:
                 if family == socket.AF_INET6:
                     probe.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
-                # As servers do: a recently closed connection does not block its port.
+                # Servers set this option too: a recently closed connection does not block its port.
                 probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
                 probe.bind((anywhere, port))
         except OSError as error:
@@ -114,12 +114,12 @@ def is_free(port: int) -> bool:
 
 
 def leaves_loopback(host: str) -> bool:
-    """Whether Ray's own processes look for this host elsewhere: they replace loopback with the default route's address."""
+    """Return whether Ray's processes would contact a different address: they replace loopback with the default route's address."""
     return is_loopback(host) and not is_loopback(_by_route("8.8.8.8") or host)
 
 
 def listens(address: str, *, timeout_s: float) -> bool:
-    """Whether the address accepts connections."""
+    """Return whether the address accepts connections."""
     try:
         with socket.create_connection(split_address(address), timeout=timeout_s):
             return True

@@ -1,6 +1,6 @@
-"""A node's lifecycle in a cluster: find or start the cluster, start Ray, record what was started, stop exactly that.
+"""A node's lifecycle in a cluster: find or start the cluster, start Ray, record its processes, and stop exactly those.
 
-Rank 0 starts the head, then publishes it. Every other rank waits for the published head, asks for its identity, and joins.
+Rank 0 starts the head, then publishes it. Every other rank waits for the published head, asks it for its identity, and joins.
 `ray start` runs in its own session and returns; Ray's processes keep running, and `processes.py` finds them again.
 """
 
@@ -56,18 +56,18 @@ from rollcall.nodes.tls import write_certificates
 
 START_S = 180.0  # for Ray itself, once its head is known
 SETTLE_S = 1.0  # long enough to see a second head that published itself at the same moment
-TAKEN_S = 15.0  # a head notices a killed node within 5 s; the node's rank is free only after that
+TAKEN_S = 15.0  # a head notices a killed node within 5 s; only then is the node's rank free
 
 
 def require_meeting(request: NodeRequest) -> None:
     if (request.rendezvous is None) == (request.head_address is None):
         raise ClusterError(
-            "say how the nodes find each other: --rendezvous DIR (a shared folder) or --head-address HOST:PORT"
+            "the nodes need a way to find each other: give --rendezvous DIR (a shared folder) or --head-address HOST:PORT"
         )
 
 
 def start_node(request: NodeRequest) -> tuple[NodeRecord, bool]:
-    """Add this node to the cluster. Returns its record, and whether it was already part of the cluster."""
+    """Add this node to the cluster. Return its record, and whether it was already part of the cluster."""
     require_meeting(request)
     slots, accelerator = find_slots(request.slots)
     known = partial(
@@ -86,14 +86,14 @@ def start_node(request: NodeRequest) -> tuple[NodeRecord, bool]:
         check_token(given)
     if request.head_address is not None and given is None:
         raise ClusterError(
-            f"with --head-address no shared folder carries the token: set {TOKEN} to the same long random string on every "
+            f"--head-address needs a token from the environment: set {TOKEN} to the same long random string on every "
             "node, such as the output of `openssl rand -hex 32`"
         )
     if request.rank == 0 and request.rendezvous is not None:
         Rendezvous(request.rendezvous, request.cluster).prepare()
     found = None if request.rank == 0 else _find(request, token=given)
     with sole_owner(request.cluster):
-        if running := _running(request):  # another command was faster, or the head answers again
+        if running := _running(request):  # another command has started it, or the head answers again
             return running, True
         _stop(request.cluster)
         if found is None:
@@ -106,7 +106,7 @@ def start_node(request: NodeRequest) -> tuple[NodeRecord, bool]:
 
 
 def stop_node(cluster: str, *, keep_logs: bool = False) -> int:
-    """Stop this cluster's processes on this node and remove its files. Returns the number of processes stopped.
+    """Stop this cluster's processes on this node and remove its files. Return the number of processes stopped.
 
     ``keep_logs`` leaves Ray's folder until the next start or stop.
     """
@@ -115,7 +115,7 @@ def stop_node(cluster: str, *, keep_logs: bool = False) -> int:
         count = _stop(cluster)
         if keep_logs:
             return count
-        if record is not None:  # a folder that the user chose may contain more than this session
+        if record is not None:  # a folder that the user chose may contain other files
             shutil.rmtree(Path(record.temp_dir, "session_latest").resolve(), ignore_errors=True)
         shutil.rmtree(own_temp_dir(cluster), ignore_errors=True)
         (state_dir(cluster) / "start.log").unlink(missing_ok=True)
@@ -123,13 +123,13 @@ def stop_node(cluster: str, *, keep_logs: bool = False) -> int:
 
 
 def is_running(record: NodeRecord) -> bool:
-    """Whether the raylet is running on this node, and on rank 0 also the head."""
+    """Return whether the raylet is running on this node and, on rank 0, also the head."""
     needed = {RAYLET, GCS} if record.rank == 0 else {RAYLET}
     return needed <= command_names(record.processes)
 
 
 def _find(request: NodeRequest, *, token: str | None) -> Found:
-    """Wait for the head that this node should join, and refuse options that contradict what the head knows."""
+    """Wait for the head that this node should join, and refuse options that contradict the head's settings."""
     if request.head_address is not None:
         assert token is not None
         found = wait_at(request.head_address, token=token, tls=request.tls, timeout_s=request.timeout_s)
@@ -149,10 +149,12 @@ def _find(request: NodeRequest, *, token: str | None) -> Found:
         )
     if request.num_nodes not in (None, head.num_nodes):
         raise ClusterError(
-            f"--num-nodes {request.num_nodes} here, but rank 0 at {found.address} was started with {head.num_nodes}"
+            f"--num-nodes is {request.num_nodes}, but rank 0 at {found.address} was started with {head.num_nodes}"
         )
     if head.num_nodes is not None and request.rank >= head.num_nodes:
-        raise ClusterError(f"rank {request.rank} does not exist among the {head.num_nodes} nodes of this cluster")
+        raise ClusterError(
+            f"rank {request.rank} is too high: this cluster has {head.num_nodes} nodes, and ranks start at 0"
+        )
     return found
 
 
@@ -166,7 +168,9 @@ def _wait_for_rank(request: NodeRequest, found: Found) -> Found:
         is_there = port is not None and listens(join_address(holder.address, port), timeout_s=CONNECT_S)
         if is_there or time.monotonic() > give_up:
             raise ClusterError(_taken(holder))
-        say(f"rank {request.rank} is held by {holder.host} ({holder.address}); waiting to see whether it is alive")
+        say(
+            f"rank {request.rank} belongs to {holder.host} ({holder.address}); waiting to see whether that node is alive"
+        )
         time.sleep(3.0)
         answer = ask_head(found.address, token=found.token, tls=found.tls)
     return replace(found, answer=answer)
@@ -194,25 +198,23 @@ def _running(request: NodeRequest) -> NodeRecord | None:
         if any((node.rank, node.address) == (record.rank, record.node_ip) for node in answer.alive):
             if answer.cluster_id == record.cluster_id:
                 return record
-        # This happens after a network cut, for example: Ray on this node exits as soon as it notices.
-        why = f"the head at {record.head_address} considers it dead, or is a different head now"
+        # This happens after a network cut, for example. Ray on this node exits as soon as it notices that.
+        why = f"the head at {record.head_address} considers this node dead, or was replaced by a different head"
     except (HeadUnreachable, HeadRefuses) as error:
         why = str(error)
-    say(f"this node runs Ray, but {why}; it will be started again")
+    say(f"this node runs Ray, but {why}; starting Ray again")
     return None
 
 
 def _launch(request: NodeRequest, start: Start) -> NodeRecord:
-    """Start Ray, check that the head lists this node, and record it. A failure leaves nothing behind."""
+    """Start Ray, check that the head lists this node, and write the record. After a failure, nothing is left behind."""
     deadline = time.monotonic() + START_S
     try:
         try:
             return _launch_once(request, start, deadline=deadline)
         except RayletEnded as error:
             _stop(request.cluster)
-            say(
-                f"{str(error).splitlines()[-1].strip()}\nRay's raylet ended while Ray was starting; starting Ray once more"
-            )
+            say(f"{str(error).splitlines()[-1].strip()}\nRay's raylet ended while Ray was starting; trying once more")
             return _launch_once(request, start, deadline=deadline)
     except BaseException:
         _stop(request.cluster)
@@ -228,7 +230,7 @@ def _launch_once(request: NodeRequest, start: Start, *, deadline: float) -> Node
     if start.tls:
         write_certificates(tls_dir(request.cluster), token=start.token, addresses=[start.record.node_ip])
     ray_start(request, start, log=folder / "start.log", deadline=deadline)
-    # Ray opens its folders to everyone, and this one contains the sockets of the raylet and the object store.
+    # Ray makes its folders accessible to everyone, and this one contains the sockets of the raylet and the object store.
     (temp_dir / "session_latest").resolve().chmod(0o700)
     record = _joined(start, deadline=deadline)
     write_record(record)
@@ -239,7 +241,7 @@ def _launch_once(request: NodeRequest, start: Start, *, deadline: float) -> Node
 
 
 def _joined(start: Start, *, deadline: float) -> NodeRecord:
-    """Wait until the head lists this node under its rank; refuse if a different host took the rank meanwhile."""
+    """Wait until the head lists this node under its rank. Raise if a different host has taken the rank meanwhile."""
     record = start.record
     while True:
         answer = ask_head(record.head_address, token=start.token, tls=start.tls, claim=(record.rank, start.mark))
@@ -285,13 +287,13 @@ def _publish(request: NodeRequest, start: Start, record: NodeRecord, *, deadline
             return
         if time.monotonic() > deadline:
             raise ClusterError(
-                f"{rendezvous.folder} does not show what this node writes there, so no other node could find it; check that "
-                "folder, or use --head-address"
+                f"the files that this node writes to {rendezvous.folder} do not appear there, so no other node could find it; check "
+                "that folder, or use --head-address"
             )
 
 
 def _refuse_second_head(request: NodeRequest, *, token: str | None) -> None:
-    """Refuse if the published head is alive, i.e. if it answers with its own id."""
+    """Raise if the published head is alive, that is, if it answers with its own id."""
     if request.rendezvous is None:
         return
     rendezvous = Rendezvous(request.rendezvous, request.cluster)

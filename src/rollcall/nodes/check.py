@@ -1,4 +1,4 @@
-"""Lists the nodes that have joined, and waits for N accelerators. Every answer comes from the head."""
+"""Lists the nodes that have joined, and waits for a number of accelerators. Every answer comes from the head."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Roster:
     head_address: str
     dashboard_url: str | None
     num_nodes: int
-    nodes: tuple[NodeInfo, ...]  # one per rank that ever joined: the living node, else the one that died last
+    nodes: tuple[NodeInfo, ...]  # one per rank that ever joined: the living node, or else the node that died last
 
     @property
     def alive(self) -> list[NodeInfo]:
@@ -76,23 +76,23 @@ def wait_for_slots(cluster: Cluster, *, num_slots: int, timeout_s: float) -> Ros
             return found
         if found is not None and found.num_slots > num_slots:
             raise ClusterError(
-                f"{found.num_slots} accelerators have joined, {num_slots} were expected: {who(found.alive)}; stop what does "
-                f"not belong with `{cluster.leave_command}` there, or ask for {found.num_slots}"
+                f"{found.num_slots} accelerators have joined, but {num_slots} were expected: {who(found.alive)}; run "
+                f"`{cluster.leave_command}` on the nodes that do not belong, or ask for {found.num_slots}"
             )
         if not wait.again(state, after_s=ASK_EVERY_S):
             raise ClusterError(f"after {timeout_s:.0f} s (--timeout) {state}{_advice(cluster, found)}")
 
 
 def describe(found: Roster, *, num_slots: int) -> str:
-    """Say in one line how many slots have joined, from which nodes, and which ranks are missing."""
-    parts = [f"{found.num_slots} of {num_slots} accelerators have joined: {who(found.alive) or 'nobody'}"]
+    """Return one line with the number of slots that have joined, their nodes, and the missing ranks."""
+    parts = [f"{found.num_slots} of {num_slots} accelerators have joined: {who(found.alive) or 'none'}"]
     if found.missing:
         parts.append(f"missing: {missing_ranks(found.missing, {node.rank: node for node in found.nodes})}")
     return "; ".join(parts)
 
 
 def missing_ranks(ranks: Sequence[int], lost: Mapping[int | None, NodeInfo]) -> str:
-    """Name lost ranks by address and time, and group ranks that never joined into ranges, so that a hundred ranks fit on a line."""
+    """Return lost ranks with address and time, and ranks that never joined as ranges, so that a hundred ranks fit on a line."""
     parts = [
         f"{rank} ({lost[rank].address}, lost at {time.strftime('%H:%M:%S', time.localtime(lost[rank].ended_ms / 1000))})"
         for rank in ranks
@@ -103,10 +103,10 @@ def missing_ranks(ranks: Sequence[int], lost: Mapping[int | None, NodeInfo]) -> 
 
 
 def start_there(cluster: Cluster, ranks: Sequence[int]) -> str:
-    """Say which command starts these ranks."""
+    """Return advice with the command that starts these ranks."""
     if len(ranks) == 1:
-        return f"there run `{cluster.join_command(ranks[0])}`"
-    return f"on each of those run `{cluster.join_command('R')}`"
+        return f"on its host, run `{cluster.join_command(ranks[0])}`"
+    return f"on each of their hosts, run `{cluster.join_command('R')}`"
 
 
 def who(nodes: Sequence[NodeInfo]) -> str:
@@ -115,8 +115,8 @@ def who(nodes: Sequence[NodeInfo]) -> str:
 
 def _advice(cluster: Cluster, found: Roster | None) -> str:
     if found is None:
-        return f"; run `rollcall status` on {split_address(cluster.head_address)[0]} to see whether it is up"
+        return f"; run `rollcall status` on {split_address(cluster.head_address)[0]} to see whether the cluster is up"
     if found.missing:
         return f"; {start_there(cluster, found.missing)}"
     fewer = f"ask for {found.num_slots}, or " if found.num_slots else ""
-    return f"; all {found.num_nodes} nodes are there, so {fewer}give them more slots (`{cluster.more_slots('N')}`)"
+    return f"; all {found.num_nodes} nodes have joined, so {fewer}give them more slots (`{cluster.more_slots('N')}`)"

@@ -1,7 +1,7 @@
-"""Which cluster a command talks to: a Rollcall cluster, or a Ray cluster that someone else started.
+"""Finds the cluster that a command uses: a Rollcall cluster, or a Ray cluster that Rollcall did not start.
 
-Everything that differs between the two is in ``OurCluster`` and ``PlainRay``; no other file needs to know the kind. ``find_cluster``
-uses the first of these that is set:
+All differences between the two are in ``OurCluster`` and ``PlainRay``; no other file needs to know the kind. ``find_cluster`` uses
+the first of these that is set:
 
 1. ``--cluster NAME``
 2. inside a Ray job, the Ray cluster that runs the job
@@ -10,7 +10,7 @@ uses the first of these that is set:
 5. ``RAY_ADDRESS``
 6. the cluster that this node belongs to
 
-If several are set, it prints which one it uses and why.
+If several are set, it prints which cluster it uses and why.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ from rollcall.nodes.state import (
 )
 
 RAY_ADDRESS = "RAY_ADDRESS"
-IN_A_JOB = "RAY_JOB_CONFIG_JSON_ENV_VAR"  # Ray sets this for the drivers of submitted jobs, together with RAY_ADDRESS
+IN_A_JOB = "RAY_JOB_CONFIG_JSON_ENV_VAR"  # Ray sets this variable, together with RAY_ADDRESS, for the drivers of submitted jobs
 MODE = "RAY_AUTH_MODE"
 _said: set[str] = set()
 
@@ -58,7 +58,7 @@ _said: set[str] = set()
 class OurCluster:
     """A cluster that this node joined with `rollcall node`, identified by the record, token and certificates stored on this node.
 
-    The record is read each time because `rollcall node` may write a new one meanwhile.
+    The record is read each time, because `rollcall node` may have written a new one.
     """
 
     name: str
@@ -92,7 +92,7 @@ class OurCluster:
     def knock(self) -> None:
         if not listens(self.head_address, timeout_s=CONNECT_S):
             raise HeadUnreachable(
-                f"nobody answers at the head's address {self.head_address}: rank 0 of {self.title} is down, or cut off from this node"
+                f"no answer at the head's address {self.head_address}: rank 0 of {self.title} is down, or cut off from this node"
             )
 
     def ask(self, *, timeout_s: float = ASK_S) -> HeadAnswer:
@@ -100,15 +100,15 @@ class OurCluster:
         answer = ask_own_head(self.name, head_address=record.head_address, timeout_s=timeout_s)
         if answer.head is not None and answer.cluster_id != record.cluster_id:
             raise ClusterError(
-                f"the head at {record.head_address} was started again since this node joined; run `rollcall node` here again"
+                f"the head at {record.head_address} was started again after this node joined; run `rollcall node` again on this node"
             )
         return answer
 
     def wait_until_known(self, wait: Wait) -> None:
         """Wait for this node's record, which a `rollcall node` in the background writes."""
         while read_record(self.name) is None:
-            if not wait.again(f"waiting for `rollcall node` to make this node part of {self.title}", after_s=0.2):
-                require_record(self.name)  # refuses, unless the record has just appeared
+            if not wait.again(f"waiting for `rollcall node` to add this node to {self.title}", after_s=0.2):
+                require_record(self.name)  # raises unless the record has just appeared
                 return
 
     def num_nodes(self, answer: HeadAnswer) -> int:
@@ -121,19 +121,22 @@ class OurCluster:
                 return node
         raise ClusterError(
             f"the head of {self.title} at {record.head_address} considers this node ({record.node_ip}, rank {record.rank}) dead; "
-            "run `rollcall node` here again"
+            "run `rollcall node` again on this node"
         )
 
     def dashboard_url(self, answer: HeadAnswer) -> str | None:
         return self.record.dashboard_url
 
     def job_server(self) -> tuple[str | None, str | None, int | None]:
-        """Return the dashboard URL as this machine reaches it, the token for it, and the number of nodes."""
+        """Return the dashboard's URL from this machine, its token, and the number of nodes."""
         record = self.record
         return record.dashboard_url, self.token, record.num_nodes
 
     def environment(self, answer: HeadAnswer) -> dict[str, str | None]:
-        return {"RAY_AUTH_TOKEN": None, **auth_env(self.name)}  # Ray would prefer this variable to the token's file
+        return {
+            "RAY_AUTH_TOKEN": None,
+            **auth_env(self.name),
+        }  # a token in this variable would take precedence over the token's file
 
     def note_driver(self) -> None:
         note_driver(self.name)
@@ -151,10 +154,10 @@ class OurCluster:
 
 @dataclass(frozen=True, slots=True)
 class PlainRay:
-    """A Ray cluster known only by its address: started by hand, by KubeRay or by a company, or the one that runs this job.
+    """A Ray cluster that is known only by its address: started by hand, by KubeRay or by a company, or the one that runs this job.
 
-    Rollcall starts and stops nothing there. Ray's own variables name the token and the certificates; a cluster that requires no
-    token is used without one. Nodes without a rank get one by address.
+    Rollcall starts and stops no nodes of such a cluster. Ray's own variables name the token and the certificates. If the cluster
+    requires no token, none is used. Nodes without a rank get a rank by address.
     """
 
     head_address: str
@@ -169,7 +172,7 @@ class PlainRay:
 
     @property
     def title(self) -> str:
-        return f"the Ray at {self.head_address}"
+        return f"the Ray cluster at {self.head_address}"
 
     @property
     def token(self) -> str | None:
@@ -182,8 +185,8 @@ class PlainRay:
     def knock(self) -> None:
         if not listens(self.head_address, timeout_s=CONNECT_S):
             raise HeadUnreachable(
-                f"nobody answers at {self.head_address}, which {self.where} names; is that Ray up, and is this the address that "
-                "`ray start --head` printed (usually with port 6379)?"
+                f"no answer at {self.head_address}, which comes from {self.where}; check that Ray is up and that this is the address "
+                "that `ray start --head` printed (usually with port 6379)"
             )
 
     def ask(self, *, timeout_s: float = ASK_S) -> HeadAnswer:
@@ -204,19 +207,19 @@ class PlainRay:
             return own
         nodes = ", ".join(node.address for node in answer.alive) or "none"
         raise ClusterError(
-            f"this machine is not a node of {self.title} (its nodes: {nodes}), and a run is driven from one; run the command "
-            f"there, or `ray start --address={self.head_address}` here first, or use `rollcall submit --address http://HEAD:8265`"
+            f"this machine is not a node of {self.title} (its nodes: {nodes}), but only a node can start a run; run the command "
+            f"on a node, or run `ray start --address={self.head_address}` here first, or use `rollcall submit --address http://HEAD:8265`"
         )
 
     def _refuse_other_versions(self, answer: HeadAnswer) -> None:
-        """Report in one line a mismatch that Ray would report in many."""
+        """Raise an error of one line for a mismatch that Ray would report in many lines."""
         mine = {"Ray": installed("ray"), "Python": platform.python_version()}
         for what, theirs in answer.versions.items():
             is_same = theirs == mine[what] if what == "Ray" else compared(theirs) == compared(mine[what])
             if not is_same:
                 raise ClusterError(
-                    f"{self.title} runs {what} {theirs}, and this is {what} {mine[what]}: Ray joins only processes of the same "
-                    f"version; use an environment with {what} {theirs} here, or start that Ray with {mine[what]}"
+                    f"{self.title} runs {what} {theirs}, but this environment has {what} {mine[what]}, and Ray needs the same version on "
+                    f"both sides; use an environment with {what} {theirs}, or start that Ray cluster with {mine[what]}"
                 )
 
     def dashboard_url(self, answer: HeadAnswer) -> str | None:
@@ -233,7 +236,7 @@ class PlainRay:
         return {MODE: "disabled" if answer.is_open else _mode()}
 
     def note_driver(self) -> None:
-        """Do nothing: a Ray cluster that someone else started does not look for drivers."""
+        """Do nothing: only `rollcall node --block` looks for drivers."""
 
     def join_command(self, rank: int | str) -> str:
         return f"ray start --address={self.head_address}"
@@ -258,14 +261,14 @@ def _mode() -> str:
 
 
 def _own(answer: HeadAnswer) -> NodeInfo | None:
-    """Find this machine's node, by its raylet if possible: others may reach the machine at an address that it does not have itself."""
+    """Find this machine's node, by its raylet if possible: the node's address may not be one of the machine's own addresses."""
     here = raylets_here()
     found = [node for node in answer.alive if node.node_id in here]
     return next(iter([*found, *(node for node in answer.alive if is_own(node.address))]), None)
 
 
 def _ranked(nodes: tuple[NodeInfo, ...]) -> tuple[NodeInfo, ...]:
-    """Return all living nodes with ranks, then for each address without a living node the last one that died there."""
+    """Return all living nodes with ranks. For each address without a living node, add the node that died there last."""
     living = [node for node in nodes if node.alive]
     ranks = rank_by_address({node.node_id: (node.rank, node.address, node.slots > 0) for node in living})
     lost = {node.address: node for node in sorted(nodes, key=lambda node: node.started_ms) if not node.alive}
@@ -288,12 +291,12 @@ class _Wish:
 
 
 def find_cluster(name: str | None = None, *, ray_address: str | None = None) -> Cluster:
-    """Find the cluster to use. ``name`` comes from ``--cluster``, ``ray_address`` from the run file. Default: this node's cluster."""
+    """Find the cluster to use. ``name`` is the value of ``--cluster``; ``ray_address`` comes from the run file."""
     return wished_cluster(name, ray_address=ray_address) or OurCluster(DEFAULT_CLUSTER)
 
 
 def wished_cluster(name: str | None = None, *, ray_address: str | None = None) -> Cluster | None:
-    """Like ``find_cluster``, but return `None` if nothing names a cluster and this node is not part of the default cluster."""
+    """Do the same as ``find_cluster``, but return `None` if no cluster is named and this node is not part of the default cluster."""
     wish = _wish(ray_address)
     if name is not None:
         return _ours(name, why="--cluster names it", instead_of=wish)
@@ -309,17 +312,17 @@ def wished_cluster(name: str | None = None, *, ray_address: str | None = None) -
         return OurCluster(own.cluster)
     plain = _plain(wish)
     if own is not None and is_same_address(plain.head_address, own.head_address):
-        return OurCluster(own.cluster)  # the same cluster, and its token is known here
+        return OurCluster(own.cluster)  # the same cluster, and this node has its token
     if own is not None:
         say_once(
-            f"note: {plain.title} is used, because {wish.where} names it; cluster {own.cluster!r} of this node is not used "
-            f"(give --cluster {own.cluster} if you mean that one, or unset {wish.where})"
+            f"note: using {plain.title}, because {wish.where} names it, and not this node's cluster {own.cluster!r} "
+            f"(to use that, give --cluster {own.cluster} or unset {wish.where})"
         )
     return plain
 
 
 def wished_dashboard(name: str | None = None, *, ray_address: str | None = None) -> str | None:
-    """Return the address in ``RAY_ADDRESS`` or the run file if it is a dashboard's, which is enough for jobs."""
+    """Return the address in ``RAY_ADDRESS`` or the run file if it is the address of a dashboard, which is enough for jobs."""
     wish = _wish(ray_address)
     taken = name is not None or (os.environ.get(CLUSTER) and wish is not None and wish.where == RAY_ADDRESS)
     return wish.text if wish is not None and not taken and wish.text.startswith(("http://", "https://")) else None
@@ -330,7 +333,7 @@ def is_in_a_job() -> bool:
 
 
 def is_same_address(one: str, other: str) -> bool:
-    """Whether two addresses name the same endpoint. A host has several, and Ray replaces loopback with another of them."""
+    """Return whether two addresses name the same endpoint. A host has several addresses, and Ray replaces loopback with another."""
     if one == other:
         return True
     (host, port), (other_host, other_port) = split_address(one), split_address(other)
@@ -346,14 +349,14 @@ def _wish(ray_address: str | None) -> _Wish | None:
 
 
 def _names(wish: _Wish, own: NodeRecord) -> bool:
-    """Whether the wish names this cluster, by its head or (as in Ray's own job commands) by its dashboard."""
+    """Return whether the wish names this cluster, by its head or (as in Ray's job commands) by its dashboard."""
     return wish.text in (own.head_address, own.dashboard_url)
 
 
 def _ours(name: str, *, why: str, instead_of: _Wish | None) -> OurCluster:
     own = read_record(name)
     if instead_of is not None and (own is None or not _names(instead_of, own)):
-        say_once(f"note: cluster {name!r} is used, because {why}; {instead_of} is not used")
+        say_once(f"note: using cluster {name!r}, because {why}, and not {instead_of}")
     return OurCluster(name)
 
 
@@ -363,22 +366,22 @@ def _plain(wish: _Wish) -> PlainRay:
         found = sorted(set(raylets_here().values()))
         if not found:
             raise ClusterError(
-                f"{wish}: no Ray runs on this machine; write HOST:PORT of its head, or start it (`ray start`)"
+                f"{wish}: Ray is not running on this machine; write HOST:PORT of the head, or start Ray (`ray start`)"
             )
         if len(found) > 1:
             raise ClusterError(
-                f"{wish}: nodes of {len(found)} Rays run on this machine; write one of {', '.join(found)}"
+                f"{wish}: nodes of {len(found)} Ray clusters run on this machine; write one of {', '.join(found)}"
             )
         return PlainRay(found[0], where=wish.where)
     if "://" in text:
         kind = (
-            "an address of Ray Client, which Rollcall does not use"
+            "an address for Ray Client, which Rollcall does not use"
             if text.startswith("ray://")
             else "the address of a dashboard, which only runs jobs (`rollcall submit --address http://HEAD:8265`)"
         )
         raise ClusterError(
-            f"{wish} is {kind}; give the head's own address: HOST:PORT as `ray start --head` prints it, usually port 6379, or for a "
-            "cluster of `rollcall node` --cluster NAME"
+            f"{wish} is {kind}; give the head's address, HOST:PORT, as `ray start --head` prints it (usually port 6379); for a "
+            "cluster of `rollcall node`, give --cluster NAME"
         )
     try:
         host, port = split_address(text)

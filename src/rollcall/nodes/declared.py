@@ -1,17 +1,17 @@
-"""Which environment variables workers get: some from their node's shell, and those that a run file declares.
+"""Selects the environment variables that workers get: some from their node's shell, and those that a run file declares.
 
-From the shell that started `rollcall node`, workers keep paths of programs, libraries and folders, and settings for the machine's devices,
-threads and network, which may differ between nodes. Nothing else from that shell reaches a worker, and no secret does. Raylets are
-started with these variables, so a worker cannot see more.
+From the shell that started `rollcall node`, workers keep paths of programs, libraries and folders, and settings for the machine's
+devices, threads and network, which may differ between nodes. No other variable of that shell reaches a worker, and no secret does:
+raylets are started with these variables only.
 
-A run file declares what else a run needs: ``cluster.env`` (values), ``cluster.env_pass`` (names copied from the submitter) and
-``cluster.node_env`` (per node). If a name has several values, the node's wins, then the run file's, then the
-submitter's. A worker's other variables come from Rollcall or Ray.
+A run file declares the other variables of a run: ``cluster.env`` (values), ``cluster.env_pass`` (names whose values come from the
+submitter) and ``cluster.node_env`` (values for one node). If a name has several values, the node's value wins, then the run file's,
+then the submitter's. A worker's other variables come from Rollcall or Ray.
 
 Ray writes the variables of jobs and workers to its logs and shows them to anyone who asks its API (2.60: ``runtime_env_agent.log``,
 ``ray job list``). So secrets travel in one sealed variable: a new salt each time, and a Fernet message whose key is PBKDF2 of the
-cluster's token and the salt. It is opened where it is needed: by launch/jobs/driver.py for a job's controller, and in Ray workers by
-``SETUP_HOOK``.
+cluster's token and the salt. It is opened only where it is needed: launch/jobs/driver.py opens it for a job's controller, and
+``SETUP_HOOK`` in Ray workers.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from rollcall.base.process_table import environment_of
 from rollcall.base.redact import REDACTED, guard_streams, hides, redact_env, remember
 from rollcall.nodes.state import TOKEN
 
-if TYPE_CHECKING:  # every worker process imports this module, and most do not need the run file's models
+if TYPE_CHECKING:  # every worker process imports this module, and most do not need the models of the run file
     from rollcall.config import ClusterSection
 
 NODE_OWN = ("PATH", "PYTHONPATH", "LD_LIBRARY_PATH")
@@ -45,12 +45,12 @@ _OURS = frozenset({
     *GROUP_VARIABLES, "RAY_ADDRESS", "RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH", TOKEN, "ROLLCALL_SEALED", "ROLLCALL_SUBMITTED",
     "RAY_USE_TLS", "RAY_TLS_SERVER_CERT", "RAY_TLS_SERVER_KEY", "RAY_TLS_CA_CERT",
 })  # fmt: skip
-SEALED = "ROLLCALL_SEALED"  # the secrets, which only the cluster's token opens
-SUBMITTED = "ROLLCALL_SUBMITTED"  # names of the variables that came with the job
+SEALED = "ROLLCALL_SEALED"  # contains the secrets; only the cluster's token opens it
+SUBMITTED = "ROLLCALL_SUBMITTED"  # names of the variables that were submitted with the job
 # runtime_env["worker_process_setup_hook"], for ray.init or a job
 SETUP_HOOK = "rollcall.nodes.declared.open_sealed"
-_ROUNDS = 20_000  # a token from Rollcall needs no extra rounds, but one that a person chose does
-# What workers keep from the shell of their node: names, and patterns of names.
+_ROUNDS = 20_000  # a generated token needs no extra rounds, but a token that a person chose does
+# Variables that workers keep from the shell of their node: names, and patterns of names.
 NAMES = frozenset({
     "PATH", "PYTHONPATH", "LD_LIBRARY_PATH", "LD_PRELOAD", "VIRTUAL_ENV", "CONDA_PREFIX",
     "HOME", "USER", "LOGNAME", "SHELL", "TMPDIR", "XDG_CACHE_HOME", "HOSTNAME", "TZ", "LANG", "LANGUAGE",
@@ -63,7 +63,7 @@ PATTERNS = (
     "OMP_*", "MKL_*", "KMP_*", "GOMP_*", "OPENBLAS_*", "DNNL_*", "ONEDNN_*", "ATEN_*",
     "NCCL_*", "RCCL_*", "GLOO_*", "UCX_*", "FI_*", "IBV_*", "RDMAV_*", "MLX4_*", "MLX5_*",
 )  # fmt: skip
-# Variables that a user is likely to miss: model locations, accounts, proxies.
+# Variables that a run often needs but workers do not keep: model locations, accounts, proxies.
 MATTERS = (
     "HF_*", "HUGGING_FACE_*", "TRANSFORMERS_*", "TOKENIZERS_*", "VLLM_*", "WANDB_*", "MLFLOW_*", "COMET_*", "TENSORBOARD_*",
     "OPENAI_*", "ANTHROPIC_*", "AZURE_*", "AWS_*", "GOOGLE_*", "*_API_KEY", "*_TOKEN", "*_proxy", "*_PROXY",
@@ -92,7 +92,7 @@ def check_environment(section: ClusterSection) -> None:
     for rank, values in section.node_env.items():
         if secret := next((name for name, value in values.items() if hides(name, value)), None):
             raise ClusterError(
-                f"cluster.node_env.{rank}.{secret} is a secret, and secrets are the same on every node; name it in "
+                f"cluster.node_env.{rank}.{secret} is a secret, but secrets must be the same on every node; list it in "
                 "cluster.env_pass"
             )
 
@@ -104,7 +104,7 @@ def declared(section: ClusterSection | None, *, submitted: Mapping[str, str], no
     check_environment(section)
     found: dict[str, Variable] = {}
     for name, value in submitted.items():
-        if name not in section.env:  # a secret in cluster.env travels with the passed variables
+        if name not in section.env:  # a secret in cluster.env is submitted with the passed variables
             by = next((one for one in section.env_pass if _is_pattern(one) and fnmatch.fnmatchcase(name, one)), "")
             found[name] = Variable(value=value, source=f"cluster.env_pass {by}".rstrip())
     for name, value in section.env.items():
@@ -127,7 +127,7 @@ def worker_env(section: ClusterSection | None, *, submitted: Mapping[str, str], 
 
 
 def submitted_env(section: ClusterSection | None) -> dict[str, str]:
-    """Return the submitter's variables. In a job they came with the job; otherwise this process is the submitter."""
+    """Return the submitter's variables. In a job, they were submitted with it; otherwise, this process is the submitter."""
     if SUBMITTED in os.environ:
         return {name: os.environ[name] for name in os.environ[SUBMITTED].split(",") if name in os.environ}
     return passed(section, environ=os.environ)
@@ -151,8 +151,8 @@ def job_env(
     token: str | None,
     named: Mapping[str, Sequence[str]] | None = None,
 ) -> dict[str, str]:
-    """Return a job's variables in a form that Ray may show: those declared for every node, and those that rewards and the
-    environment get by name from the job's driver (``named``, by run file key)."""
+    """Return a job's variables in a form that Ray may show: the variables declared for every node, and those that rewards and the
+    environment get by name from the job's driver (``named``, by key of the run file)."""
     asked: dict[str, str] = {}
     for where, name in ((where, name) for where, names in (named or {}).items() for name in names):
         if section is None or name not in section.env:  # else the run file contains its value
@@ -164,22 +164,24 @@ def job_env(
     submitted = passed(section, environ=environ)
     everywhere = section.model_copy(update={"node_env": {}})
     values = worker_env(everywhere, submitted=submitted, node_rank=0)
-    # The driver cannot read these from its run file: the submitter's values, and the secrets, which are redacted there.
+    # The driver's run file does not contain these: the submitter's values, and the secrets, which are redacted in it.
     names = [name for name, value in values.items() if name in submitted or hides(name, value)]
-    # Set even when empty: the head's own variables are not the submitter's.
+    # Set SUBMITTED even when it is empty, because the head's own variables are not the submitter's.
     return {**for_ray({**asked, **values}, token=token), SUBMITTED: ",".join(names)}
 
 
 def _value(name: str, environ: Mapping[str, str], *, where: str) -> str:
     if name not in environ:
-        raise ClusterError(f"{where} names {name}, which is not set here; export {name}, or take it out of {where}")
+        raise ClusterError(
+            f"{where} names {name}, which is not set in this shell; export {name}, or remove it from {where}"
+        )
     return environ[name]
 
 
 def for_ray(values: Mapping[str, str], *, token: str | None = None) -> dict[str, str]:
     """Return the variables in a form that Ray may log, for ``runtime_env["env_vars"]``, with the secrets in one sealed variable.
 
-    ``token`` is the cluster's; the default is the token of this process.
+    ``token`` is the cluster's token; the default is the token that this process uses.
     """
     secrets = {name: value for name, value in values.items() if hides(name, value)}
     if not secrets:
@@ -187,9 +189,9 @@ def for_ray(values: Mapping[str, str], *, token: str | None = None) -> dict[str,
     token = token or process_token()
     if token is None:
         raise ClusterError(
-            f"{', '.join(secrets)} must not reach Ray's logs, and can be sealed only with a token, which this Ray does not have; "
-            "start it with RAY_AUTH_MODE=token and RAY_AUTH_TOKEN, or set them where `ray start` runs on each node and take them "
-            "out of the run file"
+            f"{', '.join(secrets)} must not appear in Ray's logs, but this Ray cluster has no token to seal secrets with; start it "
+            "with RAY_AUTH_MODE=token and RAY_AUTH_TOKEN, or set the secrets on each node before `ray start` and remove them "
+            "from the run file"
         )
     remember(secrets.values())
     public = {name: value for name, value in values.items() if name not in secrets}
@@ -197,7 +199,7 @@ def for_ray(values: Mapping[str, str], *, token: str | None = None) -> dict[str,
 
 
 def open_sealed() -> None:
-    """Unpack this process's sealed variable, if there is one, into its environment, and redact what the process prints."""
+    """Decrypt this process's sealed variable, if it has one, into its environment, and redact the process's output."""
     values = sealed_values(os.environ, token=process_token())
     remember(values.values())
     os.environ.update(values)
@@ -211,7 +213,7 @@ def sealed_values(environ: Mapping[str, str], *, token: str | None) -> dict[str,
         return {}
     if token is None:
         raise ClusterError(
-            f"{SEALED} is set, but not the cluster's token (RAY_AUTH_TOKEN_PATH); was this job submitted?"
+            f"{SEALED} is set, but the cluster's token is not (RAY_AUTH_TOKEN_PATH); was this job submitted?"
         )
     return unseal(envelope, token)
 
@@ -245,7 +247,7 @@ def environment(values: Mapping[str, str]) -> Iterator[None]:
 
 
 def seen_here() -> dict[str, tuple[str, str]]:
-    """Return all variables of a worker on this node, each with its origin if no run file declares it. Runs in that worker.
+    """Return all variables of a worker on this node, each with its origin if no run file declares it. The worker calls this.
     Secret values do not leave the node."""
     open_sealed()
     found = origins(os.environ)
@@ -255,13 +257,13 @@ def seen_here() -> dict[str, tuple[str, str]]:
 def _check_name(name: str, where: str) -> None:
     if name in NODE_OWN:
         raise ClusterError(
-            f"{where} has {name}, which belongs to each node: a value that is right on one node may be wrong on another; set it where "
-            "`rollcall node` is started"
+            f"{where} has {name}, which must differ between nodes: a value that is right on one node may be wrong on another; set it in "
+            "the shell that starts `rollcall node`"
         )
     if name in _OURS:
-        raise ClusterError(f"{where} has {name}, which Rollcall sets for each worker itself; take it out")
+        raise ClusterError(f"{where} has {name}, which Rollcall sets for each worker; remove it")
     if not name or "=" in name or "\0" in name or "," in name:
-        raise ClusterError(f"{where} has {name!r}, which is not a valid name of a variable")
+        raise ClusterError(f"{where} has {name!r}, which is not a valid variable name")
 
 
 def _is_pattern(text: str) -> bool:
@@ -279,7 +281,7 @@ def unseal(envelope: str, token: str) -> dict[str, str]:
         return json.loads(_cipher(token, salt).decrypt(message))
     except (InvalidToken, ValueError):
         raise ClusterError(
-            "the secrets of this job were sealed with another token, or are damaged; submit it again"
+            "the secrets of this job were sealed with a different token, or are damaged; submit the job again"
         ) from None
 
 
@@ -302,7 +304,7 @@ def nodes_own(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def missed(environ: Mapping[str, str], *, given: Collection[str] = ()) -> list[str]:
-    """Return variables set here that workers do not see but a run may need; ``given`` lists those that they do see."""
+    """Return variables that are set here and that a run may need but workers do not see. ``given`` lists variables that they see."""
     ours = ("RAY_*", "ROLLCALL_*")
     return sorted(
         name
@@ -312,15 +314,15 @@ def missed(environ: Mapping[str, str], *, given: Collection[str] = ()) -> list[s
 
 
 def hint(names: Collection[str]) -> str:
-    """Hint at variables by name only, since a value may be a secret."""
+    """Return a hint with the names of variables, without their values, because a value may be a secret."""
     return (
-        f"set here, and not seen by workers: {', '.join(names)}; if a run needs one of these, name it in cluster.env_pass of "
-        "its run file"
+        f"set in this shell, but not visible to workers: {', '.join(names)}; if a run needs one of these, list it in "
+        "cluster.env_pass of its run file"
     )
 
 
 def origins(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return where each variable of this worker comes from if no run file declares it."""
+    """Return the source of each variable of this worker that no run file declares."""
     inherited = environment_of(int(environ.get("RAY_RAYLET_PID", 0)))
     found = {}
     for name in environ:

@@ -1,13 +1,13 @@
-"""A listening socket that admits callers who know a secret and reveals nothing to others.
+"""A listening socket that admits callers who know a secret, and reveals nothing to other callers.
 
 listener -> caller     a challenge, 32 random bytes
 caller   -> listener   its own challenge, and the proof that it knows the secret: HMAC-SHA256 over both challenges
 listener -> caller     its own proof
 
-The secret itself is never sent, and a proof is valid for one connection. Before the proof a caller receives 32 random bytes and has
-``PROOF_S`` to send 64 bytes, which are not parsed. Many callers are served at once, so a silent
-one delays nobody. After the proof the connection is plain TCP: the door keeps strangers out, but someone who can read or
-change other people's packets can still do so.
+The secret itself is never sent, and a proof is valid for one connection. Before the proof, a caller receives 32 random bytes and has
+``PROOF_S`` to send 64 bytes, which are not parsed. Many callers are served at once, so a silent caller does not delay the others.
+After the proof, the connection is plain TCP: the door keeps strangers out, but it does not protect packets from someone who can read
+or change them on their way.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from functools import partial
 
 from rollcall.nodes.framing import read_exactly
 
-CHALLENGE = 32  # bytes; a proof is as long
+CHALLENGE = 32  # bytes; a proof has the same length
 PROOF_S = 5.0  # from connecting to the proof
-MOST_WAITING = 128  # callers without a proof; beyond that, a caller of the host with the most of them is dropped
+MOST_WAITING = 128  # callers without a proof; beyond that, one caller of the host with the most callers is dropped
 BACKLOG = 1024
 PROBE_S = 2  # between two keepalive probes of an idle peer
 SILENT_S = 8  # a peer that has not answered for this long is gone
@@ -44,7 +44,7 @@ def answer(challenge: bytes, *, secret: str) -> tuple[bytes, bytes]:
 
 
 def prove(read: Callable[[int], bytes], write: Callable[[bytes], object], *, secret: str) -> bool:
-    """Do the caller's part of the exchange. Returns whether the listener knows the secret too."""
+    """Do the caller's part of the exchange, and return whether the listener knows the secret too."""
     reply, proof = answer(read(CHALLENGE), secret=secret)
     write(reply)
     return hmac.compare_digest(read(CHALLENGE), proof)
@@ -55,12 +55,12 @@ class StrangerError(ConnectionError):
 
 
 def enter(address: str, port: int, *, secret: str, timeout_s: float) -> socket.socket:
-    """Connect through a door. Raises OSError if nobody listens there."""
+    """Connect through a door. Raise OSError if nothing listens at this address."""
     connection = socket.create_connection((address, port), timeout=timeout_s)
     try:
         connection.settimeout(PROOF_S)
         if not prove(partial(read_exactly, connection.recv), connection.sendall, secret=secret):
-            raise ConnectionError("it does not know the secret")
+            raise ConnectionError("the listener does not know the secret")
     except OSError as error:
         connection.close()
         raise StrangerError(str(error)) from None
@@ -70,7 +70,7 @@ def enter(address: str, port: int, *, secret: str, timeout_s: float) -> socket.s
 
 
 def listen_at(host: str) -> socket.socket:
-    """Listen on this address of the host only."""
+    """Listen on this address only, not on the host's other addresses."""
     family, kind, protocol, _, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
     listener = socket.socket(family, kind, protocol)
     try:
@@ -101,7 +101,7 @@ class _Caller:
 
 
 class Door:
-    """For use by one thread. Callers are served only while ``accept`` runs."""
+    """Admits callers that know the secret. One thread uses it; callers are served only while ``accept`` runs."""
 
     def __init__(self, listener: socket.socket, *, secret: str) -> None:
         self._listener = listener
@@ -112,7 +112,7 @@ class Door:
         self._selector.register(listener, selectors.EVENT_READ)
 
     def fileno(self) -> int:
-        """Return a descriptor that is readable when ``accept`` has something to do."""
+        """Return a descriptor that becomes readable when ``accept`` has work to do."""
         return self._selector.fileno()
 
     def accept(self, timeout_s: float) -> socket.socket | None:
@@ -126,7 +126,7 @@ class Door:
                 elif isinstance(key.fileobj, socket.socket) and self._hear(key.fileobj):
                     return key.fileobj
             now = time.monotonic()
-            # After reading, since this process itself may have been suspended.
+            # Check this after reading, because this process itself may have been suspended.
             for late in [one for one, caller in self._callers.items() if caller.until <= now]:
                 self._dismiss(late)
             if now >= ends:
@@ -163,7 +163,7 @@ class Door:
         return next(one for one, caller in self._callers.items() if caller.host == host)
 
     def _hear(self, connection: socket.socket) -> bool:
-        """Read from a caller. Returns whether it has proved that it knows the secret; dismisses a caller that failed."""
+        """Read from a caller, and return whether it has proved that it knows the secret. A caller that failed is dismissed."""
         caller = self._callers.get(connection)
         if caller is None:  # it was just dropped to make room for a new caller
             return False

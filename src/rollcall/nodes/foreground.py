@@ -1,9 +1,9 @@
-"""`rollcall node --block`: stay in the foreground while Ray runs on this node, and stop Ray on a signal.
+"""`rollcall node --block`: stays in the foreground while Ray runs on this node, and stops Ray on a signal.
 
 A supervisor that stops a job (Slurm, Kubernetes) often signals only this command. The command passes the signal on to the drivers of
 the runs on this node and keeps Ray up until no run is left, for at most ``save_s`` seconds, because a run saves through Ray's
-processes. A second signal stops Ray at once. SIGUSR1, which Slurm's `--signal` sends in advance, is passed on to the
-drivers, and Ray stays up.
+processes. A second signal stops Ray at once. SIGUSR1, which Slurm's `--signal` sends before the time limit, is only passed on to
+the drivers: Ray stays up.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from rollcall.nodes.state import NodeRecord, noted_drivers, read_record, state_d
 LOOK_EVERY_S = 1.0
 SAVE_S = 25.0  # Slurm (KillWait) and Kubernetes kill after 30 s; stopping Ray takes part of that
 DRIVER = "rollcall.launch.jobs.driver"
-# Titles of Ray processes that serve no run: an idle worker, and the two helpers of each raylet (2.60).
+# Titles of Ray processes that do not work for a run: an idle worker, and the two helpers of each raylet (2.60).
 FOR_NOBODY = ("ray::IDLE", "ray::DashboardAgent", "ray::RuntimeEnvAgent")
 
 
@@ -56,9 +56,9 @@ def hold(
     until: Callable[[], int | None] | None = None,
     too_early: int | None = None,
 ) -> int | None:
-    """Return when a signal or `rollcall down` has stopped the node; raise if Ray died by itself.
+    """Wait until a signal or `rollcall down` has stopped the node. Raise if Ray exits by itself.
 
-    ``until`` is called every second for the run's exit status. Once it returns one, the node is stopped and the status returned.
+    ``until`` is called every second for the run's exit status. Once it returns a status, stop the node and return that status.
     ``too_early`` is the status to return if SIGUSR1 arrives before there is a run.
     """
     signals = Signals()
@@ -72,7 +72,7 @@ def hold(
                 found = drivers(record)
                 signal_processes(found, signal.SIGUSR1)
                 if not found and too_early is not None:
-                    say("asked to stop before the run began; stopping Ray on this node")
+                    say("received SIGUSR1 before the run began; stopping Ray on this node")
                     stop_node(record.cluster)
                     return too_early
             if until is not None and (status := until()) is not None:
@@ -101,14 +101,14 @@ def hold(
 
 
 def drivers(record: NodeRecord) -> list[Process]:
-    """Return the drivers of this cluster's runs on this node: submitted ones, and those that a person started."""
+    """Return the drivers of this cluster's runs on this node: those of submitted jobs, and those that a user started."""
     found = find_processes(state_dir(record.cluster), recorded=record.processes)
     submitted = [process for process in found if DRIVER in command_of(process.pid)]
     return [*submitted, *noted_drivers(record.cluster)]
 
 
 def has_run(record: NodeRecord) -> bool:
-    """Whether any Ray process on this node works for a run."""
+    """Return whether any Ray process on this node works for a run."""
     found = find_processes(state_dir(record.cluster), recorded=record.processes)
     titles = (command_of(process.pid) for process in found)
     return any(title.startswith("ray::") and not title.startswith(FOR_NOBODY) for title in titles)
@@ -117,7 +117,7 @@ def has_run(record: NodeRecord) -> bool:
 def _let_save(
     record: NodeRecord, signals: Signals, *, save_s: float, until: Callable[[], int | None] | None
 ) -> int | None:
-    """Give the run time to save. Returns its exit status if ``until`` returns one in time; its last lines are printed by then."""
+    """Give the run time to save. Return its exit status if ``until`` returns one in time; its last lines are printed by then."""
     signal_processes(drivers(record), signal.SIGTERM)
     wait, status = Wait(save_s), None
     if not has_run(record):

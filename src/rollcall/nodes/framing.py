@@ -1,4 +1,4 @@
-"""Message framing between processes: each message is its length followed by its bytes, in both directions.
+"""Frames messages between processes: each message is its length followed by its bytes, in both directions.
 
 A call and its answers begin with a header: the call number and the kind of message. The rest of a call is a pickle or JSON. A
 process that may run model-written code answers in JSON, which is validated and never unpickled.
@@ -54,21 +54,21 @@ def json_frame(message: Any) -> bytes:
 
 
 class Frames:
-    """Splits incoming bytes into messages. The other side may be slow, or send anything."""
+    """Splits incoming bytes into messages. The other side may be slow, or send invalid data."""
 
     def __init__(self, longest: int = LONGEST) -> None:
         self._longest = longest
         self._bytes = bytearray()
 
     def feed(self, data: bytes) -> list[bytes]:
-        """Return the messages that are complete now. Raises ConnectionError if one is longer than allowed."""
+        """Add received bytes and return the messages that are now complete. Raise ConnectionError if one is longer than allowed."""
         self._bytes += data
         found: list[bytes] = []
         begin = 0
         while len(self._bytes) - begin >= LENGTH.size:
             (length,) = LENGTH.unpack_from(self._bytes, begin)
             if length > self._longest:
-                raise ConnectionError(f"a message of {length} bytes, and the longest has {self._longest}")
+                raise ConnectionError(f"a message has {length} bytes, but the limit is {self._longest}")
             end = begin + LENGTH.size + length
             if len(self._bytes) < end:
                 break
@@ -82,7 +82,7 @@ def read_frame(read: Callable[[int], bytes], *, longest: int = LONGEST) -> bytes
     """Read the next message. ``read`` returns exactly as many bytes as asked."""
     (length,) = LENGTH.unpack(read(LENGTH.size))
     if length > longest:
-        raise ConnectionError(f"a message of {length} bytes, and the longest has {longest}")
+        raise ConnectionError(f"a message has {length} bytes, but the limit is {longest}")
     return read(length)
 
 
@@ -103,8 +103,8 @@ def read_exactly(read_some: Callable[[int], bytes], count: int) -> bytes:
 
 
 def is_own_users(peer: Any) -> bool:
-    """Whether the other end of a Unix socket is a process of this user or of root."""
-    import socket  # children have to start fast
+    """Return whether the other end of a Unix socket is a process of this user or of root."""
+    import socket  # imported late, because child processes have to start fast
 
     _, user, _ = struct.unpack("3i", peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i")))
     return user in (0, os.getuid())

@@ -21,13 +21,13 @@ from rollcall.nodes.tls import write_certificates
 
 LABEL = "rollcall."  # prefix of every label below
 CONNECT_S = 3.0
-ASK_S = 15.0  # for a head that accepts connections; most of it is importing Ray
+ASK_S = 15.0  # for a head that accepts connections; importing Ray takes most of it
 
 LAST_CHARACTERS = 10_000  # kept from the output of a failed query
 
 
 class HeadUnreachable(ClusterError):
-    """Nobody answered at the head's address in time."""
+    """The head's address did not answer in time."""
 
 
 class HeadRefuses(ClusterError):
@@ -53,7 +53,7 @@ class NodeInfo:
     started_ms: int
     temp_dir: str
     ports: dict[str, int]
-    mark: str | None = None  # the node's own mark, new at every start
+    mark: str | None = None  # identifies one start of the node
     ended_ms: int = 0  # when its head declared it dead
 
     @classmethod
@@ -114,10 +114,10 @@ def ask_head(
 ) -> HeadAnswer:
     """Ask a head for its nodes. ``claim`` is a rank and the mark of the node that wants it.
 
-    Without a ``token`` the head is asked without one and, if it refuses, with the token that Ray's own variables name.
+    Without ``token``, the first request has no token; if the head refuses, the second uses the token that Ray's variables name.
     """
     if not listens(address, timeout_s=min(CONNECT_S, timeout_s)):
-        raise HeadUnreachable(f"nobody answers at the head's address {address}")
+        raise HeadUnreachable(f"no answer at the head's address {address}")
     script = Path(__file__).parents[1] / "process" / "ray" / "gcs.py"
     # -P: do not import anything from the script's own folder.
     command = [sys.executable, "-P", str(script), address, *(map(str, claim) if claim else ())]
@@ -137,14 +137,14 @@ def ask_head(
             )
         except subprocess.TimeoutExpired:
             raise HeadUnreachable(
-                f"the head at {address} did not answer within {timeout_s:.0f} s; is that the port of Ray's head (usually 6379), and "
-                "do both sides use TLS, or neither?"
+                f"the head at {address} did not answer within {timeout_s:.0f} s; check that this is the port of Ray's head (usually "
+                "6379), and that either both sides use TLS or neither does"
             ) from None
     if done.returncode:
         last = visible(redact_end(done.stderr.strip(), LAST_CHARACTERS) or "no message").splitlines()[-1]
         raise HeadUnreachable(
-            f"what listens at {address} does not answer like a Ray head ({last}); is this the address that `ray start --head` or "
-            "`rollcall node` printed as that of the head?"
+            f"the program at {address} does not answer like a Ray head ({last}); check that this is the head's address, as "
+            "`ray start --head` or `rollcall node` printed it"
         )
     found = json.loads(done.stdout)
     if found.get("refused"):
@@ -153,9 +153,9 @@ def ask_head(
         nodes = sorted(
             map(NodeInfo.of, found["nodes"]), key=lambda node: (node.rank is None, node.rank, node.started_ms)
         )
-    except ValueError as error:  # one of our labels has someone else's value
+    except ValueError as error:  # a node has a label of ours with an invalid value
         raise HeadUnreachable(
-            f"the nodes of the Ray at {address} have labels that are not Rollcall's: {error}"
+            f"the nodes of the Ray cluster at {address} have `rollcall.` labels that Rollcall did not set: {error}"
         ) from None
     return HeadAnswer(
         nodes=tuple(nodes),
@@ -171,10 +171,10 @@ def _refusal(address: str, *, ours: bool, tried: str) -> str:
         return f"the head at {address} does not accept the token; it belongs to an earlier start of the cluster, or to another user"
     if tried == "none":
         return (
-            f"the Ray at {address} wants a token, and this shell has none: set RAY_AUTH_TOKEN to it, or RAY_AUTH_TOKEN_PATH to a "
-            "file that holds it"
+            f"the Ray cluster at {address} requires a token, but this shell has none: set RAY_AUTH_TOKEN to the token, or "
+            "RAY_AUTH_TOKEN_PATH to a file that contains it"
         )
-    return f"the Ray at {address} does not accept the token of this shell ({tried}); ask the person who started it for its token"
+    return f"the Ray cluster at {address} does not accept the token of this shell ({tried}); ask the person who started it for its token"
 
 
 def dashboard_url(bound: str | None, *, node_ip: str | None, head_address: str) -> str | None:

@@ -1,7 +1,7 @@
-"""HTTP servers that no client can block: uvicorn, with limits on everything that a connection may wait for.
+"""HTTP servers that no client can block: uvicorn, with a time limit on everything that a connection waits for.
 
-uvicorn waits forever for a request's head and for a client that does not read its answer. Before the head arrives nobody
-knows whether a client has a key, so a stranger could occupy all connections.
+uvicorn waits forever for a request's head and for a client that does not read its answer. Before the head arrives, the server
+cannot know whether a client has a key, so a stranger could occupy all connections.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ MAX_CONNECTIONS = 8192
 KEEP_ALIVE_S = 120.0  # between two requests: a program may think for a long time
 HEAD_S = 30.0  # from connecting, or from the first byte of a request, to the end of its head
 READ_S = 60.0  # for a client to read the next part of its answer
-LOOK_S = 1.0  # between two checks whether a client that stopped sending is still there
+LOOK_S = 1.0  # between two checks that a client that stopped sending is still connected
 
 
 def listen(host: str, port: int) -> socket.socket:
@@ -32,13 +32,13 @@ def listen(host: str, port: int) -> socket.socket:
     except OSError as error:
         listener.close()
         raise OSError(
-            error.errno, f"port {port} of {host} cannot be used ({error.strerror}); give another port"
+            error.errno, f"port {port} of {host} cannot be used ({error.strerror}); choose another port"
         ) from None
     return listener
 
 
 def http_server(app: Any) -> uvicorn.Server:
-    """Return a server to run on a socket from ``listen``."""
+    """Return a server, which then runs on a socket from ``listen``."""
     import uvicorn
 
     most = min(MAX_CONNECTIONS, allow_files(MAX_CONNECTIONS))
@@ -47,14 +47,14 @@ def http_server(app: Any) -> uvicorn.Server:
         uvicorn.Config(
             app, lifespan="off", ws="none", log_level="error", access_log=False, server_header=False, date_header=False,
             proxy_headers=False, timeout_keep_alive=int(KEEP_ALIVE_S), timeout_graceful_shutdown=1, limit_concurrency=most,
-            # This many connections are accepted at once, before the oldest ones can make way for them.
+            # This many connections are accepted at once, before the oldest connections can be dropped for them.
             backlog=min(2048, most // 16 + 16), http=_protocol(most_silent=most // 2),
         )
     )  # fmt: skip
 
 
 def _protocol(*, most_silent: int) -> type[asyncio.Protocol]:
-    """Return a protocol that drops clients that send too little or do not read in time; if many are silent, the oldest make way."""
+    """Return a protocol that drops clients that send too little or do not read in time. If too many are silent, it drops the oldest."""
     import h11
     from uvicorn.protocols.http.h11_impl import H11Protocol
 

@@ -1,4 +1,4 @@
-"""For launchers: describes a machine before a node starts there, and ties commands to the launcher's connection."""
+"""Helps launchers: describes a machine before a node starts on it, and ties commands to the launcher's connection."""
 
 from __future__ import annotations
 
@@ -29,14 +29,16 @@ class Here:
 
     version: str  # Rollcall's
     host: str  # its own host name
-    address: str  # HOST:PORT where a head could listen, or where it listens if rank 0 is already running here
+    address: (
+        str  # HOST:PORT where a head could listen, or where it listens if rank 0 is already running on this machine
+    )
     is_alone: bool  # other machines cannot reach that address
     rank: int | None  # `None` if the machine is not a node of the cluster
     versions: dict[str, str] = field(default_factory=dict)  # must be the same on all nodes
 
     @classmethod
     def of(cls, text: str) -> Here | None:
-        """Parse the last line that contains a description; a login shell may print before it."""
+        """Parse the last line that contains a description; a login shell may print other lines before it."""
         for line in reversed(text.splitlines()):
             if line.startswith("{"):
                 try:
@@ -74,13 +76,13 @@ def look_here(cluster: str, *, interface: str | None) -> Here:
 
 @contextmanager
 def tied_to_stdin() -> Iterator[None]:
-    """Interrupt this command and its children, as Ctrl-C in a terminal does, when its stdin ends: the launcher has exited or
-    changed its mind, and the command cleans up."""
+    """Interrupt this command and its children, like Ctrl-C in a terminal, when stdin closes, because the launcher has exited or
+    wants to stop. The command then cleans up."""
     try:
         os.fstat(0)
     except OSError:  # a different file could get descriptor 0
         raise ClusterError(
-            "--tied ends the command when its stdin closes, and stdin is closed already; keep it open"
+            "--tied ends the command when its stdin closes, but stdin is already closed; keep it open"
         ) from None
     done = threading.Event()
 

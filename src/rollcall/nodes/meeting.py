@@ -1,13 +1,14 @@
-"""Where the processes of a torch group meet: a key-value store for processes that know the group's secret.
+"""A key-value store through which the processes of a torch group find each other. Only processes with the group's secret can use it.
 
-torch's own store listens on every interface and serves everyone who connects. Its keys say where a peer listens, and contain the
-number by which NCCL knows its members. This store listens on one address, behind a door (``nodes/door.py``); a thread of the first process serves it.
+torch's own store listens on every interface and serves everyone who connects. Its keys contain the peers' addresses and the number
+by which NCCL recognizes its members. This store listens on one address, behind a door (``nodes/door.py``). A thread of the first
+process serves it.
 
-gloo's own connections are plain TCP, and a stranger that connects first takes a member's place. So ``greet`` makes the members
-of a group authenticate each other over those connections before anything else is sent. NCCL rejects a caller that
-does not know the number in the store.
+gloo's own connections are plain TCP, and a stranger that connects first takes a member's place. So ``greet`` makes the members of
+a group authenticate each other over those connections before anything else is sent. NCCL rejects a caller that does not know the
+number in the store.
 
-Who waits for whom: a ``get`` waits for the ``set`` of its key, at most for the store's timeout.
+Who waits for whom: a ``get`` waits for the ``set`` of its key, at most for the timeout of the store.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ import torch.distributed as dist
 from rollcall.nodes.door import CHALLENGE, Door, enter, watch_peer
 from rollcall.nodes.framing import json_frame, read_exactly, read_json_frame
 
-GREET_S = 60.0  # members that greet are all connected: a peer that is silent this long is not a member
+GREET_S = 60.0  # members that greet are already connected, so a peer that is silent for this long is not a member
 SLICE_S = 1.0  # the longest single wait; other threads of the process run in between
 ACCEPT_S = 0.5
 
@@ -47,7 +48,7 @@ class Place:
 
 
 class MeetingServer:
-    """Serves the keys; the caller has bound the listener and told the others its port."""
+    """Serves the keys. The caller has bound the listener and sends its port to the other members."""
 
     def __init__(self, listener: socket.socket, *, secret: str) -> None:
         self._door = Door(listener, secret=secret)
@@ -114,7 +115,7 @@ class MeetingServer:
 class MeetingStore(dist.Store):
     """A member's client for the keys. torch calls it from its own threads too.
 
-    torch keeps no Python reference to it: code that creates a group with it must keep it as long as the group lives.
+    torch keeps no Python reference to it, so code that creates a group with it must keep it for as long as the group lives.
     """
 
     def __init__(self, place: Place, *, timeout_s: float) -> None:
@@ -131,7 +132,7 @@ class MeetingStore(dist.Store):
         self.wait([key])
         found = self._ask("get", key)
         if found is None:
-            raise dist.DistStoreError(f"{key} was deleted where the group meets ({self._where})")
+            raise dist.DistStoreError(f"{key} was deleted from the group's store ({self._where})")
         return base64.b64decode(found)
 
     def add(self, key: str, value: int) -> int:
@@ -143,7 +144,7 @@ class MeetingStore(dist.Store):
         while not self._ask("wait", *keys, wait_s=max(min(SLICE_S, ends - time.monotonic()), 0.0)):
             if time.monotonic() >= ends:
                 raise dist.DistStoreError(
-                    f"Timed out waiting {seconds:g} s for {', '.join(keys)}: a member of the group did not come to {self._where}"
+                    f"Timed out waiting {seconds:g} s for {', '.join(keys)}: a member of the group did not connect to {self._where}"
                 )
 
     def check(self, keys: list[str]) -> bool:
@@ -186,21 +187,21 @@ class MeetingStore(dist.Store):
                 return read_json_frame(partial(read_exactly, self._socket.recv))
             except OSError as error:
                 raise dist.DistStoreError(
-                    f"Connection closed by peer: nobody answers where the group meets, at {self._where} ({error})"
+                    f"Connection closed by peer: the group's store at {self._where} does not answer ({error})"
                 ) from None
 
 
 def greet(group: Any, store: MeetingStore, *, name: str, rank: int, members: Sequence[int], secret: str) -> None:
     """Make the members of a gloo group prove to each other, over the group's own connections, that they know the secret.
 
-    ``members`` are their ranks in the meeting, in the group's order; ``name`` is new for each group that meets there.
+    ``members`` are their ranks in the store, in the group's order; ``name`` is different for each group that uses the store.
     """
     if len(members) < 2:
         return
     challenge = secrets.token_bytes(CHALLENGE)
     store.set(f"greet/{name}/{rank}", challenge)
     greetings: dict[int, torch.Tensor] = {}
-    works: list[tuple[int, Any, torch.Tensor]] = []  # a tensor must live until it is sent
+    works: list[tuple[int, Any, torch.Tensor]] = []  # keeps each tensor alive until it is sent
     for place, other in enumerate(members):
         if other == rank:
             continue
@@ -211,7 +212,11 @@ def greet(group: Any, store: MeetingStore, *, name: str, rank: int, members: Seq
         works.append((other, group.recv([greetings[other]], place, 0), greetings[other]))
     silent: dict[int, str] = {}
     ends = time.monotonic() + GREET_S
-    for other, work, _ in works:  # check all: giving up at the first stranger would leave members without a greeting
+    for (
+        other,
+        work,
+        _,
+    ) in works:  # check all of them: if this stopped at the first stranger, other members would not get a greeting
         try:
             work.wait(timedelta(seconds=max(ends - time.monotonic(), 0.001)))
         except RuntimeError as error:
@@ -229,13 +234,13 @@ def _greeting(secret: str, name: str, who: int, whom: int, challenge: bytes) -> 
 
 def _stranger(name: str, rank: int, other: int, why: str) -> dist.DistNetworkError:
     return dist.DistNetworkError(
-        f"rank {rank} is connected to something that is not rank {other} of group {name}: {why}. Someone else on this network "
-        "connects to the ports of the run; see docs/clusters.md (who can reach what)"
+        f"rank {rank} is connected to a program that is not rank {other} of group {name}: {why}. Someone else on this network "
+        "is connecting to the run's ports; see docs/clusters.md (who can reach what)"
     )
 
 
 def _enter(place: Place, *, timeout_s: float) -> socket.socket:
-    """Connect through the door once it is open; the first process may be a moment behind."""
+    """Connect through the door once it is open, because the first process may start a moment later."""
     ends = time.monotonic() + timeout_s
     while True:
         left_s = max(ends - time.monotonic(), 0.1)
@@ -244,13 +249,13 @@ def _enter(place: Place, *, timeout_s: float) -> socket.socket:
         except OSError as error:
             if time.monotonic() + SLICE_S >= ends:
                 raise dist.DistNetworkError(
-                    f"no group meets at {place.address} port {place.port}; waited {timeout_s:g} s ({error})"
+                    f"cannot connect to the group's store at {place.address} port {place.port}; waited {timeout_s:g} s ({error})"
                 ) from None
         time.sleep(min(0.1, left_s))
 
 
 def _hang_up(connection: socket.socket) -> None:
-    """Shut down before closing, which does not wake a thread that is reading from the socket."""
+    """Shut the connection down before closing it: a close alone does not wake a thread that is reading from the socket."""
     with suppress(OSError):  # the other side closed it first
         connection.shutdown(socket.SHUT_RDWR)
     connection.close()

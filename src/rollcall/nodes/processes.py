@@ -1,7 +1,7 @@
 """Finds and stops exactly the processes of a cluster on this node.
 
 A cluster's processes have its folder in their environment (``MARK``). Ray's workers overwrite their environment when they set
-their title, so every process in the session of a marked or recorded process counts too, and so does every descendant.
+their title, so all processes in the session of a marked or recorded process belong to the cluster too, and so do all descendants.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from rollcall.base.process_table import Process, command_of, environment_of, liv
 
 MARK = "ROLLCALL_NODE_DIR"
 RAYLET, GCS = "raylet", "gcs_server"  # process names; a node without the first is down, a head without the second is
-GRACE_S = 5.0  # for a raylet to leave its cluster and stop its workers; a raylet without a head would never do so
+GRACE_S = 5.0  # for a raylet to leave its cluster and stop its workers; without a head, it never does
 KILL_S = 10.0
 
 
@@ -38,9 +38,11 @@ def find_processes(folder: Path, *, recorded: Iterable[Process] = ()) -> list[Pr
 
 
 def stop_processes(folder: Path, *, recorded: Iterable[Process] = ()) -> int:
-    """Stop the cluster's processes and return their number. The raylet goes first, so that its head learns of it at once."""
+    """Stop the cluster's processes and return their number. The raylet is stopped first, so that the head learns of it at once."""
     recorded = tuple(recorded)
-    known: dict[int, Process] = {}  # an orphan loses the parent that shows where it belongs, so keep every process seen
+    known: dict[
+        int, Process
+    ] = {}  # keeps every process that was seen, because an orphan loses the parent that links it to the cluster
 
     def remaining() -> list[Process]:
         known.update({process.pid: process for process in find_processes(folder, recorded=known.values() or recorded)})
@@ -57,7 +59,7 @@ def stop_processes(folder: Path, *, recorded: Iterable[Process] = ()) -> int:
         _wait(remaining, seconds=1.0)
         if time.monotonic() > deadline:
             named = ", ".join(f"{process.pid} ({command_of(process.pid)[:80] or 'gone'})" for process in left)
-            raise ClusterError(f"these processes are still there after SIGKILL: {named}")
+            raise ClusterError(f"these processes are still running after SIGKILL: {named}")
     return len(known)
 
 
@@ -72,7 +74,7 @@ def command_names(processes: Iterable[Process]) -> set[str]:
 
 
 def raylets_here() -> dict[str, str]:
-    """Map the id of every Ray node on this machine, even other people's, to its head (HOST:PORT)."""
+    """Map the id of every Ray node on this machine, including other users' nodes, to its head (HOST:PORT)."""
     found: dict[str, str] = {}
     for process in psutil.process_iter(["cmdline"]):
         name, *words = process.info["cmdline"] or [""]
@@ -85,7 +87,7 @@ def raylets_here() -> dict[str, str]:
 def signal_processes(processes: Iterable[Process], number: int) -> None:
     """Send the signal to the processes that are alive."""
     for process in processes:
-        with suppress(ProcessLookupError, PermissionError):  # it has just exited, or changed its user
+        with suppress(ProcessLookupError, PermissionError):  # it has just exited, or runs as a different user now
             if process.is_alive():
                 os.kill(process.pid, number)
 

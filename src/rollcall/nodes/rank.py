@@ -1,4 +1,4 @@
-"""Finds a node's rank: from the options, else from the launcher's environment variables, else by address."""
+"""Finds a node's rank from the options or, if they do not give it, from the launcher's variables or by address."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def find_identity(
     asked = {"--rank": rank, "--master": 0 if master else None, "--worker": worker}
     given = {option: value for option, value in asked.items() if value is not None}
     if len(given) > 1:
-        raise ClusterError(f"{' and '.join(given)} say the same thing; give one of them")
+        raise ClusterError(f"{' and '.join(given)} all set the rank; give only one of them")
     if given:
         (option, value), *_ = given.items()
         if option == "--worker" and value == 0:
@@ -49,19 +49,17 @@ def find_identity(
             return _checked(found, num_nodes or _first(counts, environ) or of_run)
     names = ", ".join(name for name, _ in LAUNCHERS)
     raise ClusterError(
-        f"the rank of this node is not known; give --rank R (or --master, or --worker R), or set one of {names}"
+        f"the rank of this node is unknown; give --rank R (or --master, or --worker R), or set one of {names}"
     )
 
 
 def _checked(rank: int, num_nodes: int | None) -> tuple[int, int | None]:
     if num_nodes is not None and not 0 <= rank < num_nodes:
-        raise ClusterError(f"rank {rank} does not exist among {num_nodes} nodes; ranks are 0 to {num_nodes - 1}")
+        raise ClusterError(f"there is no rank {rank} in a cluster of {num_nodes} nodes; ranks are 0 to {num_nodes - 1}")
     if rank < 0:
         raise ClusterError(f"rank {rank} is negative; ranks start at 0")
     if rank == 0 and num_nodes is None:
-        raise ClusterError(
-            f"rank 0 must know how many nodes there will be: give --num-nodes N, or set one of {', '.join(COUNTS)}"
-        )
+        raise ClusterError(f"rank 0 needs the number of nodes: give --num-nodes N, or set one of {', '.join(COUNTS)}")
     return rank, num_nodes
 
 
@@ -83,8 +81,8 @@ def rank_by_address(
 ) -> dict[str, int]:
     """Assign each node a rank. ``nodes`` maps a name to the node's own rank (if any), its address, and whether it has slots.
 
-    Nodes without a rank come after those with one: nodes with slots first, then by numeric address. A node in ``known`` keeps its
-    earlier rank; a new node gets the lowest free one.
+    Nodes without a rank come after nodes with a rank: nodes with slots first, then by numeric address. A node in ``known`` keeps its
+    earlier rank; a new node gets the lowest free rank.
 
     >>> rank_by_address({"a": (None, "10.0.0.10", True), "b": (None, "10.0.0.9", True)})
     {'b': 0, 'a': 1}

@@ -1,6 +1,6 @@
-"""One `ray start`: its arguments, its environment, and what it prints when it fails.
+"""Runs `ray start`: builds its arguments and environment, and reports its output when it fails.
 
-It runs in its own session and returns; Ray's processes keep running.
+`ray start` runs in its own session and returns; Ray's processes keep running.
 """
 
 from __future__ import annotations
@@ -39,17 +39,17 @@ from rollcall.nodes.processes import MARK, RAYLET, command_names, find_processes
 from rollcall.nodes.rendezvous import Found
 from rollcall.nodes.state import TOKEN, Accelerator, NodeRecord, auth_env, state_dir, tls_env
 
-COUNT_S = 120.0  # for counting the GPUs; most of it is importing Ray on a busy node
+COUNT_S = 120.0  # for counting the GPUs; importing Ray on a busy node takes most of it
 LEAST_BYTES = 64_000_000  # of free disk space
-# Limits the path of Ray's folder: a Unix socket path has at most 107 bytes, and Ray appends this to the folder. Linux process
-# numbers are no longer than this.
+# The longest path of Ray's folder, in bytes: a Unix socket path has at most 107 bytes, and Ray appends this text to the folder. Linux
+# process numbers are no longer than the one in this text.
 SOCKET_ROOM = 107 - len("/session_2026-01-01_00-00-00_000000_4194304/sockets/plasma_store.1")
-# Lines in Ray's logs that say why a node did not start.
+# Lines in Ray's logs that contain the reason why a node did not start.
 ERROR = re.compile(r"^\[[-0-9:, ]+ [CEF] \d|Check failed|Timed out waiting for file|GCS cannot find the node")
 TUNED = {
     # The dashboard's own metrics would listen on every interface; without a valid port they do not (2.60 logs that).
     "DASHBOARD_METRIC_PORT": "-1",
-    # A dead node is noticed within 3 to 5 s instead of 12 (killed) or 63 (power loss); a network cut of 1.5 s goes unnoticed.
+    # A dead node is noticed within 3 to 5 s instead of 12 s (killed) or 63 s (power loss). A network cut of 1.5 s has no effect.
     "RAY_health_check_initial_delay_ms": "1000",
     "RAY_health_check_period_ms": "1000",
     "RAY_health_check_timeout_ms": "1000",
@@ -57,13 +57,13 @@ TUNED = {
     "RAY_raylet_start_wait_time_s": "120",
     "RAY_worker_register_timeout_seconds": "300",  # importing torch from a busy shared folder may take longer than Ray's 60 s
     "RAY_USAGE_STATS_ENABLED": "0",
-    "RAY_enable_metrics_collection": "false",  # metrics would be served to anyone, on every interface of every node
+    "RAY_enable_metrics_collection": "false",  # Ray would serve metrics to anyone, on every interface of every node
 }
 CHOSEN_PORTS = (
     *("node-manager", "object-manager", "runtime-env-agent", "metrics-export"),
     *("dashboard-agent-listen", "dashboard-agent-grpc", "min-worker", "max-worker"),
 )
-# These would lead Ray to a different cluster, or contain the token where only its file name belongs.
+# These would lead Ray to a different cluster, or contain the token itself instead of its file name.
 UNWANTED = (
     *("RAY_ADDRESS", "RAY_REDIS_ADDRESS", "RAY_GCS_SERVER_PORT", "RAY_AUTH_TOKEN", "RAY_TMPDIR"),
     *(TOKEN, *tls_env(Path())),
@@ -85,42 +85,42 @@ class NodeRequest:
     temp_dir: Path | None = None  # default: in the cluster's folder
     dashboard_host: str = "127.0.0.1"
     object_store_gib: float | None = None  # default: Ray's choice, a third of the memory
-    tls: bool = False  # encrypt Ray's traffic; default: like the published head
+    tls: bool = False  # encrypt Ray's traffic; default: as the published head does
     timeout_s: float = 300.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Start:
-    """What one `ray start` needs: this node's record as far as it is known before Ray runs, and its secrets."""
+    """The input of one `ray start`: this node's record, as far as it is known before Ray runs, and its secrets."""
 
     record: NodeRecord
     token: str
     publish_token: bool
     tls: bool
-    mark: str = field(default_factory=lambda: secrets.token_hex(8))  # tells this start from others in the head's list
+    mark: str = field(default_factory=lambda: secrets.token_hex(8))  # identifies this start in the head's list
 
 
 class RayletEnded(ClusterError):
-    """Ray's raylet gives up if its helpers are not there in time, as on a busy machine or a slow disk."""
+    """Ray's raylet exited. It does so if its helpers do not start in time, for example on a busy machine or a slow disk."""
 
 
 def find_slots(asked: int | None) -> tuple[int, Accelerator]:
-    """Return how many slots this node offers, and their kind."""
+    """Return the number of slots that this node offers, and their kind."""
     num_gpus = _count_gpus()
     if asked is None:
         if num_gpus == 0:
-            raise ClusterError("no GPU was found on this node; for logical slots on the CPU, give --slots N")
+            raise ClusterError("no GPU was found on this node; to use logical slots on the CPU, give --slots N")
         return num_gpus, "gpu"
     if num_gpus and asked > num_gpus:
         raise ClusterError(
-            f"--slots {asked} on a node with {num_gpus} GPUs; give at most {num_gpus}, or hide the GPUs to get logical slots "
+            f"--slots is {asked}, but this node has {num_gpus} GPUs; give at most {num_gpus}, or hide the GPUs to get logical slots "
             'on the CPU (CUDA_VISIBLE_DEVICES="")'
         )
     return asked, "gpu" if num_gpus else "cpu"
 
 
 def own_temp_dir(cluster: str) -> Path:
-    """Return Ray's folder: inside the cluster's, or next to it if that path is too long for sockets. No cluster name starts with a dot."""
+    """Return Ray's folder: in the cluster's folder, or next to it if that path is too long for sockets. Cluster names have no dots."""
     folder = state_dir(cluster)
     short = folder.parent / f".ray-{hashlib.sha256(cluster.encode()).hexdigest()[:8]}"
     return folder / "ray" if len(os.fsencode(folder / "ray")) <= SOCKET_ROOM else short
@@ -130,15 +130,15 @@ def choose_temp_dir(request: NodeRequest) -> Path:
     folder = (request.temp_dir or own_temp_dir(request.cluster)).absolute()
     if len(os.fsencode(folder)) > SOCKET_ROOM:
         raise ClusterError(
-            f"{folder} has {len(os.fsencode(folder))} characters, but Ray puts sockets in it, which leaves room for {SOCKET_ROOM}; "
+            f"{folder} has {len(os.fsencode(folder))} characters, but the limit is {SOCKET_ROOM}, because Ray puts sockets in it; "
             "give a shorter --temp-dir"
         )
     there = next(parent for parent in (folder, *folder.parents) if parent.exists())
     if (free := shutil.disk_usage(there).free) < LEAST_BYTES:
-        # Ray would exit without a message because there is no space for one.
+        # Ray would exit without a message, because a full disk leaves no space for one.
         raise ClusterError(
-            f"the disk of {folder} has {size(free)} of free space, and Ray needs at least {size(LEAST_BYTES)} there for its logs "
-            "and sockets; free some, or give a --temp-dir on another disk"
+            f"the disk of {folder} has {size(free)} of free space, but Ray needs at least {size(LEAST_BYTES)} for its logs "
+            "and sockets; free some space, or give a --temp-dir on another disk"
         )
     return folder
 
@@ -203,7 +203,7 @@ def ray_start(request: NodeRequest, start: Start, *, log: Path, deadline: float)
             f"--dashboard-host={request.dashboard_host}",
             f"--dashboard-port={record.ports['dashboard']}",
             "--disable-usage-stats",
-            "--no-monitor",  # it would start nodes, which this cluster does not need, and listen on every interface
+            "--no-monitor",  # the monitor would start nodes, which this cluster does not need, and listen on every interface
         ]
     launcher = "rollcall.process.ray.loopback" if is_loopback(record.node_ip) else "ray.scripts.scripts"
     cores = len(os.sched_getaffinity(0))
@@ -211,13 +211,13 @@ def ray_start(request: NodeRequest, start: Start, *, log: Path, deadline: float)
         *(sys.executable, "-m", launcher, "start", *place),
         f"--node-ip-address={record.node_ip}",
         f"--num-gpus={record.slots}",
-        # There may be more logical slots than cores, and each worker on a logical slot takes a CPU in Ray's accounting.
+        # There may be more logical slots than cores, and Ray counts one CPU for each worker on a logical slot.
         f"--num-cpus={max(cores, record.slots) if record.accelerator == 'cpu' else cores}",
         f"--temp-dir={record.temp_dir}",
         "--labels=" + ",".join(f"{LABEL}{name}={value}" for name, value in labels.items()),
-        # A resource that can pin a user's process to this node.
+        # A user's process can request this resource to run on this node.
         f"--resources={json.dumps({f'rollcall_node_{record.rank}': 1000})}",
-        # 0: the kernel chooses the port when binding, so nobody else can take it first; _joined() reads the choice.
+        # 0: the kernel chooses the port when Ray binds it, so no other program can take it first; _joined() reads the port.
         *(f"--{name}-port=0" for name in CHOSEN_PORTS),
     ]
     if request.object_store_gib is not None:
@@ -225,7 +225,7 @@ def ray_start(request: NodeRequest, start: Start, *, log: Path, deadline: float)
     kept = {name: value for name, value in nodes_own(os.environ).items() if name not in UNWANTED}
     if names := missed(os.environ):
         say(hint(names))
-    # Drivers of jobs use this interpreter: a shell on this node may find a different one first.
+    # Drivers of jobs use this interpreter, because a shell on this node may find a different one first.
     ours = {**auth_env(record.cluster), MARK: str(state_dir(record.cluster)), "ROLLCALL_PYTHON": sys.executable}
     if record.accelerator == "cpu":
         kept |= _logical_ids(record.slots)
@@ -236,7 +236,7 @@ def ray_start(request: NodeRequest, start: Start, *, log: Path, deadline: float)
             command, env=env, stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True
         )
     while child.poll() is None:
-        # `ray start` itself would keep waiting for a dead raylet until it times out.
+        # `ray start` itself would wait for a dead raylet until it times out.
         had_raylet, has_raylet = has_raylet, RAYLET in command_names(find_processes(state_dir(record.cluster)))
         if had_raylet and not has_raylet and child.poll() is None:
             raise RayletEnded(f"Ray's raylet on {record.node_ip} ended while Ray was starting; {_logs(record, log)}")
@@ -247,22 +247,22 @@ def ray_start(request: NodeRequest, start: Start, *, log: Path, deadline: float)
 
 
 def _head_ip(host: str | None, request: NodeRequest) -> str:
-    """Return the address where the head listens: the host in --head-address, if that is this node."""
+    """Return the address where the head listens: the host in --head-address, which must be this node."""
     chosen = own_address(toward=None, node_ip=request.node_ip, interface=request.interface)
     if host is None or request.node_ip is not None or request.interface is not None or is_wildcard(host):
         return chosen
     address = resolve(host)
     if not is_own(address):
         raise ClusterError(
-            f"--head-address {request.head_address} is {address}, which is not an address of this node, and rank 0 must be "
-            "there; if other nodes reach this one by it, give --node-ip"
+            f"--head-address {request.head_address} is {address}, which is not an address of this node, but rank 0 must "
+            "run at that address; if other nodes reach this node through it, give --node-ip"
         )
     # Many systems map their own host name to a loopback address, which no other node can reach.
     return chosen if is_loopback(address) and host != address else address
 
 
 def _logical_ids(count: int) -> dict[str, str]:
-    """Return ids for Ray to count. If the user hides GPUs with this variable, ids without a GPU keep them hidden."""
+    """Return a variable with ids for Ray to count. If the user hides GPUs with it, ids that no GPU has keep them hidden."""
     if "CUDA_VISIBLE_DEVICES" not in os.environ:
         return {}
     return {"CUDA_VISIBLE_DEVICES": ",".join(str(1000 + index) for index in range(count))}
@@ -287,14 +287,14 @@ def _count_gpus() -> int:
 
 
 def _logs(record: NodeRecord, log: Path) -> str:
-    """Say where Ray's output and logs are, and quote their errors and the end of the output."""
+    """Return the paths of Ray's output and logs, with their errors and the end of the output."""
     folder = Path(record.temp_dir, "session_latest").resolve() / "logs"
     errors: list[str] = []
     for file in (log, folder / "raylet.out", folder / "raylet.err", folder / "gcs_server.out"):
         with suppress(FileNotFoundError):
             errors += [line for line in _lines(file) if ERROR.search(line)][-3:]
     shown = "\n".join(f"  {line}" for line in dict.fromkeys([*errors, *_lines(log)[-12:]]))
-    return f"its output is in {log}, its logs are in {folder}. On a busy machine the same command may work the second time:\n{shown}"
+    return f"its output is in {log}, its logs are in {folder}. On a busy machine, the same command may succeed the second time:\n{shown}"
 
 
 def _lines(file: Path) -> list[str]:

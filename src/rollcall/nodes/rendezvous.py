@@ -1,7 +1,7 @@
 """The shared folder through which nodes find their head: ``DIR/CLUSTER/head.json``, and next to it the token.
 
-Rank 0 publishes once its head answers. The other nodes read the file, ask that head for its identity, and join only if that head wrote
-the file. A file whose head is gone or was replaced is ignored until rank 0 overwrites it.
+Rank 0 publishes the head once it answers. The other nodes read the file, ask that head for its identity, and join only if the file
+describes that head. A file whose head is gone or was replaced is ignored until rank 0 overwrites it.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Head:
     host: str
     dashboard: str | None  # HOST:PORT, as the head binds it
     started_at: str  # ISO 8601
-    tls: bool = False  # whether Ray there accepts only TLS
+    tls: bool = False  # whether the head accepts only TLS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,12 +66,12 @@ class Rendezvous:
 
     @property
     def reached_file(self) -> Path:
-        """The file that says how far a run had come when it was stopped (``launch/whole_run.py``)."""
+        """The file that contains a run's progress when it was stopped (``launch/whole_run.py``)."""
         return self.folder / "reached"
 
     def publish(self, head: Head, *, token: str | None) -> None:
-        """Publish the head. The token is written first, so that a node that sees the new address also sees its token. Without ``token``,
-        every node reads it from its environment."""
+        """Publish the head. The token is written first, so that a node that sees the new address also sees its token. Without
+        ``token``, every node reads the token from its environment."""
         self.prepare()
         if token is None:
             self.token_file.unlink(missing_ok=True)
@@ -88,7 +88,7 @@ class Rendezvous:
     def read(self) -> Head | None:
         """Return the published head, or `None` if nothing readable is published. A different user's file is an error."""
         try:
-            os.listdir(self.folder)  # makes an NFS client look again if it has cached the file as absent
+            os.listdir(self.folder)  # makes an NFS client check again if it has cached the file as absent
             owner = self.head_file.stat().st_uid
             text = self.head_file.read_text()
         except FileNotFoundError:
@@ -132,7 +132,7 @@ class Rendezvous:
 
 
 def look(rendezvous: Rendezvous, *, token: str | None) -> Found | str:
-    """Return the published head if it is alive, or else a sentence that says what to wait for."""
+    """Return the published head if it is alive, or else a text that follows "waiting for"."""
     head = rendezvous.read()
     if head is None:
         exists = "" if rendezvous.root.is_dir() else f" ({rendezvous.root} does not exist on this node)"
@@ -140,16 +140,16 @@ def look(rendezvous: Rendezvous, *, token: str | None) -> Found | str:
     names = f"{rendezvous.head_file} names a head at {head.address} (host {head.host}, started {head.started_at})"
     held = token or rendezvous.read_token()
     if held is None:
-        return f"a token: {names}, and that folder has none; if rank 0 has it from {TOKEN}, set it here too"
+        return f"a token: {names}, but that folder has none; if rank 0 uses {TOKEN}, set the same value on this node"
     try:
         answer = ask_head(head.address, token=held, tls=head.tls)
     except HeadUnreachable:
-        return f"rank 0 to publish a fresh address: {names}, and nobody answers there"
+        return f"rank 0 to publish a fresh address: {names}, which does not answer"
     except HeadRefuses:
         whose = f"{TOKEN} of this node" if token else f"token in {rendezvous.folder}"
         return f"rank 0 to publish a fresh address: {names}, which refuses the {whose}"
     if answer.cluster_id != head.cluster_id:
-        return f"rank 0 to publish a fresh address: {names}, where another cluster answers now"
+        return f"rank 0 to publish a fresh address: {names}, but a different cluster answers at that address"
     return Found(address=head.address, token=held, tls=head.tls, answer=answer)
 
 
@@ -165,7 +165,8 @@ def wait_at(address: str, *, token: str, tls: bool, timeout_s: float) -> Found:
             return f"the head at {address} to finish starting"
         if answer.cluster_id is None:
             raise ClusterError(
-                f"the Ray at {address} was not started by `rollcall node`, so this node does not join it; start its head with `rollcall node --rank 0`"
+                f"the Ray cluster at {address} was not started by `rollcall node`, so this node cannot join; start its head with "
+                "`rollcall node --rank 0`"
             )
         return Found(address=address, token=token, tls=tls, answer=answer)
 

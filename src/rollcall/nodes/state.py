@@ -1,4 +1,4 @@
-"""A node's records of its clusters: for each cluster a record and a token that only their owner can read.
+"""Stores a node's record and token for each of its clusters. Only their owner can read them.
 
 The folder is local to the node (``/tmp/rollcall-UID/CLUSTER``, or ``$ROLLCALL_STATE_DIR/CLUSTER``), because nodes often share
 a home folder. ``rollcall node`` writes the record; every other command reads it to find the head, the token and the processes.
@@ -26,9 +26,12 @@ from rollcall.base.wait import Wait
 Accelerator = Literal["gpu", "cpu"]
 DEFAULT_CLUSTER = "default"
 STATE_DIR = "ROLLCALL_STATE_DIR"
-TOKEN = "ROLLCALL_TOKEN"  # the variable of a token that the user chooses; a secret, so no worker sees it
+TOKEN = "ROLLCALL_TOKEN"  # the variable with a token that the user chooses; it is a secret, so no worker sees it
 CLUSTER = "ROLLCALL_CLUSTER"  # the cluster that a command uses without --cluster
-TOKEN_LENGTH, TOKEN_LETTERS = 32, 8  # minimum for a token that the user sets: characters, and different characters
+TOKEN_LENGTH, TOKEN_LETTERS = (
+    32,
+    8,
+)  # for a token that the user sets: the least number of characters, and of different characters
 OWNER_S = 240.0  # longer than Ray takes to start
 NAME = re.compile(r"[A-Za-z0-9]([A-Za-z0-9_-]{0,30}[A-Za-z0-9])?")  # valid as a folder name and as a Ray label's value
 
@@ -38,7 +41,7 @@ class NodeRecord:
     """This node's membership in one cluster."""
 
     cluster: str  # its name
-    cluster_id: str  # created by rank 0, new at every bring-up
+    cluster_id: str  # rank 0 creates a new id at every start of the cluster
     rank: int
     num_nodes: int
     node_ip: str
@@ -48,18 +51,18 @@ class NodeRecord:
     dashboard_url: str | None = None  # as this node reaches it; `None` if it listens on the head's loopback only
     temp_dir: str  # Ray's session folder
     rendezvous: str | None
-    processes: tuple[Process, ...] = ()  # what `rollcall node` started here
-    ports: dict[str, int] = field(default_factory=dict)  # ports that Ray listens on here, by component
+    processes: tuple[Process, ...] = ()  # the processes that `rollcall node` started on this node
+    ports: dict[str, int] = field(default_factory=dict)  # ports that Ray listens on, by component
 
 
 def state_dir(cluster: str) -> Path:
-    """Return the cluster's folder on this node; create it if needed, and check that only its owner can read it."""
+    """Return the cluster's folder on this node. It is created if needed, and only its owner can read it."""
     if not NAME.fullmatch(cluster):
         raise ClusterError(
-            f"{cluster!r} cannot be a cluster's name; use at most 32 letters, digits, '-' and '_', "
+            f"{cluster!r} is not a valid cluster name; use at most 32 letters, digits, '-' and '_', "
             "beginning and ending with a letter or digit"
         )
-    # Not TMPDIR: a launcher sets a different one for each job, and `down` must find what `node` left.
+    # TMPDIR is not used: a launcher sets a different one for each job, and `down` must find the files of `node`.
     root = Path(os.environ.get(STATE_DIR) or f"/tmp/rollcall-{os.getuid()}").absolute()
     folder = root / cluster
     try:
@@ -97,8 +100,8 @@ def check_token(token: str) -> None:
     if len(token) < TOKEN_LENGTH or len(set(token)) < TOKEN_LETTERS:
         raise ClusterError(
             f"{TOKEN} has {len(token)} characters, {len(set(token))} of them different; it needs at least {TOKEN_LENGTH}, "
-            f"{TOKEN_LETTERS} of them different, so that nobody guesses it. Make one with `openssl rand -hex 32`, and set the "
-            "same on every node"
+            f"{TOKEN_LETTERS} of them different, so that nobody can guess it. Create a token with `openssl rand -hex 32`, and set "
+            "the same token on every node"
         )
 
 
@@ -135,7 +138,7 @@ def read_record(cluster: str) -> NodeRecord | None:
 
 
 def current_cluster(cluster: str | None) -> str:
-    """Return the requested cluster, else the environment's, else the default."""
+    """Return the requested cluster, or else the cluster that the environment names, or else the default."""
     return cluster or os.environ.get(CLUSTER) or DEFAULT_CLUSTER
 
 
@@ -150,14 +153,14 @@ def not_here(cluster: str) -> str:
     found = sorted(path.parent.name for path in state_dir(cluster).parent.glob("*/node.json"))
     others = f"; it is part of {', '.join(found)} (--cluster NAME)" if found else ""
     return (
-        f"this node is not part of a cluster {cluster!r}{others}; start it with `rollcall node`. A run on one machine needs none: "
-        "`rollcall status RUN_DIR` shows it"
+        f"this node is not part of a cluster {cluster!r}{others}; start it with `rollcall node`. A run on one machine needs no "
+        "cluster: `rollcall status RUN_DIR` shows the run"
     )
 
 
 @contextmanager
 def sole_owner(cluster: str) -> Iterator[None]:
-    """Let one command at a time start or stop this cluster on this node; a second one waits."""
+    """Let only one command at a time start or stop this cluster on this node; a second command waits."""
     wait = Wait(OWNER_S)
     while (file := _lock(cluster)) is None:
         if wait.is_over:
@@ -181,7 +184,7 @@ def _lock(cluster: str) -> IO[bytes] | None:
 
 
 def _leave_nothing(cluster: str) -> None:
-    """Remove empty folders and the lock, which this process holds, unless this node is part of the cluster."""
+    """Remove the lock, which this process holds, and empty folders, unless this node is part of the cluster."""
     folder = state_dir(cluster)
     if (folder / "node.json").exists():
         return

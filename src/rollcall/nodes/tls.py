@@ -1,10 +1,10 @@
 """TLS between the nodes of a cluster: every node that has the token can create its certificates.
 
-The token determines the private key of a certificate authority, so the key is the same on every node. It is computed when needed and
-never written. Each node signs its certificate with this key, and trusts what the authority has signed. Ray then uses gRPC
-only over TLS, and both sides show a certificate: someone without the token cannot even send a first request.
+The token determines the private key of a certificate authority, so the key is the same on every node. It is computed when needed
+and never written. Each node signs its certificate with this key, and trusts certificates that this key has signed. Ray then uses
+gRPC only over TLS, and both sides show a certificate, so someone without the token cannot even send a first request.
 
-The key is PBKDF2 of the token: a stranger can test guesses of the token against a certificate, so each guess must take time.
+The key is PBKDF2 of the token: a stranger can test guesses of the token against a certificate, and PBKDF2 makes each guess slow.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def write_certificates(folder: Path, *, token: str, addresses: Sequence[str]) ->
         now = datetime.now(UTC)
         made = x509.CertificateBuilder().subject_name(subject).issuer_name(name(AUTHORITY)).public_key(public)
         made = made.serial_number(x509.random_serial_number())
-        made = made.not_valid_before(now - timedelta(days=2))  # nodes' clocks differ
+        made = made.not_valid_before(now - timedelta(days=2))  # the clocks of the nodes may differ
         return made.not_valid_after(now + timedelta(days=3650))
 
     authority = ec.derive_private_key(_number(token), ec.SECP256R1())
@@ -61,7 +61,7 @@ def write_certificates(folder: Path, *, token: str, addresses: Sequence[str]) ->
 
 @functools.cache
 def _number(token: str) -> int:
-    """Compute a private key of the curve from the token."""
+    """Derive a private key of the curve from the token."""
     order = 0xFFFFFFFF00000000FFFFFFFFFFFFFFFFBCE6FAADA7179E84F3B9CAC2FC632551  # of SECP256R1
     digest = hashlib.pbkdf2_hmac("sha256", token.encode(), b"rollcall certificate authority", ROUNDS, dklen=48)
     return int.from_bytes(digest, "big") % (order - 1) + 1

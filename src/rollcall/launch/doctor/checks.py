@@ -1,7 +1,7 @@
-"""Decides from nodes' facts what would break a run. Each check is a pure function of the nodes' answers, and a finding is one
-sentence: what is wrong and the command that fixes it.
+"""Checks nodes' facts for problems that would break a run. Each check is a pure function of the nodes' answers. A finding is one
+sentence with the problem and the command that fixes it.
 
-If nodes differ, the odd one out is the node that differs from the majority; in a tie, from the head.
+If nodes differ, the findings name the nodes that differ from the majority or, in a tie, from the head.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Gpu:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeFacts:
-    """A node's answer to the probe, with its place in the cluster."""
+    """A node's answer to the probe, with its rank and address in the cluster."""
 
     rank: int
     host: str
@@ -70,35 +70,35 @@ class NodeFacts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
-    node: int | None  # a rank; None means the full cluster
+    node: int | None  # a rank; None means the whole cluster
     host: str | None
     severity: Severity
     what: str
 
 
 def find(node: NodeFacts | NodeInfo | None, what: str, *, severity: Severity = "breaks") -> Finding:
-    """Build a finding. ``node`` is None if it concerns the full cluster."""
+    """Build a finding. ``node`` is None if it concerns the whole cluster."""
     rank, host = (None, None) if node is None else (node.rank, node.host)
     return Finding(node=rank, host=host, severity=severity, what=what)
 
 
 def judge_nodes(nodes: Sequence[NodeFacts], *, checkpoint_bytes: int | None) -> list[Finding]:
-    """Return every finding that follows from the facts about a cluster's nodes."""
+    """Return all findings about the facts of a cluster's nodes."""
     found = [*judge_versions(nodes)]
     for node in nodes:
         found += [*judge_disks(node, checkpoint_bytes=checkpoint_bytes), *judge_memory(node), *judge_gpus(node)]
         for path in node.missing_paths:
             fix = f"run `rsync -a {path}/ {node.host}:{path}/`, or put it into the shared folder"
-            found.append(find(node, f"{path} does not exist here; {fix}"))
+            found.append(find(node, f"{path} does not exist on this node; {fix}"))
     return found
 
 
 def judge_roster(roster: Roster, cluster: Cluster) -> Iterator[Finding]:
     for rank in roster.missing:
-        what = f"rank {rank} of {roster.num_nodes} has not joined, or has died; there run `{cluster.join_command(rank)} ...`"
+        what = f"rank {rank} of {roster.num_nodes} has not joined, or has died; on its host, run `{cluster.join_command(rank)} ...`"
         yield Finding(node=rank, host=None, severity="breaks", what=what)
     if not roster.has_token and not all(ipaddress.ip_address(node.address).is_loopback for node in roster.alive):
-        what = f"{roster.title} has no token, so anyone who reaches its ports can run code there"
+        what = f"{roster.title} has no token, so anyone who reaches its ports can run code on its nodes"
         fix = "start its nodes with RAY_AUTH_MODE=token and the same RAY_AUTH_TOKEN"
         yield find(None, f"{what}; {fix}", severity="warns")
 
@@ -111,19 +111,19 @@ def judge_slots(config: Config, roster: Roster, cluster: Cluster) -> Iterator[Fi
             more = cluster.more_slots(wanted[node.rank])
             yield find(
                 node,
-                f"offers {node.slots} slots, the run file has {wanted[node.rank]} for node {node.rank}; set cluster.nodes to what "
-                f"the node offers, or run `{cluster.leave_command}`, then `{more}` on {node.host}",
+                f"offers {node.slots} slots, but the run file has {wanted[node.rank]} for node {node.rank}; set cluster.nodes to the "
+                f"number that the node offers, or run `{cluster.leave_command}`, then `{more}` on {node.host}",
             )
     if len(wanted) > roster.num_nodes:
         yield find(
             None,
-            f"the run file asks for {counted(len(wanted), 'node')}, the cluster has {roster.num_nodes}; set "
+            f"the run file asks for {counted(len(wanted), 'node')}, but the cluster has {roster.num_nodes}; set "
             f"cluster.num_nodes={roster.num_nodes}, or add nodes with `{cluster.join_command('R')} ...`",
         )
 
 
 def judge_plan(config: Config, nodes: Sequence[NodeFacts]) -> Iterator[Finding]:
-    """Yield `rollcall plan`'s findings for the GPUs that are really there."""
+    """Yield the problems that `rollcall plan` finds with the nodes' actual GPUs."""
     cards = [gpu.memory_total for node in nodes for gpu in node.gpus]
     try:
         problems = plan_run(config, card_gib=min(cards) / GIB if cards else None).problems
@@ -134,20 +134,20 @@ def judge_plan(config: Config, nodes: Sequence[NodeFacts]) -> Iterator[Finding]:
 
 
 def judge_versions(nodes: Sequence[NodeFacts]) -> Iterator[Finding]:
-    """Name the nodes whose packages or torch build differ from the others'."""
+    """Report the nodes whose packages or torch build differ from those of most nodes."""
     for name in MUST_AGREE:
         usual = _majority(nodes, lambda node, name=name: node.packages[name])
         for node in nodes:
             version = node.packages[name]
             if version is None or version != usual:
-                what = "is not installed" if version is None else f"{version}, the others have {usual}"
+                what = "is not installed" if version is None else f"{version}, but the other nodes have {usual}"
                 wanted = f"{name}=={usual}" if usual else name
                 yield find(node, f"{name} {what}; run `{node.executable} -m pip install '{wanted}'` there")
     usual = _majority(nodes, lambda node: node.torch_build)
     for node in nodes:
         if node.torch_build != usual:
-            what = f"torch is built for {node.torch_build}, elsewhere for {usual}"
-            yield find(node, f"{what}; reinstall it from the index the other nodes used")
+            what = f"torch is built for {node.torch_build}, on the other nodes for {usual}"
+            yield find(node, f"{what}; reinstall it from the index that the other nodes used")
 
 
 def _majority(nodes: Sequence[NodeFacts], value: Callable[[NodeFacts], str | None]) -> str | None:
@@ -160,7 +160,7 @@ def judge_torch(node: NodeFacts) -> Iterator[Finding]:
     if node.packages["torch"] is None:
         yield find(node, f"torch is not installed; run `{node.executable} -m pip install torch`")
     elif node.gpus and node.torch_build == "the CPU":
-        what = f"{node.gpus[0].name} is there, but torch {node.packages['torch']} is a build for CPUs"
+        what = f"a GPU was found ({node.gpus[0].name}), but torch {node.packages['torch']} is a CPU build"
         yield find(node, f"{what}; reinstall it from an index with CUDA builds")
 
 
@@ -171,7 +171,7 @@ def judge_disks(node: NodeFacts, *, checkpoint_bytes: int | None) -> Iterator[Fi
         if disk.free < need:
             whose = "one checkpoint of this run takes" if need > MIN_FREE else "a run needs at least"
             what = f"{named} has {disk.free / GIB:.1f} GiB free, but {whose} {need / GIB:.1f} GiB"
-            yield find(node, f"{what}; free some, or choose another folder")
+            yield find(node, f"{what}; free some space, or choose another folder")
 
 
 def judge_memory(node: NodeFacts) -> Iterator[Finding]:
@@ -198,7 +198,7 @@ def judge_gpus(node: NodeFacts) -> Iterator[Finding]:
     if node.gpu_error is not None:
         yield find(node, f"{node.gpu_error}; `sudo dmesg | grep -i xid` shows why")
     elif node.accelerator == "gpu" and len(node.gpus) < node.slots and node.gpus:
-        what = f"{node.slots} slots are offered, nvidia-smi lists {len(node.gpus)} cards"
+        what = f"the node offers {node.slots} slots, but nvidia-smi lists {len(node.gpus)} GPUs"
         yield find(node, f"{what}; run `rollcall node` again")
     for gpu in node.gpus:
         card = f"GPU {gpu.index} ({gpu.name})"
@@ -222,10 +222,10 @@ def judge_reach(
 
 
 def firewall_rule(nodes: Sequence[NodeFacts], *, head_port: int) -> str:
-    """Return the command for root on each node that lets only these nodes connect to the ports of Ray and the run.
+    """Return a command for each node, to be run as root, that lets only these nodes connect to the ports of Ray and the run.
 
-    Ray (2.60) listens on all of a node's interfaces, whatever address it is told to use, and one malformed call
-    (``RaySyncer/StartSync`` without metadata) crashes its head or a raylet before the token is checked. TLS or a firewall helps.
+    Ray (2.60) listens on all of a node's interfaces, whatever address it is given. A single malformed call (``RaySyncer/StartSync``
+    without metadata) crashes the head or a raylet before Ray checks the token. TLS or a firewall prevents this.
     """
     ports = f"{FIRST_PORT}-{LAST_PORT}"
     if not FIRST_PORT <= head_port <= LAST_PORT:
@@ -241,23 +241,24 @@ def firewall_rule(nodes: Sequence[NodeFacts], *, head_port: int) -> str:
 def judge_shared(
     nodes: Sequence[NodeFacts], folder: str, *, wrote: Mapping[int, str | None], unseen: Mapping[int, Mapping[int, str]]
 ) -> Iterator[Finding]:
-    """Report problems with the shared folder. ``wrote``: rank to why it could not write; ``unseen``: reader to writer to why."""
+    """Report problems with the shared folder. ``wrote`` has the reason why a rank could not write, or None; ``unseen`` has the
+    reason why a rank (the first key) does not see another rank's file (the second key)."""
     for node in nodes:
         why_not, writers = wrote.get(node.rank), unseen.get(node.rank)
         if why_not:
             yield find(
                 node,
-                f"cannot write to the shared folder {folder}: {why_not}; `findmnt -T {folder}` there shows how it is mounted",
+                f"cannot write to the shared folder {folder}: {why_not}; `findmnt -T {folder}` on that node shows how it is mounted",
             )
         elif writers:
             yield find(
                 node,
-                f"does not see in {folder} what rank {ranges(sorted(writers))} wrote there: {next(iter(writers.values()))}; mount "
-                "the same file system there, or choose another run.dir",
+                f"does not see in {folder} the files that rank {ranges(sorted(writers))} wrote: {next(iter(writers.values()))}; mount "
+                "the same file system on all nodes, or choose another run.dir",
             )
 
 
 def judge_bandwidth(*, backend: str, bytes_per_s: float) -> Iterator[Finding]:
     if bytes_per_s < {"gloo": 0.1e9, "nccl": 1e9}[backend]:
-        what = f"an all-reduce between the nodes reaches only {bytes_per_s / 1e9:.2f} GB/s over {backend}; start the nodes with --interface and the fast network"
+        what = f"an all-reduce between the nodes reaches only {bytes_per_s / 1e9:.2f} GB/s over {backend}; start the nodes with the fast network as --interface"
         yield find(None, what, severity="warns")

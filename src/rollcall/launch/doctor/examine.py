@@ -1,8 +1,8 @@
-"""`rollcall doctor`: examines this machine or a cluster's nodes and says what would break a run.
+"""`rollcall doctor`: examines this machine or a cluster's nodes and reports problems that would break a run.
 
-On a cluster there is one probe per node, an actor pinned there. The doctor asks all of them at once and waits for each stage
-until its deadline; a node that has not answered by then becomes a finding, and the examination continues without it. The pure
-functions in ``checks`` decide what is wrong.
+On a cluster, each node runs one probe, an actor pinned to the node. Each stage asks all probes at once and waits until its deadline.
+A node that has not answered by then is reported as a finding, and the examination continues without it. The pure functions in
+``checks`` decide what is wrong.
 """
 
 from __future__ import annotations
@@ -137,7 +137,9 @@ class _Examination:
         self.cluster, self.roster, self.config = cluster, roster, config
         self.infos: dict[int, NodeInfo] = {node.rank: node for node in roster.alive if node.rank is not None}
         self.findings: list[Finding] = []
-        say(f"asking {counted(len(self.infos), 'node')} what {'it has' if len(self.infos) == 1 else 'they have'}")
+        say(
+            f"asking {counted(len(self.infos), 'node')} which hardware and software {'it has' if len(self.infos) == 1 else 'they have'}"
+        )
         code = (probing, interfaces)
         self.probes = {rank: Pinned(info.node_id, probing.Probe, by_value=code) for rank, info in self.infos.items()}
 
@@ -175,7 +177,7 @@ class _Examination:
                 "paths": [str(model.absolute())] if model is not None and model.is_dir() else [],
             }
 
-        answers = self._ask_all("say what it has", "facts", lambda rank: [ask(rank)])
+        answers = self._ask_all("report its facts", "facts", lambda rank: [ask(rank)])
         self.probes = {rank: probe for rank, probe in self.probes.items() if rank in answers}
         known = TypeAdapter(NodeFacts)
         return [known.validate_python({**asdict(self.infos[rank]), **answers[rank]}) for rank in self.probes]
@@ -187,7 +189,7 @@ class _Examination:
             others = partners(rank, sorted(listening))
             return [(other, self.infos[other].address, port) for other in others for port in listening[other]]
 
-        failed = self._ask_all("connect to the others", "reach", lambda rank: [targets(rank), REACH_S])
+        failed = self._ask_all("connect to the other nodes", "reach", lambda rank: [targets(rank), REACH_S])
         self.findings += checks.judge_reach(nodes, failed=failed)
 
     def _shared_folder(self, nodes: Sequence[NodeFacts]) -> str | None:
@@ -197,14 +199,14 @@ class _Examination:
             folder = str(next(parent for parent in self.config.run.dir.absolute().parents if parent.exists()))
         if folder is None or not nodes:
             return None
-        say(f"writing and reading in {folder}")
+        say(f"checking that all nodes see the same files in {folder}")
         token = uuid.uuid4().hex[:8]
         ranks = {f"rollcall-doctor-{token}-{rank}": rank for rank in self.probes}
         names = {rank: name for name, rank in ranks.items()}
         try:
             wrote = self._ask_all(f"write to {folder}", "write", lambda rank: [folder, names[rank]])
             written = [names[rank] for rank, why in wrote.items() if why is None]
-            what = f"see what the others wrote in {folder}"
+            what = f"see the other nodes' files in {folder}"
             seen = self._ask_all(what, "see", lambda rank: [folder, written, 10.0])
         finally:
             self._ask_all("clean up", "remove", lambda rank: [folder, names[rank]])
@@ -220,7 +222,7 @@ class _Examination:
         places = {rank: place for place, rank in enumerate(sorted(self.probes))}
         first, secret = min(places), new_secret()
         meeting = {first: self.probes[first].call("open_meeting", self.infos[first].address, secret)}
-        ports = self._collect("open a meeting", meeting)
+        ports = self._collect("open a port for the all-reduce", meeting)
         if not ports:
             return backend, None
         task = {"world_size": len(places), "backend": backend, "secret": secret, "timeout_s": MEASURE_S / 2}
@@ -238,12 +240,12 @@ class _Examination:
     def _ask_all(
         self, what: str, method: str, arguments: Callable[[int], Sequence[Any]], *, timeout_s: float = STAGE_S
     ) -> dict[int, Any]:
-        """Call the same method on every probe; ``arguments`` returns those for a rank."""
+        """Call the same method on every probe; ``arguments`` returns the arguments for a rank."""
         calls = {rank: probe.call(method, *arguments(rank)) for rank, probe in self.probes.items()}
         return self._collect(what, calls, timeout_s=timeout_s)
 
     def _collect(self, what: str, calls: Mapping[int, Any], *, timeout_s: float = STAGE_S) -> dict[int, Any]:
-        """Return the answers by rank; a node that fails or is late becomes a finding."""
+        """Return the answers by rank. A node that fails or does not answer in time is reported as a finding."""
         answers, failures = answers_of(calls, wait=Wait(timeout_s, first_s=5, every_s=5), to=what)
         for rank, why_not in failures.items():
             logs = f"its logs are in {self.infos[rank].temp_dir}/session_latest/logs"
@@ -295,7 +297,7 @@ def _facts(node: NodeFacts) -> str:
 def _measured(diagnosis: Diagnosis) -> list[str]:
     lines = []
     if diagnosis.shared is not None:
-        lines.append(f"shared folder {diagnosis.shared}: what each node writes is seen everywhere")
+        lines.append(f"shared folder {diagnosis.shared}: every node sees the other nodes' files")
     if diagnosis.bytes_per_s is not None:
         lines.append(f"all-reduce between nodes ({diagnosis.backend}): {diagnosis.bytes_per_s / 1e9:.2f} GB/s")
     if diagnosis.firewall is not None:
@@ -309,7 +311,7 @@ def _verdict(diagnosis: Diagnosis) -> Text:
     broken = sum(finding.severity == "breaks" for finding in diagnosis.findings)
     warned = len(diagnosis.findings) - broken
     if broken:
-        return Text(f"{broken} of these would break a run; {counted(warned, 'warning')}", style="bold red")
+        return Text(f"{broken} of these findings would break a run; {counted(warned, 'warning')}", style="bold red")
     if warned:
         return Text(f"a run can start; {counted(warned, 'warning')}", style="yellow")
     return Text("all is well", style="bold green")

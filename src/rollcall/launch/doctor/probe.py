@@ -32,7 +32,7 @@ GPU_FIELDS = ("index", "name", "memory.total", "memory.used")
 
 
 class Probe:
-    """One node's side of the examination."""
+    """Answers the doctor's questions on one node."""
 
     def __init__(self) -> None:
         self._listeners: list[socket.socket] = []
@@ -78,7 +78,7 @@ class Probe:
                 with socket.create_connection((address, port), timeout=timeout_s) as connection:
                     connection.settimeout(timeout_s)
                     if connection.recv(2) != b"ok":
-                        failed.append((rank, port, "another program answers there"))
+                        failed.append((rank, port, "another program answers at this port"))
             except OSError as error:
                 failed.append((rank, port, str(error)))
         return failed
@@ -102,7 +102,7 @@ class Probe:
         return missing
 
     def remove(self, folder: str, name: str) -> None:
-        with suppress(OSError):  # the file was never written, or the folder is read-only here; the findings say so
+        with suppress(OSError):  # the file was never written, or the folder is read-only; the findings report both
             os.remove(os.path.join(folder, name))
 
     def open_meeting(self, address: str, secret: str) -> int:
@@ -189,7 +189,7 @@ def installed(name: str) -> str | None:
 
 
 def torch_build() -> str:
-    """Return what torch was built for, from its version file: importing it takes seconds and fails if it is broken."""
+    """Return what torch was built for, from its version file: importing torch takes seconds and fails if torch is broken."""
     spec, text = importlib.util.find_spec("torch"), ""
     if spec is not None and spec.origin is not None:
         with suppress(OSError), open(os.path.join(os.path.dirname(spec.origin), "version.py")) as file:
@@ -224,7 +224,7 @@ def read_gpus() -> tuple[list[dict[str, Any]], str | None]:
 
 
 def parse_gpu(row: list[str]) -> dict[str, Any]:
-    """Parse a row with GPU_FIELDS, in which "[N/A]" stands for what a GPU does not report."""
+    """Parse a row with GPU_FIELDS, in which "[N/A]" marks a value that a GPU does not report."""
     index, name, *numbers = (cell.strip() for cell in row)
     total, used = (int(text) << 20 if text.isdigit() else 0 for text in numbers)
     return {"index": int(index), "name": name, "memory_total": total, "memory_used": used}

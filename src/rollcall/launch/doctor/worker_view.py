@@ -45,7 +45,7 @@ def view_workers(cluster: Cluster, section: ClusterSection | None, *, submitted:
         for rank, variables in wanted.items():
             env = for_ray({name: each.value for name, each in variables.items()})
             calls[rank] = run_on(nodes[rank].node_id, seen_here, env=env)
-        answers, failures = answers_of(calls, wait=Wait(ANSWER_S), to="say what its workers see")
+        answers, failures = answers_of(calls, wait=Wait(ANSWER_S), to="report its workers' variables")
     if failures:
         why = "; ".join(f"node {rank}: {reason}" for rank, reason in sorted(failures.items()))
         raise ClusterError(f"{why}; see `rollcall status`")
@@ -56,7 +56,7 @@ def view_workers(cluster: Cluster, section: ClusterSection | None, *, submitted:
 
 
 def _compare(variables: Mapping[str, Variable], found: Mapping[str, tuple[str, str]]) -> tuple[SeenVariable, ...]:
-    """Return declared variables in their order, then the node's own paths, then the others by where they come from."""
+    """Return the declared variables in their order, then the node's own paths, then all other variables by source."""
     rows = []
     for name, variable in variables.items():
         value, _ = found.get(name, (None, ""))

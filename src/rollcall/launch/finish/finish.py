@@ -1,6 +1,6 @@
 """Gathers, merges, verifies and uploads a run's newest checkpoint.
 
-A step that is done is skipped. ``finish.json`` in the run directory records the inputs of the merge and the upload, and
+Steps that are already done are skipped. ``finish.json`` in the run directory records the inputs of the merge and the upload, and
 ``verified.json`` in the model directory records what was verified. A different checkpoint, a different setting or a changed file
 makes the step run again, and all later steps too.
 """
@@ -67,7 +67,7 @@ def checkpoint_at(path: Path) -> Path:
     for folder in (path, path / "checkpoints"):
         if checkpoints_of(folder) and (newest := newest_checkpoint(folder)) is not None:
             return newest.absolute()
-    raise StoredError(f"{path} is neither a checkpoint nor a run directory with one; give one of them")
+    raise StoredError(f"{path} is neither a checkpoint nor a run directory that contains one; give the path of either")
 
 
 def finish(
@@ -96,7 +96,7 @@ class _Work:
         self.model = self.run_dir / MERGED
         self.section, self.hosts, self.dry_run, self.progress = config.finish, hosts, dry_run, progress
         self.uploaded: Uploaded | None = None
-        self.begun = False  # whether a step was done or would be, so that all later steps are too
+        self.begun = False  # whether an earlier step runs in this call; then all later steps run too
         try:
             self.notes: dict[str, Any] = json.loads((self.run_dir / NOTES).read_bytes())
         except (OSError, ValueError):  # the steps run again
@@ -127,7 +127,9 @@ class _Work:
         noted = self.notes.get("merge", {})
         same = not self.begun and {**noted, **wanted} == noted and (self.model / "config.json").is_file()
         if same and noted.get("weights") == _weights(self.model):  # a different merge may have written there
-            return FinishStep(name="merge", state="was done", words=f"{self.checkpoint.name} is in {self.model}")
+            return FinishStep(
+                name="merge", state="was done", words=f"{self.checkpoint.name} is already merged into {self.model}"
+            )
 
         def work() -> None:
             merge(
@@ -145,7 +147,9 @@ class _Work:
         wanted = DTYPES.get(self.section.dtype)
         dtype = None if wanted is None else wanted.name
         if not self.begun and not why_not_verified(self.model):
-            return FinishStep(name="verify", state="was done", words=f"{self.model} is as it was verified")
+            return FinishStep(
+                name="verify", state="was done", words=f"{self.model} has not changed since it was verified"
+            )
         words = f"{self.model} against the log-probs of the trained model"
         return self._step("verify", words, lambda: verify(self.model, dtype=dtype).words)
 

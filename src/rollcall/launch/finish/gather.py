@@ -1,9 +1,9 @@
 """Copies the parts of a checkpoint that are on the nodes' own disks to the checkpoint's folder.
 
-A thread for each node fetches the node's parts one after the other, so a slow node delays only its own parts; a few chunks from
-each node are in memory at a time. A part is written to ``.gather/`` and moves to its place once its size and checksum match the
-manifest. After an interruption the same call continues at the byte where it stopped. Parts are removed from a node only on
-request, and only when all of them are here.
+A thread for each node fetches the node's parts one after the other, so a slow node delays only its own parts. Memory holds a few
+chunks from each node at a time. A part is written to ``.gather/`` and moves to its place once its size and checksum match the
+manifest. After an interruption, the same call continues at the byte where it stopped. Parts are removed from the nodes only on
+request, and only when all of them have been copied.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from rollcall.model.stored.find import Manifest, read_manifest
 FOLDER = ".gather"  # in the checkpoint's folder
 NODES_AT_ONCE = 8
 WAITS_S = (1.0, 3.0, 10.0, 30.0)  # before a broken transfer continues
-OnBytes = Callable[[int, int], None]  # gets the bytes that are here and the total
+OnBytes = Callable[[int, int], None]  # gets the number of bytes copied so far and the total
 
 
 class GatherError(RuntimeError, ValueError):
@@ -47,7 +47,7 @@ class _Stopped(Exception):
 class NodePart:
     name: str  # its path in the checkpoint
     place: str  # its path on the node
-    run: str  # the name of the run's folder there
+    run: str  # the name of the run's folder on the node
     size: int
     blake2b: str
     node: str
@@ -79,16 +79,18 @@ def is_here(checkpoint: Path, part: NodePart) -> bool:
 
 
 def _part(manifest: Manifest, name: str, facts: dict[str, Any]) -> NodePart:
-    """Build a part from untrusted data in the manifest: a name that is not a part's name is refused."""
+    """Build a part from the manifest's data, which is untrusted: refuse a name that is not the name of a part."""
     source, folder = manifest.path / "manifest.json", manifest.path.parent
     if not PART.fullmatch(name):
-        raise GatherError(f"{source} places {name!r} on a node, which is not the name of a part; nothing was gathered")
+        raise GatherError(
+            f"{source} lists {name!r} as a part on a node, which is not a valid name; nothing was gathered"
+        )
     try:
         names, _ = names_of_run(folder)
     except OSError as error:
         raise GatherError(
-            f"{folder / FOLDER_NAME} cannot be read ({error.strerror}), so the run's folder on the nodes is not known; restore it from "
-            "where the run was saved"
+            f"{folder / FOLDER_NAME} cannot be read ({error.strerror}), so the run's folder on the nodes is unknown; restore the file "
+            "from where the run was saved"
         ) from error
     except CheckpointError as error:
         raise GatherError(str(error)) from error
@@ -106,7 +108,7 @@ def gather(
     progress: OnBytes = lambda done, total: None,
 ) -> Gathered:
     """Copy parts (of these ``kinds``) to the checkpoint's folder. ``find`` returns the nodes to ask; it is called only if a part
-    is missing here or has to be removed there."""
+    has to be copied from a node or removed from it."""
     parts = parts_elsewhere(checkpoint, kinds=kinds)
     missing = [part for part in parts if not is_here(checkpoint, part)]
     done = Gathered(checkpoint=str(checkpoint))
@@ -130,7 +132,7 @@ def gather(
 
 
 def _refuse_parts_of_another(checkpoint: Path, parts: Sequence[NodePart]) -> None:
-    """Refuse to remove files through a copy of a run: it names the original run's files, which that run still needs."""
+    """Refuse to remove files through a copy of a run: its manifest names files that the original run still needs."""
     checkpoints = checkpoint.parent
     names, inode = names_of_run(checkpoints)
     is_copy = inode not in (None, (checkpoints / FOLDER_NAME).stat().st_ino)
@@ -138,7 +140,7 @@ def _refuse_parts_of_another(checkpoint: Path, parts: Sequence[NodePart]) -> Non
     if others := [part for part in parts if part.run not in own]:
         raise GatherError(
             f"{checkpoints.parent} is a copy of another run, and {counted(len(others), 'part')} on the nodes, such as {others[0]}, "
-            "belong to that one; nothing was removed. Gather without --delete here; with it in the run that saved them"
+            "belong to the original; nothing was removed. Gather without --delete, or run this in the run that saved the parts"
         )
 
 
@@ -178,11 +180,11 @@ def _holders(nodes: Sequence[Node], parts: Sequence[NodePart]) -> tuple[dict[str
 def _refuse_absent(missing: Sequence[NodePart], holders: dict[str, Node], faults: Sequence[str]) -> None:
     absent = [part for part in missing if part.name not in holders]
     if absent:
-        lines = [f"no node has {part}, or only an incomplete copy" for part in absent[:5]]
+        lines = [f"no node has a complete copy of {part}" for part in absent[:5]]
         lines += [f"and {len(absent) - 5} more parts"] if len(absent) > 5 else []
         raise GatherError(
             "\n  ".join([f"{counted(len(absent), 'part')} cannot be gathered:", *lines, *faults])
-            + "\nbring these nodes back, or take an earlier checkpoint"
+            + "\nbring these nodes back, or use an earlier checkpoint"
         )
 
 
@@ -191,13 +193,13 @@ def _refuse_too_large(checkpoint: Path, missing: Sequence[NodePart]) -> None:
     free = free_bytes(checkpoint)
     if free is not None and needed > free:
         raise GatherError(
-            f"{counted(len(missing), 'part')} need {size(needed)} in {checkpoint}, and its disk has {size(free)} free; "
-            "free space there"
+            f"{counted(len(missing), 'part')} need {size(needed)} in {checkpoint}, but its disk has only {size(free)} free; "
+            "free some space"
         )
 
 
 class _Work:
-    """The transfers for one call."""
+    """Transfers the parts for one call of ``gather``."""
 
     def __init__(self, checkpoint: Path, *, total: int, progress: OnBytes) -> None:
         self._checkpoint, self._total, self._progress = checkpoint, total, progress
@@ -218,7 +220,7 @@ class _Work:
         if faults:
             raise GatherError(
                 "\n  ".join([f"{counted(len(faults), 'part')} could not be gathered:", *faults])
-                + "\nwhat has arrived is kept: the same command continues from there"
+                + "\nthe bytes received so far are kept; run the same command again to continue"
             )
 
     def _of_node(self, node: Node, parts: Sequence[NodePart]) -> list[str]:
@@ -260,10 +262,10 @@ class _Work:
                 return
             self._advance(-_size(begun), received=0)
             begun.unlink()
-            if not continued:  # otherwise the bytes from an earlier try may be at fault
+            if not continued:  # otherwise the bytes from an earlier attempt may be wrong
                 break
             continued = False
-        raise GatherError("it is not as it was written: its size or checksum differs")
+        raise GatherError("its size or checksum differs from the one in the manifest")
 
     def _receive(self, node: Node, part: NodePart, begun: Path, digest: Any, *, offset: int) -> None:
         with plain_disk_errors(begun), begun.open("ab") as file:
@@ -289,7 +291,7 @@ def _size(path: Path) -> int:
 
 
 def _begun(path: Path, part: NodePart) -> tuple[int, Any]:
-    """Return how much of a part an earlier try left, and the checksum so far."""
+    """Return how many bytes of a part an earlier attempt received, and their checksum."""
     digest = new_checksum()
     if _size(path) > part.size:
         path.unlink()
@@ -304,14 +306,14 @@ def _begun(path: Path, part: NodePart) -> tuple[int, Any]:
 def _remove(
     checkpoint: Path, parts: Sequence[NodePart], holders: dict[str, Node], *, gathered: Collection[str]
 ) -> list[str]:
-    """Remove parts from their nodes if all of them are here. Parts from an earlier call are verified again."""
+    """Remove parts from their nodes if all of them were copied. Parts that an earlier call copied are verified again."""
     for part in parts:
         path = checkpoint / part.name
         if part.name not in gathered and (
             _size(path) != part.size or _begun(path, part)[1].hexdigest() != part.blake2b
         ):
             raise GatherError(
-                f"{path} is not as it was written, so nothing is removed; remove that file and gather again"
+                f"{path} does not match the manifest, so no part was removed from the nodes; delete that file and gather again"
             )
     removed: list[str] = []
     for node in {id(node): node for node in holders.values()}.values():

@@ -1,7 +1,7 @@
 """The node's side of gathering a checkpoint: reports which parts it has, reads them and removes them.
 
 This file is sent to the node over Ray or ssh and runs there on any Python from 3.8 on, so it imports nothing from this package.
-Its requests come from a manifest, which is untrusted data, so it touches only parts of this user's runs, even through links.
+Its requests come from a manifest, which is untrusted data, so it resolves links and touches only parts of this user's runs.
 """
 
 import json
@@ -30,7 +30,7 @@ class NodeFiles:
     """Serves parts. Each part is passed as a dict with its ``name``, ``place``, ``run`` and ``size``."""
 
     def present(self, parts: list) -> list:
-        """Return the names of the parts that are here."""
+        """Return the names of the parts that this node has."""
         found = []
         for part in parts:
             with suppress(OSError, ValueError):

@@ -1,4 +1,4 @@
-"""Reaches nodes that may have parts of a checkpoint: this node, the cluster's (Ray), or hosts over ssh if the cluster is down."""
+"""Reaches nodes that may have parts of a checkpoint: this node and the cluster's nodes, or hosts over ssh if the cluster is down."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ Asked = Mapping[str, Any]  # a part, with at least its name, place, run and size
 
 
 class NodeError(ClusterError):
-    """A node did not answer, or not as it should; the message names the node and the reason."""
+    """A node did not answer, or its answer was wrong; the message names the node and the reason."""
 
 
 class Node(Protocol):
@@ -69,7 +69,7 @@ class ThisNode:
 
 
 class RayNodeFiles:
-    """A node of the cluster. A process there reads the parts; a few chunks are in flight at any time."""
+    """A node of the cluster. An actor on the node reads the parts; a few chunks are in flight at any time."""
 
     def __init__(self, node_id: str, *, where: str) -> None:
         self.where = where
@@ -104,7 +104,7 @@ class SshNode:
 
     host: str
     login: Login
-    inside: tuple[str, ...] = ()  # the shell in the node's container
+    inside: tuple[str, ...] = ()  # the command for a shell in the node's container
 
     @property
     def where(self) -> str:
@@ -123,7 +123,7 @@ class SshNode:
         except (ValueError, TypeError):
             printed = visible(out.decode(errors="replace").strip()[:100])
             raise NodeError(
-                f"{self.host}: its shell prints {printed!r} before it runs a command; see its .bashrc"
+                f"{self.host}: its shell prints {printed!r} before it runs a command; check its .bashrc"
             ) from None
 
     def chunks(self, part: Asked, *, offset: int) -> Iterator[bytes]:
@@ -132,7 +132,7 @@ class SshNode:
             left -= len(data)
             yield data
         if left:
-            raise NodeError(f"{self.host}: the part ends early there")
+            raise NodeError(f"{self.host}: the part on this host is too short")
 
     def _answer(self, **question: Any) -> Iterator[bytes]:
         """Yield the host's output as it comes. A failure raises an error with the host's stderr."""
@@ -150,7 +150,7 @@ class SshNode:
                         break
                     yield data
                 else:
-                    raise NodeError(f"{self.host}: nothing came for {ANSWER_S:g} s")
+                    raise NodeError(f"{self.host}: no data arrived for {ANSWER_S:g} s")
                 status = process.wait()
             finally:
                 end_ssh(process)
@@ -176,7 +176,7 @@ def find_nodes(run_dir: Path, *, hosts: Sequence[str]) -> list[Node]:
                 hosts_of_launch = [SshNode(host=host, login=site.login, inside=site.inside) for host in site.hosts]
                 return [ThisNode(), *hosts_of_launch]
         raise ClusterError(
-            f"the nodes of {run_dir} cannot be asked: {error}. Run this on a node of the cluster, or name the hosts that have "
+            f"cannot reach the nodes of {run_dir}: {error}. Run this on a node of the cluster, or name the hosts that have "
             "the parts: --hosts HOST,HOST"
         ) from error
     there = [RayNodeFiles(node.node_id, where=f"node {node.rank} ({node.address})") for node in ranked_nodes()]

@@ -1,8 +1,8 @@
 """Uploads a verified model directory to a repository on the hub with huggingface_hub.
 
 The token comes from the environment or from the library's own login. One commit contains all files, so the repository has either
-the old model or the new one. Then the hub is asked for its files, to check them. Transient faults (no answer, status 429 or 5xx)
-are retried; what was uploaded before a fault is not sent again.
+the old model or the new one. After the upload, the sizes of the hub's files are checked. Transient errors (no answer, status 429
+or 5xx) are retried, and files that were uploaded before an error are not sent again.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ WAITS_S = (2.0, 5.0, 15.0, 30.0, 60.0)  # between attempts
 _PASSES = frozenset({408, 409, 412, 425, 429, 500, 502, 503, 504})  # 409, 412: a simultaneous commit
 _ADVICE = {
     401: "the token is wrong or has expired: set HF_TOKEN, or log in with `hf auth login`",
-    403: "the token needs the right to write there (see the hub's settings, Access Tokens), and the account needs room for it",
-    404: "see whether the owner's name is right and HF_ENDPOINT names the hub that is meant",
-    413: "the account has no room for it: free some, or choose another owner",
+    403: "the token needs write access to this repository (see the hub's settings, Access Tokens), and the account needs storage for it",
+    404: "check that the owner's name is right and that HF_ENDPOINT names the right hub",
+    413: "the account does not have enough storage: free some, or choose another owner",
 }
 _STATUS = re.compile(r"HTTP status (?:client|server) error \((\d{3})")
 T = TypeVar("T")
@@ -88,8 +88,8 @@ def upload(model_dir: Path, repo: str, *, private: bool = False, revision: str |
         here = f"{(model_dir / name).stat().st_size:,} bytes"
         if sizes.get(name) != here:
             raise UploadError(
-                f"{repo} has {sizes.get(name, 'nothing')} for {name}, which has {here} here; upload it again, and see whether the "
-                "repository's .gitignore names it"
+                f"{repo} has {sizes.get(name, 'nothing')} for {name}, but the local file has {here}; upload it again, and check "
+                "whether the repository's .gitignore lists it"
             )
     return Uploaded(
         repo=repo, revision=branch, commit=str(commit.oid), url=str(commit.commit_url), num_files=len(names)
@@ -97,21 +97,21 @@ def upload(model_dir: Path, repo: str, *, private: bool = False, revision: str |
 
 
 def verified_files(model_dir: Path) -> list[str]:
-    """Return a verified directory's files. A directory that is not verified yet but has a probe is verified here."""
+    """Return a verified directory's files. A directory that has a probe but is not verified yet is verified first."""
     if not (model_dir / "config.json").is_file():
         raise UploadError(
-            f"{model_dir} is not a model directory: it has no config.json; give one that `rollcall merge` made"
+            f"{model_dir} is not a model directory: it has no config.json; choose one that `rollcall merge` wrote"
         )
     if (other := not_of_a_model(model_dir)) is not None:
         raise UploadError(
-            f"{other} is not a model file (it is hidden, a link, or of another kind), so nothing was uploaded; remove it"
+            f"{other} is not a model file (it is hidden, a link, or of an unknown type), so nothing was uploaded; remove it"
         )
     if why := why_not_verified(model_dir):
         if not (model_dir / PROBE).is_file():
             raise UploadError(
-                f"{model_dir} has no {PROBE}, so it cannot be compared with the model that was trained, and only verified models are "
-                "uploaded; merge its checkpoint with `rollcall merge CHECKPOINT --out DIR --verify`. A model that Rollcall did not "
-                "train has none: upload it with `hf upload`"
+                f"{model_dir} has no {PROBE}, so it cannot be compared with the trained model, and only verified models are uploaded; "
+                "merge its checkpoint with `rollcall merge CHECKPOINT --out DIR --verify`. If Rollcall did not train this model, "
+                "upload it with `hf upload`"
             )
         say(f"{model_dir}: {why}; verifying it")
         mark = mark_of(model_dir)
@@ -134,7 +134,7 @@ def _client() -> Any:
 
 
 def _patiently(what: str, call: Callable[[], T]) -> T:
-    """Return the hub's answer, and ask again after transient faults."""
+    """Call the hub and return its answer; retry after transient errors."""
     for wait_s in (*WAITS_S, None):
         try:
             return call()
@@ -177,7 +177,7 @@ def _reason(error: BaseException, status: int | None) -> str:
 
 def _advice(status: int | None, reason: str) -> str:
     if status == 404 and "xet" in reason:
-        return "; this hub has no Xet storage: set HF_HUB_DISABLE_XET=1, and the files go there without it"
+        return "; this hub has no Xet storage; set HF_HUB_DISABLE_XET=1 to upload without it"
     if status in _ADVICE:
         return f"; {_ADVICE[status]}"
-    return ". Run the same command again when the hub answers (HF_ENDPOINT names another): what has arrived is not sent twice"
+    return ". Run the same command again when the hub answers (HF_ENDPOINT chooses another); uploaded files are not sent again"

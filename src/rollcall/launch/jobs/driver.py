@@ -1,12 +1,12 @@
 """The entrypoint of a submitted job: runs the controller, and restarts it if it was killed.
 
-A controller that exits by itself, with or without an error, has printed why, and its status is the job's. A controller that a
-signal killed (out of memory, a crash in a library, someone's `kill -9`) is started again and continues from the run directory;
-`trainer.max_restarts` in `trainer.restart_window_s` limits how often. A signal to stop is different: it is passed on to the
-controller, which saves and exits.
+A controller that exits by itself, with or without an error, has printed why, and its status becomes the job's status. A controller
+that a signal killed (out of memory, a crash in a library, someone's `kill -9`) is started again and continues from the run
+directory, at most `trainer.max_restarts` times in `trainer.restart_window_s`. A signal to stop is different: it is passed on to
+the controller, which saves and exits.
 
-The job's secrets are unsealed here and become the controller's variables. What it and its children print is redacted before it is
-passed on, since Ray keeps it in a file.
+This process unseals the job's secrets and passes them to the controller as environment variables. It redacts the output of the
+controller and its children, because Ray keeps that output in a file.
 """
 
 from __future__ import annotations
@@ -56,13 +56,13 @@ def supervise(command: Sequence[str], *, budget: Budget) -> int:
             return status
         if asked or -status in ASKED:
             return 128 - status
-        why = f"the controller was ended by {signal.Signals(-status).name}"
+        why = f"the controller was killed by {signal.Signals(-status).name}"
         try:
             budget.spend(ClusterError(why))
         except RestartsSpentError as error:
             say(str(error))
             return 128 - status
-        say(f"{why}; starting it again; it continues from the run directory")
+        say(f"{why}; starting it again from the run directory")
 
 
 def pass_on(child: subprocess.Popen[bytes]) -> None:

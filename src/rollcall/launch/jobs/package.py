@@ -1,7 +1,7 @@
-"""What a job takes along: its code (this ``rollcall``, the run file, and the modules that it names), and paths that the nodes can find.
+"""Packs a job's code (this ``rollcall``, the run file and the modules that it names) and resolves its paths for the nodes.
 
-Data, weights and version control stay where they are. The package is a zip archive, byte-identical for the same content, which
-Ray unpacks on each node as the job's working directory; its modules take precedence over those installed there.
+Data, weights and version-control files are not packed. The package is a zip archive, byte-identical for the same content. Ray
+unpacks it on each node as the job's working directory, and its modules take precedence over installed ones.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from rollcall.config.environments import named_code
 from rollcall.model.files import resolve_model
 
 RUN_FILE = "run.yaml"
-MAX_BYTES = 32 * 2**20  # unpacked; code is a hundredth of this
+MAX_BYTES = 32 * 2**20  # unpacked; code usually needs a hundredth of this
 
 _SKIPPED_FOLDERS = ("__pycache__", "node_modules", "site-packages")
 # Weights, data, archives and compiled Python files.
@@ -42,7 +42,7 @@ _NOT_CODE = frozenset(
 
 
 def build_package(config: Config, *, run_file: str, folder: Path) -> bytes:
-    """Build the archive that the run needs on the cluster. Modules are looked up in ``folder``, then on ``sys.path``."""
+    """Build the archive with the run's code. Modules are looked up in ``folder``, then on ``sys.path``."""
     root = Path(__file__).parents[2]
     files = {f"rollcall/{path.relative_to(root)}": path for path in _code_files(root)}
     if config.model.path.startswith("builtin:"):
@@ -55,14 +55,16 @@ def build_package(config: Config, *, run_file: str, folder: Path) -> bytes:
         biggest = sorted(sizes, key=lambda path: sizes[path], reverse=True)[:5]
         named = "\n".join(f"  {size(sizes[path]):>10}  {path}" for path in biggest)
         raise ClusterError(
-            f"the code of this run is {size(total)}, but a job can take at most {size(MAX_BYTES)} along; the largest files:\n{named}\n"
+            f"the code of this run takes {size(total)}, but the limit is {size(MAX_BYTES)}; the largest files:\n{named}\n"
             "keep data and weights in a folder that all nodes see, outside the modules that the run file names"
         )
     contents = {RUN_FILE: run_file.encode()} | {name: path.read_bytes() for name, path in files.items()}
     buffer = io.BytesIO()
     with zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED) as archive:
         for name in sorted(contents):
-            entry = zipfile.ZipInfo(name, date_time=(1980, 1, 1, 0, 0, 0))  # fixed, so that the archive is too
+            entry = zipfile.ZipInfo(
+                name, date_time=(1980, 1, 1, 0, 0, 0)
+            )  # a fixed date makes the archive reproducible
             entry.external_attr = 0o644 << 16
             entry.compress_type = zipfile.ZIP_DEFLATED
             archive.writestr(entry, contents[name])
@@ -70,8 +72,8 @@ def build_package(config: Config, *, run_file: str, folder: Path) -> bytes:
 
 
 def own_modules(config: Config, *, folder: Path) -> dict[str, Path]:
-    """Return the user's own files behind rewards and environment by their names in the archive."""
-    # An environment with its own Python has its modules there.
+    """Return the user's own files that the rewards and the environment need, by their names in the archive."""
+    # An environment with its own Python has its modules installed there.
     environment = None if getattr(config.environment, "python", None) else config.environment
     found: dict[str, Path] = {}
     for key, path in named_code(config.reward, environment).items():
@@ -88,7 +90,7 @@ def _code_files(root: Path) -> Iterator[Path]:
 
 
 def _module_files(module: str, *, folder: Path, asked: str) -> dict[str, Path]:
-    """Return the user's own files behind ``module``, including the user's modules that it imports, and so on."""
+    """Return the user's own files of ``module`` and of all modules that it imports, directly or indirectly."""
     search = [str(folder), *(entry for entry in sys.path if entry)]
     installed = [sysconfig.get_path(kind) for kind in ("purelib", "platlib", "stdlib", "platstdlib")]
     found: dict[str, Path] = {}
@@ -138,8 +140,8 @@ def _imported(path: Path) -> set[str]:
 #
 # An absolute path, a built-in task and a hub name stay as they are. A relative path is relative to the submitter's folder. It is made
 # absolute if the nodes see that folder at the same path: the submitter is a node, and the folder is on the same mount as the cluster's
-# rendezvous folder (or there is only this node). Otherwise it is refused: what it names is not there, and a run directory inside
-# Ray's own folders would be lost with the cluster.
+# rendezvous folder (or there is only this node). Otherwise it is refused, because the nodes would look for it in the job's working
+# directory: its files are not there, and a run directory there would be deleted with the cluster.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -163,7 +165,7 @@ def resolve_paths(config: Config, *, folder: Path, shared: Shared | None) -> Con
         wrong = ", ".join(f"{key}={place[name]}" for key, place, name in relative)
         key, place, name = relative[0]
         raise ClusterError(
-            f"{wrong}: relative to {folder}, which the cluster's nodes cannot see; write paths as they are on the nodes, such as "
+            f"{wrong}: relative to {folder}, which the cluster's nodes cannot see; use absolute paths on the nodes, such as "
             f"{key}=/SHARED/{place[name]}"
         )
     for _, place, name in relative:
@@ -174,7 +176,7 @@ def resolve_paths(config: Config, *, folder: Path, shared: Shared | None) -> Con
 
 
 def _paths(run: dict[str, Any]) -> list[tuple[str, dict[str, Any], str]]:
-    """Return each path as its key in the run file, the dict that contains it and the name there."""
+    """Return the following for each path: its key in the run file, the dict that contains it, and its name in that dict."""
     found = [("run.dir", run["run"], "dir"), ("model.path", run["model"], "path")]
     if run["model"]["lora"] and run["model"]["lora"]["path"]:
         found.append(("model.lora.path", run["model"]["lora"], "path"))

@@ -17,7 +17,7 @@ END_S = 5.0  # between SIGTERM and SIGKILL
 
 
 def prepare_node(config: Config, *, once: bool) -> None:
-    """Prepare this node. ``once`` says that it is the first node, which also runs `prepare.once` for all nodes."""
+    """Prepare this node. ``once`` is true on the first node, which also runs `prepare.once` for all nodes."""
     run_commands(config.prepare.each_node, key="prepare.each_node", timeout_s=config.prepare.timeout_s)
     if config.prepare.fetch_model:
         fetch_model(config.model.path)
@@ -33,7 +33,7 @@ def prepare_once(config: Config) -> None:
 
 
 def run_commands(commands: Sequence[str], *, key: str, timeout_s: float) -> None:
-    """Run the commands with /bin/sh one after the other, with this process's folder and output. All share ``timeout_s``."""
+    """Run the commands with /bin/sh, one after the other, in this process's folder. ``timeout_s`` limits their total time."""
     wait = Wait(timeout_s)
     for index, command in enumerate(commands):
         say(f"{key}: {command}")
@@ -43,12 +43,12 @@ def run_commands(commands: Sequence[str], *, key: str, timeout_s: float) -> None
                 f"{key}[{index}] did not finish within prepare.timeout_s={timeout_s:g}: {command}; its output is above"
             )
         if status:
-            how = f"was ended by signal {-status}" if status < 0 else f"ended with status {status}"
+            how = f"was killed by signal {-status}" if status < 0 else f"ended with status {status}"
             raise ClusterError(f"{key}[{index}] {how}: {command}; its output is above")
 
 
 def _run(command: str, *, timeout_s: float) -> int | None:
-    """Return the command's status; None if it timed out and was killed with everything that it had started."""
+    """Return the command's status, or None if it timed out and was killed with all processes that it had started."""
     # Stays in this process group, so it gets Ctrl-C too.
     process = psutil.Popen(["/bin/sh", "-c", command], stdin=subprocess.DEVNULL)
     try:

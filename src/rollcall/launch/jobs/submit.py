@@ -1,7 +1,7 @@
 """Submits and follows Ray jobs: the driver runs on the cluster's head, so the submitter may disconnect.
 
 ``ray job ...`` sees the same jobs; ``process/ray/job_client.py`` reaches the head. ``follow`` reads a job's log as it grows;
-after a lost connection it continues where it was. A job never waits for a follower.
+after a lost connection it continues where it stopped. A job never waits for a follower.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ SAVE_S = 300  # for a job to save after trainer.stop_grace_s, before Ray kills i
 STOP_WAIT = "RAY_JOB_STOP_WAIT_TIME_S"  # Ray reads it on the head; its default, 3 s, is too short for a checkpoint
 START_S = 180.0  # for the head to unpack the code and start the driver
 LOST_S = 120.0  # while following: how long the head may be silent
-# `rollcall node` sets the interpreter; a head that was started in a different way has its own first on its path.
+# `rollcall node` sets ROLLCALL_PYTHON; on a head that was started in a different way, the first `python` on its PATH is used.
 # Ray starts the driver from a shell. `exec` replaces that shell, so that a signal for the driver does not kill a shell above it.
 ENTRYPOINT = f'exec "${{ROLLCALL_PYTHON:-python}}" -m rollcall.launch.jobs.driver {RUN_FILE}'
 
@@ -74,7 +74,7 @@ class Job:
 
     @property
     def state(self) -> str:
-        """The job's state, as the rest of a sentence that begins with its name."""
+        """The job's state as a phrase that completes a sentence after the job's name."""
         if self.is_over and self.exit_code is not None:
             return status_words(self.exit_code)
         return "was stopped" if self.status == "STOPPED" else f"is {self.status}"
@@ -85,7 +85,7 @@ class Job:
 
 
 class Jobs:
-    """A cluster's jobs. ``shared`` is None if this machine is not one of its nodes; ``refusal`` says why it cannot run jobs."""
+    """A cluster's jobs. ``shared`` is None if this machine is not one of its nodes; ``refusal`` is the reason why it cannot run jobs."""
 
     def __init__(
         self, client: JobClient, *, token: str | None, shared: Shared | None = None, refusal: str | None = None
@@ -101,7 +101,7 @@ class Jobs:
         """Send the run's code and start its driver; return once Ray has accepted the job. ``job_id`` comes from ``new_id``."""
         if self._refusal is not None:
             raise ClusterError(self._refusal)
-        others = self.jobs()  # fails first if the token is refused or nobody answers
+        others = self.jobs()  # raises early if the head refuses the token or does not answer
         named = {"reward.*.env or reward.*.key_env": [name for reward in config.reward for name in reward.variables]}
         if config.environment is not None:
             named["environment.env"] = config.environment.env
@@ -158,8 +158,8 @@ class Jobs:
         while (job := self.job(job_id)).status == "PENDING":
             if not wait.again(f"waiting for the head node to start the driver: {job.message}", after_s=0.3):
                 raise ClusterError(
-                    f"job {job_id} has not started within {START_S:.0f} s. Ray says: {job.message}\nThe head node has to unpack the "
-                    f"code and start the driver; the job stays queued: see `rollcall status`, or run `rollcall job stop {job_id}`"
+                    f"job {job_id} has not started within {START_S:.0f} s. Ray says: {job.message}\nThe head node still has to unpack "
+                    f"the code and start the driver. The job stays queued; see `rollcall status`, or run `rollcall job stop {job_id}`"
                 )
         self._learn_secrets(job_id)
         redactor = Redactor()
@@ -202,7 +202,7 @@ class Jobs:
         while not job.is_over:
             # Ray cannot stop a job that has no process yet, so ask again.
             asked = asked or self._client.call("stop_job", job_id)
-            if not wait.again(f"waiting for {job_id} to save and to end", after_s=0.3):
+            if not wait.again(f"waiting for {job_id} to save and exit", after_s=0.3):
                 raise ClusterError(
                     f"job {job_id} is still {job.status} {wait.timeout_s:.0f} s after it was asked to stop"
                 )
@@ -219,7 +219,7 @@ class Jobs:
             raise
 
     def _learn_secrets(self, job_id: str) -> None:
-        """Learn the job's sealed values, so that they are redacted in its log here too."""
+        """Learn the job's sealed values, so that this process redacts them in its log too."""
         if self._token:
             remember(sealed_values(_variables(self._details(job_id)), token=self._token).values())
 
@@ -227,7 +227,7 @@ class Jobs:
 def reach(
     name: str | None = None, *, address: str | None, rendezvous: Path | None, ray_address: str | None = None
 ) -> Jobs:
-    """Reach the cluster that the user means: by ``address``, by the rendezvous, or as ``nodes/cluster.py`` finds it.
+    """Connect to the jobs of the cluster at ``address`` or in the rendezvous; otherwise, ``nodes/cluster.py`` chooses the cluster.
 
     ``ray_address`` comes from the run file.
     """
@@ -270,9 +270,9 @@ def _of_this_node(name: str | None, *, ray_address: str | None = None) -> Jobs:
     cluster = wished_cluster(name, ray_address=ray_address)
     if cluster is None or (name is not None and read_record(name) is None):
         raise ClusterError(
-            f"this machine is not a node of a cluster named {current_cluster(name)!r}; from elsewhere give --address "
-            f"http://HEAD:PORT (the dashboard that `rollcall node` prints on the head) with the token in {TOKEN}, or --rendezvous "
-            "DIR; for a Ray that someone else started set RAY_ADDRESS"
+            f"this machine is not a node of a cluster named {current_cluster(name)!r}; on another machine, give --address "
+            f"http://HEAD:PORT (the dashboard that `rollcall node` prints on the head) with the token in {TOKEN}, or give --rendezvous "
+            "DIR; for a Ray cluster that Rollcall did not start, set RAY_ADDRESS"
         )
     url, token, num_nodes = cluster.job_server()
     shared = None if num_nodes is None else Shared(num_nodes=num_nodes, folder=cluster.rendezvous)
@@ -282,14 +282,14 @@ def _of_this_node(name: str | None, *, ray_address: str | None = None) -> Jobs:
     refusal = None
     if leaves_loopback(split_address(cluster.head_address)[0]):
         refusal = (
-            f"{cluster.title} listens only on loopback, and the part of Ray that runs jobs looks for it at this machine's outer "
-            "address; train on it with `rollcall train`, or start the node without a loopback --node-ip"
+            f"{cluster.title} listens only on loopback, but Ray's job server connects to it at this machine's external "
+            "address; use `rollcall train`, or start the node without a loopback --node-ip"
         )
     return Jobs(client, token=token, shared=shared, refusal=refusal)
 
 
 def refuse_busy(run_dir: Path, jobs: Sequence[Job]) -> None:
-    """Refuse a run directory that an unfinished job or, as far as this machine can see, the holder of its lease is using."""
+    """Refuse a run directory that an unfinished job is using, or a process on this machine that holds its lease."""
     for job in jobs:
         if job.run_dir == str(run_dir) and not job.is_over:
             raise ClusterError(
@@ -306,8 +306,8 @@ def refuse_busy(run_dir: Path, jobs: Sequence[Job]) -> None:
 def _token(
     cluster: str, *, record: NodeRecord | None, rendezvous: Path | None, is_rays_own: bool
 ) -> tuple[str | None, str]:
-    """Return the token, if one is known, and a description of its source. A token of our own clusters opens all of their nodes,
-    so it is never sent to a different Ray."""
+    """Return the token, if one is known, and a description of its source. The token of a Rollcall cluster gives access
+    to all of its nodes, so it is never sent to a Ray cluster that Rollcall did not start."""
     if record is not None:
         return read_token(cluster), str(token_path(cluster))
     if not is_rays_own and (given := os.environ.get(TOKEN)):

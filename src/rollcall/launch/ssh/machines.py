@@ -1,7 +1,7 @@
-"""The hosts of an ssh launch: which machines it gets, how they are reached, and the scripts that run Rollcall's commands there.
+"""The hosts of an ssh launch: which machines it gets, how ssh reaches them, and the scripts that run Rollcall's commands on them.
 
-The record keeps all of this, so `down` and the other verbs need no run file, and no other launch from here uses these hosts. If
-nodes run in containers, a host's script begins with one line that passes the rest to a shell inside the container.
+The launch's record keeps all of this, so `down` and the other subcommands need no run file, and no other launch from this machine
+uses these hosts. If nodes run in containers, a host's script begins with a line that passes the rest to a shell in the container.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from rollcall.launch.ssh.shell import Login, Outcome, Tell, prefixed, run_on_all
 from rollcall.launch.target import LaunchRequest
 from rollcall.nodes.state import CLUSTER
 
-HOSTS, SITE = "hosts", "site"  # keys of a record's facts: the hosts by rank, and the rest
+HOSTS, SITE = "hosts", "site"  # keys of a record's facts: the hosts by rank, and the other fields of the site
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,7 +63,7 @@ class Site:
             raise LaunchError(
                 f"{record.name!r} has not started anything yet; run the same `rollcall launch` command again"
                 if record.target == "ssh"
-                else f"{record.name!r} was launched with {record.target}, not with ssh, so its hosts are not known here"
+                else f"{record.name!r} was launched with {record.target}, not with ssh, so its hosts are unknown"
             )
         return TypeAdapter(cls).validate_python({**record.facts[SITE], "hosts": record.facts[HOSTS]})
 
@@ -81,7 +81,7 @@ class Site:
         environment = []
         if self.activate is not None:
             path, shown = shell_path(self.activate), shlex.quote(str(self.activate))
-            missing = f"printf 'the activate script %s does not exist here, or cannot be read\\n' {shown} >&2"
+            missing = f"printf 'the activate script %s does not exist on this host, or cannot be read\\n' {shown} >&2"
             environment += [f"[ -r {path} ] || {{ {missing}; exit 1; }}", f". {path} || exit 1"]
         where = "in its environment" if self.activate else "on the PATH of a shell that is not a login shell"
         missing = f"{{ echo 'rollcall was not found {where}; set launch.ssh.activate' >&2; exit 1; }}"
@@ -99,25 +99,25 @@ class Site:
         tell: Tell | None = None,
         together: bool = False,
     ) -> list[Outcome]:
-        """Send each host its script, all at once."""
+        """Run the hosts' scripts on all hosts at once."""
         entry = f"exec {shlex.join(self.inside)}\n" if self.inside else ""
         whole = {host: entry + script for host, script in scripts.items()}
         return run_on_all(self.login, whole, timeout_s=timeout_s, tell=tell, together=together)
 
     def outside(self) -> Site:
-        """Return the site for the hosts themselves, where their containers are created and removed."""
+        """Return a site whose scripts run on the hosts, outside their containers, to create and remove the containers."""
         return replace(self, inside=())
 
     def do(self, scripts: Mapping[str, str], *, to: str, timeout_s: float | None = None) -> None:
-        """Send scripts that have to succeed on every host; if one fails, the others are stopped."""
+        """Run scripts that must succeed on every host. If one fails, stop the others and raise."""
         outcomes = self.send(scripts, timeout_s=timeout_s, tell=prefixed(self.hosts), together=True)
         if problems := [each.problem for each in outcomes if not each.is_good and not each.was_let_go]:
             raise LaunchError("\n  ".join([f"could not {to} on {counted(len(problems), 'host')}:", *problems]))
 
 
 def run_there(record: LaunchRecord, *, where: str, command: Sequence[str]) -> list[str]:
-    """Run the user's command on one host or all of them, print its output and return what went wrong. A single word is a shell
-    line."""
+    """Run the user's command on one host or on all of them, print its output and return the problems. A command of one word is a
+    shell line."""
     site = Site.of_record(record)
     if where not in ("all", *site.hosts):
         known = ", ".join(site.hosts)
@@ -125,7 +125,7 @@ def run_there(record: LaunchRecord, *, where: str, command: Sequence[str]) -> li
     hosts = site.hosts if where == "all" else (where,)
     line = command[0] if len(command) == 1 else shlex.join(command)
     script = site.script(
-        # The line is killed when stdin closes, on Ctrl-C here. If it exits by itself, its background processes stay.
+        # Ctrl-C on this machine closes stdin, which kills the line. If the line exits by itself, its background processes stay.
         "( cat >/dev/null; kill -TERM 0 ) <&0 >/dev/null 2>&1 & watch=$!",
         f"( {line}\n) </dev/null; status=$?",
         "disown $watch; kill $watch; return $status",
@@ -138,7 +138,7 @@ def run_there(record: LaunchRecord, *, where: str, command: Sequence[str]) -> li
     ]
 
 
-# Which machines a launch gets: the listed hosts, or the first in a file that no other launch from here uses
+# Which machines a launch gets: the listed hosts, or the first hosts in a file that no other launch from this machine uses
 
 
 def choose_hosts(given: list[str] | Path, *, count: int, name: str, cwd: Path) -> tuple[str, ...]:
@@ -150,7 +150,7 @@ def choose_hosts(given: list[str] | Path, *, count: int, name: str, cwd: Path) -
         chosen = checked_hosts(given)
         if len(chosen) != count:
             raise LaunchError(
-                f"launch.ssh.hosts lists {counted(len(chosen), 'host')}, and cluster.num_nodes={count}; list one for each node"
+                f"launch.ssh.hosts lists {counted(len(chosen), 'host')}, but cluster.num_nodes={count}; list one host for each node"
             )
         _refuse_used(chosen, used)
     elif len(before) == count:
@@ -161,14 +161,14 @@ def choose_hosts(given: list[str] | Path, *, count: int, name: str, cwd: Path) -
         if len(free) < count:
             others = "".join(f"\n  {host} is used by launch {used[host]!r}" for host in listed if host in used)
             raise LaunchError(
-                f"launch.ssh.hosts={given} has {counted(len(free), 'free host')}, and cluster.num_nodes={count}; add hosts, or "
+                f"launch.ssh.hosts={given} has {counted(len(free), 'free host')}, but cluster.num_nodes={count}; add hosts, or "
                 f"end a launch with `rollcall launch down NAME`{others}"
             )
         chosen = free[:count]
     if before and before != chosen:
         raise LaunchError(
             f"{name!r} was launched on {', '.join(before)}, not on {', '.join(chosen)}; end it with `rollcall launch down "
-            f"{name}` first, or give another --name"
+            f"{name}` first, or choose another --name"
         )
     return chosen
 
@@ -187,7 +187,7 @@ def _refuse_used(hosts: Sequence[str], used: Mapping[str, str]) -> None:
 
 
 def _read(path: Path) -> tuple[str, ...]:
-    """Read a file with one host per line; what follows a ``#`` is a comment."""
+    """Read a file with one host per line; a ``#`` begins a comment."""
     try:
         lines = path.read_text().splitlines()
     except (OSError, ValueError) as error:

@@ -1,9 +1,9 @@
 """Runs a script on one host through the user's own `ssh`, or on many hosts at once.
 
-The script is passed to `bash -s` over stdin: no part of it, and no secret, is in an argument that others could read, and nothing
-has to be quoted for the login shell there. stdin stays open until the script has ended, so a command that is tied to its stdin
+The script is passed to `bash -s` over stdin, so no secret is in an argument that other users could read, and nothing has to be
+quoted for the host's login shell. stdin stays open until the script has ended, so a command that is tied to its stdin
 (``nodes/machine.py``) stops when this machine disconnects. `ssh` uses its own configuration to decide how a host is reached and
-which host keys are known; it just must not prompt.
+which host keys are known, but it never prompts.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from rollcall.process.here import exited
 CONNECT_S = 20  # for a connection, including its jump hosts
 NO_FORWARDS = ("-o", "ClearAllForwardings=yes")  # the forwards in the user's configuration are for other sessions
 CONNECTED = "rollcall-is-connected"  # the first output of every script: ssh's own errors come before it
-LET_GO_S = 60.0  # for a tied command to clean up
-DROPPED_S = 2.0  # at most, before a dropped connection is retried
+LET_GO_S = 60.0  # for a command that is tied to its stdin to clean up
+DROPPED_S = 2.0  # the longest wait before a dropped connection is retried
 LONGEST_LINE = 1 << 30  # bytes; a host's output may lack line breaks
 NO_SSH = "`ssh` is not on this machine's PATH; install OpenSSH's client (Debian: openssh-client)"
 _DROPPED = re.compile(r"(kex|ssh)_exchange_identification: |Connection (closed|reset) by \S+ port \d+")
@@ -89,9 +89,9 @@ class Outcome:
             return f"{self.host}: failed with status {self.status}{shown}"
         advice = ""
         if "Host key verification failed" in shown or "host key is known" in shown:
-            advice = "\n    look at its key with `ssh HOST` by hand, and accept it there if it is the right one"
+            advice = "\n    run `ssh HOST` by hand to see its key, and accept the key if it is the right one"
         elif "Permission denied" in shown:
-            advice = "\n    `ssh HOST` by hand has to work without a question: see launch.ssh.user and launch.ssh.key, or ssh-agent"
+            advice = "\n    `ssh HOST` must work without a prompt: see launch.ssh.user and launch.ssh.key, or ssh-agent"
         return f"{self.host}: ssh cannot reach it{shown}{advice}"
 
 
@@ -105,7 +105,7 @@ def run_on_all(
 ) -> list[Outcome]:
     """Run each host's script on that host, all at once; the outcomes are in the order of ``scripts``.
 
-    ``together``: if one fails, the others are disconnected. Ctrl-C disconnects all of them and waits for them.
+    With ``together``, a failure on one host disconnects the others. Ctrl-C disconnects all hosts and waits for their cleanup.
     """
 
     async def run() -> list[Outcome]:

@@ -6,8 +6,8 @@
     check     wait until the head reports all slots; run `rollcall doctor --quick` there
     submit    submit the job through a tunnel to the head's dashboard, with an id that is already in the record
 
-Commands that prepare and start nodes are tied to their connection, so none of them outlives the launcher. A failure during a
-start, or Ctrl-C, takes everything down again.
+Commands that prepare and start nodes are tied to their connection, so none of them outlives the launcher. If a start fails or
+Ctrl-C interrupts it, everything is taken down again.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ CHECK_S = 120.0
 LOOK, PREPARE, CHECK = "look.sh", "prepare.sh", "check.sh"  # rendered scripts
 CONTAINER_FILE, NODE_FILE = "container.sh", re.compile(r"node-\d+\.sh")
 UP = "up"  # the fact that lists the hosts that have, or were about to get, a node or its container
-HEAD = "head"  # the fact that says where the head listens
+HEAD = "head"  # the fact that contains the head's address
 
 
 class Ssh(Target):
@@ -57,7 +57,7 @@ class Ssh(Target):
         named, interface = ("--cluster", request.name), request.section(SshSection).interface
         look = ("rollcall", "here", *named, *(("--interface", interface) if interface else ()))
         joined = ("rollcall", "check", str(request.cluster.num_slots), *named, "--timeout", f"{CHECK_S:g}", "--json")
-        # The run file exists there only while the commands run.
+        # The run file exists on a host only while the commands run.
         with_run_file = (
             "folder=$(mktemp -d) || exit 1",
             """trap 'rm -rf "$folder"' EXIT""",
@@ -71,18 +71,18 @@ class Ssh(Target):
         )
         hosts, head = site.hosts, site.hosts[:1]
         steps = [
-            (LOOK, hosts, "see whether it can be used", site.script(f"exec {shlex.join(look)} </dev/null")),
+            (LOOK, hosts, "check that it can be used", site.script(f"exec {shlex.join(look)} </dev/null")),
             (PREPARE, hosts, "prepare it", site.script(*with_run_file, 'rollcall prepare --tied ${once-} "$run"')),
             *(
                 (node_file(rank), (host,), f"start rank {rank}", site.script(f"exec {_node_line(request, rank)}"))
                 for rank, host in enumerate(hosts)
             ),
-            (CHECK, head, "see that all nodes have joined and nothing would break the run", check),
+            (CHECK, head, "check that all nodes have joined and that nothing would break the run", check),
         ]
         notes = [
-            f"in front of {PREPARE} come the variables of the run and, for {head[0]}, once=--once; in front of a node's script the "
-            f"token of the cluster ({TOKEN}) and the head's address ($head); all over stdin",
-            f"then the run is submitted from here, through an ssh tunnel to the dashboard of {head[0]}",
+            f"stdin also sets variables: before {PREPARE}, the variables of the run (and, on {head[0]}, once=--once); before a node's "
+            f"script, the token of the cluster ({TOKEN}) and the head's address ($head)",
+            f"then this machine submits the run, through an ssh tunnel to the dashboard of {head[0]}",
         ]
         if (lines := _container_lines(request)) is not None:
             script = "\n".join(["main() {", *lines, "}", "main; exit", ""])
@@ -110,7 +110,9 @@ class Ssh(Target):
         build_package(request.config, run_file="", folder=request.cwd)
         site = Site.of_request(request)
         record = site.claim(record)
-        is_fresh = record.state == "starting" and not record.id  # a launch with a run stays up, to retry or `down`
+        is_fresh = (
+            record.state == "starting" and not record.id
+        )  # after a failure, a launch with a run stays up for a retry or `down`
         try:
             record = _start_containers(site, rendered, record)
             head = _look(site, rendered, record)
@@ -148,7 +150,7 @@ class Ssh(Target):
         found = json.loads(outcome.answer)
         alive = sum(node["alive"] for node in found["nodes"])
         with jobs_of(record) as (_, job):
-            run = f"{job.id} {job.state}" if job else "the run is not submitted"
+            run = f"{job.id} {job.state}" if job else "the run was not submitted"
         return f"{alive} of {counted(found['num_nodes'], 'node')} alive; {run}"
 
     def logs(self, record: LaunchRecord) -> None:
@@ -166,8 +168,8 @@ class Ssh(Target):
         if problems := _take_down(record):
             raise LaunchError(
                 "\n  ".join(["not everything that was started could be stopped:", *problems])
-                + f"\nrun `rollcall launch down {record.name}` again when these hosts answer; for one that is gone for good, "
-                f"remove {record.folder}"
+                + f"\nrun `rollcall launch down {record.name}` again when these hosts answer; if a host is gone for "
+                f"good, remove {record.folder}"
             )
 
 
@@ -178,7 +180,7 @@ def _submitted(record: LaunchRecord, job: Job | None) -> Job:
 
 
 def _is_running(record: LaunchRecord) -> bool:
-    """Whether the launch's run is still going. A head that does not answer has no run."""
+    """Return whether the launch's run is still going. If the head does not answer, it is not."""
     if not record.id or DASHBOARD not in record.facts:
         return False
     try:
@@ -224,7 +226,7 @@ def _container_lines(request: LaunchRequest) -> list[str] | None:
     return [
         f'[ -n "$rollcall_again" ] && [ "$({shlex.join(seen)} 2>/dev/null)" = true ] && exit',
         *lines,
-        # A build takes long: if the launcher is gone by now, start no container. Status 1: stdin is closed; above 128: open.
+        # If the launcher has gone during a long build, start no container. `read` returns 1 if stdin is closed, above 128 if open.
         "read -r -t 0.1 _; [ $? -gt 128 ] || exit 1",
         f"{shlex.join(container.run(['sleep', 'infinity'], variables=(), detach=True))} >/dev/null",
     ]
@@ -263,10 +265,10 @@ def _look(site: Site, rendered: Rendered, record: LaunchRecord) -> str:
         for what, version in {"rollcall": here.version, **here.versions}.items():
             wanted, where = versions.setdefault(what, (version, host))
             if version != wanted:
-                problems.append(f"{host}: {what} {version}, and {where} has {what} {wanted}; install the same there")
+                problems.append(f"{host}: {what} {version}, but {where} has {what} {wanted}; install the same version")
         if here.rank is not None and host not in record.facts.get(UP, ()):
             problems.append(
-                f"{host}: a cluster named {record.name!r} runs there already, and this launch did not start it; give another --name"
+                f"{host}: a cluster named {record.name!r} is already running, which this launch did not start; choose another --name"
             )
         if rank == 0 and here.is_alone and len(site.hosts) > 1:
             problems.append(f"{host}: has no address that other machines can reach; set launch.ssh.interface")
@@ -307,7 +309,7 @@ def _check(site: Site, rendered: Rendered, record: LaunchRecord, *, is_running: 
     say(f"all {counted(found['num_slots'], 'slot')} have joined, on {counted(len(site.hosts), 'host')}")
     if found["dashboard_url"] is None:
         raise LaunchError(
-            f"{head}: the head has no dashboard on its loopback, which takes the run; see dashboard.log among Ray's logs there"
+            f"{head}: Ray's dashboard, which accepts the run, does not listen on the loopback; see dashboard.log among Ray's logs there"
         )
     return record.knowing(**{DASHBOARD: urllib.parse.urlsplit(found["dashboard_url"]).port}).save()
 
@@ -332,7 +334,7 @@ def _submit(request: LaunchRequest, record: LaunchRecord) -> LaunchRecord:
 
 
 def _undo(record: LaunchRecord, *, has_failed: bool) -> None:
-    """Take down a start that failed or that Ctrl-C stopped; a failed start's logs are kept."""
+    """Take down everything after a start that failed or was interrupted; keep the logs if it failed."""
     if not record.facts.get(UP):
         return
     say("taking down what was started")

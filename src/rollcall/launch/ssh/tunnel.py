@@ -1,6 +1,6 @@
-"""Forwards ports on the head's loopback to this machine through `ssh`: its dashboard, which takes jobs, and the run's page.
+"""Forwards ports on the head's loopback to this machine through `ssh`, for the dashboard, which accepts jobs, and the run's page.
 
-The `ssh` that forwards the port runs a script that waits for its stdin to close, so it exits with this process, even if killed.
+The `ssh` that forwards the port runs a script that waits for its stdin to close, so it exits with this process, even after `kill -9`.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Tunnel:
 
     def __init__(self, login: Login, *, host: str, port: int, local_port: int | None = None) -> None:
         self.local_port = local_port or free_ports(1)[0]
-        # A connection that the user's ssh shares would keep the port open after this process.
+        # A connection that the user's ssh shares would keep the port open after this process exits.
         forward = ("-L", f"127.0.0.1:{self.local_port}:127.0.0.1:{port}", "-o", "ExitOnForwardFailure=yes")
         self._words = login.words(host, "-o", "ControlPath=none", *forward)
         self._cannot = f"{host}: ssh cannot open a tunnel to its port {port}"
@@ -98,7 +98,7 @@ def open_page(record: LaunchRecord) -> Tunnel | None:
     remember([page.secret])
     tunnel = Tunnel(site.login, host=site.hosts[0], port=page.port)
     print(page.address(tunnel.local_port), flush=True)
-    say(f"the page of {record.run_dir}; the address works once")
+    say(f"this is the page of {record.run_dir}; its address works once")
     return tunnel
 
 
@@ -108,7 +108,7 @@ def hold_tunnel(record: LaunchRecord, *, local_port: int | None) -> None:
     with ExitStack() as opened:
         tunnels = [opened.enter_context(closing(open_tunnel(record, local_port=local_port)))]
         print(tunnels[0].url, flush=True)
-        say(f"the dashboard of {record.name!r}, until Ctrl-C; its token is in {record.folder / TOKEN_FILE}")
+        say(f"forwarding the dashboard of {record.name!r} until Ctrl-C; its token is in {record.folder / TOKEN_FILE}")
         look_at = 0.0
         while True:
             if len(tunnels) == 1 and time.monotonic() >= look_at:
@@ -119,7 +119,7 @@ def hold_tunnel(record: LaunchRecord, *, local_port: int | None) -> None:
             for tunnel in tunnels:
                 if not tunnel.is_open:
                     why = tunnel.connect()
-                    say(f"the connection is lost, trying again: {why}" if why else "connected again")
+                    say(f"lost the connection; trying again: {why}" if why else "connected again")
 
 
 @contextmanager
