@@ -57,8 +57,8 @@ def format_of(chat_template: str | None) -> CallFormat:
         return "llama"
     if re.search(r"\btools\b", template):
         raise ConfigError(
-            "environment.call_format=auto: the chat template supports tools, but its calls are neither Qwen's (<tool_call> with JSON) nor "
-            "Llama's; set environment.call_format to hermes, llama or text, and describe the format to the model in the prompt"
+            "environment.call_format=auto: the chat template supports tools, but its calls are neither Qwen's (<tool_call> with JSON) "
+            "nor Llama's; set environment.call_format to hermes, llama or text, and describe the format to the model in the prompt"
         )
     return "text"
 
