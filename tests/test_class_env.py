@@ -67,9 +67,9 @@ def test_what_is_wrong_with_a_call_is_told_to_the_model() -> None:
     secret = player(f"{MODULE}:Secret", call_format="hermes")
     secret.reset({"answer": "7"}, run)
     calls = {
-        '{"name": "ask", "arguments": {"times": "many"}}': 'ask: times is \\"many\\", and it must be integer',
+        '{"name": "ask", "arguments": {"times": "many"}}': 'ask: times is \\"many\\"; it must be integer',
         '{"name": "ask", "arguments": {"often": 1}}': "ask has no argument 'often'; it takes times",
-        '{"name": "guess"}': "there is no tool 'guess'; there are ask, ask_later, refuse",
+        '{"name": "guess"}': "there is no tool 'guess'; the tools are ask, ask_later, refuse",
         '{"name": "_hidden"}': "there is no tool '_hidden'",
         '{"name": "get_reward"}': "there is no tool 'get_reward'",
         '{"name": "ask_later", "arguments": {"unit": "h"}}': 'it must be \\"s\\" or \\"ms\\"',

@@ -104,7 +104,7 @@ def test_without_tool_choice_a_call_stays_text(stands: Standing) -> None:
 
 def test_tools_that_the_chat_template_would_leave_out_are_refused(writer: Writer) -> None:
     with standing(writer, tokenizer=writer.tokenizer, call_format="text") as stands:
-        with pytest.raises(openai.BadRequestError, match="chat template has no place for tools"):
+        with pytest.raises(openai.BadRequestError, match="chat template does not support tools"):
             chat(stands.client(), tools=TOOLS)
         assert chat(stands.client(), tools=TOOLS, tool_choice="none").choices[0].message.content
 

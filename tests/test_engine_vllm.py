@@ -194,7 +194,7 @@ def test_a_torn_update_is_refused_and_leaves_the_engine_as_it_was(
     requests = requests_for(random_prompts(2))
     with monkeypatch.context() as patch:
         patch.setattr(memory, "write", write_and_tear)
-        with pytest.raises(VllmError, match="torn: model.embed_tokens.weight is not what was sent"):
+        with pytest.raises(VllmError, match="torn: model.embed_tokens.weight differs from what was sent"):
             engine.update_weights(2)
     assert off_by(model, requests, run(engine, requests)) < TOLERANCE, "it still has the weights before"
     perturb(model, seed=1)
@@ -279,7 +279,7 @@ def test_what_vllm_would_change_silently_is_refused(engine: Any) -> None:
     (prompt,) = random_prompts(1)
     with pytest.raises(Refused, match="temperature 0.001, which vLLM would silently raise to 0.01"):
         submit(engine, request(prompt, temperature=0.001))
-    with pytest.raises(Refused, match="has token 40, and the model knows 0 to 39: .* another model's tokenizer"):
+    with pytest.raises(Refused, match="has token 40, but the model knows only 0 to 39: .* another model's tokenizer"):
         submit(engine, request(np.array([5, 40], dtype=np.int32)))
     assert engine.num_unfinished == 0
 

@@ -405,7 +405,10 @@ def test_a_row_of_an_unknown_class_is_refused_before_the_run_begins() -> None:
             return {"shop": ()}[kind_of(kind, ["shop"])]
 
     rows = [replace(a_prompt(), metadata={"environment": name}) for name in ("shop", "shpo")]
-    for prompts, refused in ((rows, "'shpo', and environment.path has shop"), ([a_prompt()], "no environment column")):
+    for prompts, refused in (
+        (rows, "'shpo', but environment.path has only shop"),
+        ([a_prompt()], "no environment column"),
+    ):
         given, named = PromptSet(prompts=prompts, num_overlong=0, source="rows"), Named(letters_game)
         with pytest.raises(ConfigError, match=refused):
             build_environments(ClassEnvironment(path={"shop": "x:X"}), None, given, make=lambda _, named=named: named)

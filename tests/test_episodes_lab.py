@@ -226,7 +226,7 @@ def test_a_killed_host_of_environments_costs_no_finished_episode_and_is_nobodys_
     run.wait_for_episodes(step=2)
     kill_on(arena.hosts[1], host.pid)
     made = run.end()
-    assert "environment rank 0 on node 1" in run.said and "its episodes are played again elsewhere" in run.said
+    assert "environment rank 0 on node 1" in run.said and "its episodes restart on another host" in run.said
     assert not errors_of(made), run.said
 
 
@@ -247,7 +247,7 @@ def test_a_lost_node_of_environments_is_done_without(arena: Arena) -> None:
     run.wait_for_episodes(step=2)
     arena.hosts[1].power_off()
     made = run.end()
-    assert "its episodes are played again elsewhere" in run.said and not errors_of(made), run.said
+    assert "its episodes restart on another host" in run.said and not errors_of(made), run.said
 
 
 def test_a_killed_host_of_programs_costs_no_finished_episode_and_leaves_no_program(arena: Arena) -> None:
@@ -257,7 +257,7 @@ def test_a_killed_host_of_programs_costs_no_finished_episode_and_leaves_no_progr
     run.wait_for_episodes(step=2)
     kill_on(arena.hosts[1], host.pid)
     made = run.end()
-    assert "environment rank 0 on node 1" in run.said and "its episodes are played again elsewhere" in run.said
+    assert "environment rank 0 on node 1" in run.said and "its episodes restart on another host" in run.said
     assert not errors_of(made) and nodes_of(made) == {1.0}, run.said
     assert {one.episode.metrics["is_local"] for one in made if one.episode is not None} == {0.0}
     left = [process for one in arena.hosts for process in one.processes() if "lab_agent.py" in process.cmdline]

@@ -301,7 +301,7 @@ def test_a_key_that_is_refused_ends_the_run_at_once_unless_others_were_answered(
 
     with serving(reply) as service:
         judge = a_judge(service.url, key_env="JUDGE_KEY")
-        with pytest.raises(EndpointLostError, match="refuses: status 401.*Check reward.0") as caught:
+        with pytest.raises(EndpointLostError, match="refuses requests: status 401.*Check reward.0") as caught:
             scores_of(judge, "x")
         assert KEY not in str(caught.value)
         service.reply = lambda asked: Reply(status=403) if "flagged" in asked.text else scored(1)

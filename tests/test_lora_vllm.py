@@ -61,7 +61,7 @@ def test_vllm_refuses_what_it_cannot_load_with_an_adapter(tmp_path: Path) -> Non
     model = load_causal_lm(str(path), device=CPU, dtype=torch.float32)
     how = dict(max_running=4, kv_tokens=64, kv_fraction=0.3)
     stray = replace(make_adapter(model, LoraSection(rank=4)), base=str(tmp_path))
-    with pytest.raises(VllmUnavailable, match="is a checkpoint, and with model.lora vLLM reads the model itself"):
+    with pytest.raises(VllmUnavailable, match="is a checkpoint, but with model.lora, vLLM reads the model itself"):
         make_spec(model, VllmSection(), adapter=stray, **how)  # type: ignore[arg-type]
     spec = make_spec(model, VllmSection(), adapter=replace(stray, base=str(path)), **how)  # type: ignore[arg-type]
     assert spec["lora_rank"] == 8 and spec["model"] == str(path)

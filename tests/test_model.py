@@ -79,7 +79,9 @@ def test_fewer_layers_than_are_stored_are_refused(tmp_path: Path) -> None:
 
 def test_a_tensor_of_another_shape_is_refused(tmp_path: Path) -> None:
     path = stored(save_model(tmp_path), lambda tensors: tensors.update({"model.norm.weight": torch.ones(7)}))
-    with pytest.raises(ModelError, match=r"1 tensor is of another shape \(model\.norm\.weight is \[7\], not \[64\]\)"):
+    with pytest.raises(
+        ModelError, match=r"1 tensor is of a different shape \(model\.norm\.weight is \[7\], not \[64\]\)"
+    ):
         load(path)
 
 

@@ -92,7 +92,7 @@ def test_a_row_chooses_its_class_by_the_environment_column_and_each_has_its_own_
         paths = {"secret": f"{MODULE}:Secret", "plain": f"{MODULE}:Plain"}
         environments = made(paths, tools=[f"{MODULE}:add"], max_running=1)
         assert [schema["function"]["name"] for schema in environments.tools_of("plain")] == ["look", "add"]
-        with pytest.raises(ValueError, match="'other', and environment.path has secret, plain"):
+        with pytest.raises(ValueError, match="'other', but environment.path has only secret, plain"):
             environments.tools_of("other")
         with pytest.raises(EnvironmentFailed, match="no environment column"):
             await environments.start("")
@@ -145,7 +145,7 @@ def test_a_module_that_ends_its_process_is_refused_with_what_to_do(
     monkeypatch.chdir(tmp_path)
     (tmp_path / "odd_module.py").write_text("import os\nos._exit(0)")
     with pytest.raises(
-        ConfigError, match="ended at its start.*exit status 0.*; check what its module does when imported"
+        ConfigError, match="ended during its start.*exit status 0.*; check what its module does when imported"
     ):
         made("odd_module:Game")
 

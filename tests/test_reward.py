@@ -566,7 +566,7 @@ def test_an_item_over_its_limit_is_an_error_even_if_nobody_looked_in_time(
 
     with RewardPool({0: {"type": "function", "path": "my_rewards:slow"}}, num_workers=1) as pool:
         answer = asyncio.run(score(pool))
-    assert answer.kind == "hung" and "its limit is timeout_s=0.1" in answer.why
+    assert answer.kind == "hung" and "the limit is timeout_s=0.1" in answer.why
 
 
 def test_the_limit_is_for_each_item_and_not_for_their_sum(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -140,5 +140,5 @@ def test_rewards_in_a_map_of_sections_may_be_functions() -> None:
 
 @pytest.mark.parametrize("value", [1e39, -1e308])
 def test_a_score_that_training_cannot_compute_with_is_no_score(value: float) -> None:
-    with pytest.raises(ValueError, match="a reward is between"):
+    with pytest.raises(ValueError, match="a reward must be between"):
         check_score(value)

@@ -159,7 +159,7 @@ def test_a_function_that_could_never_score_is_refused_with_the_signature_it_shou
     monkeypatch.syspath_prepend(str(tmp_path))
     with pytest.raises(ValueError, match=message) as caught:
         load_function(f"{name}:score")
-    assert "give f(completion, answer) -> float, or f(completions, answer) -> list[float] for a group" in str(
+    assert "use f(completion, answer) -> float, or f(completions, answer) -> list[float] for a group" in str(
         caught.value
     )
 

@@ -52,7 +52,7 @@ def test_a_reward_of_the_environment_that_the_run_does_not_use_is_told_once(capl
     with Scorer([ExactReward()], num_workers=1, model_rewards={}) as scorer:
         for _ in range(2):
             asyncio.run(scorer.score(a_prompt(), (scored,)))
-    assert caplog.text.count("the environment gives a reward that the run does not use: add {type: environment}") == 1
+    assert caplog.text.count("the environment returns a reward that the run does not use: add {type: environment}") == 1
 
 
 def a_turn(text: str, observation: str = "", *calls: ToolCall) -> Turn:
@@ -119,18 +119,18 @@ def test_an_episode_is_a_conversation_with_its_calls() -> None:
     ]]  # fmt: skip
     assert called("tools_called", a_prompt(), played(*turns)) == [2]
     assert called("score_left", a_prompt(), played(score=2.5)) == [2.5]
-    with pytest.raises(AttributeError, match="left no attribute 'get_reward' that JSON can hold; it left score"):
+    with pytest.raises(AttributeError, match="left no attribute 'get_reward' that JSON can represent; it left score"):
         called("asks_for_methods", a_prompt(), played(score=2.5))
 
 
 def test_what_is_missing_or_ambiguous_is_refused_with_the_reason() -> None:
-    with pytest.raises(ValueError, match="no column 'solution', which the function takes; it has id, answer, task"):
+    with pytest.raises(ValueError, match="no column 'solution', which the function requires; it has id, answer, task"):
         called("accuracy", a_prompt(task="x"), said("4"))
     for name, why in {
-        "only_prompts": "prompts is TRL's, and TRL passes more than this by name; add \\*\\*kwargs",
-        "two_meanings": "may mean two things: with \\*\\*kwargs it is called as TRL calls it, with lists, and TRL has no metadata",
-        "by_place": "prompts is before a /, and TRL's functions are called by name; remove the /",
-        "progress": "a reward does not know how far the run is",
+        "only_prompts": "prompts is TRL's argument, and TRL passes more arguments by name; add \\*\\*kwargs",
+        "two_meanings": "is ambiguous: a function with \\*\\*kwargs is called with lists, as in TRL, but TRL has no metadata",
+        "by_place": "prompts is before a /, but TRL passes arguments by name; remove the /",
+        "progress": "a reward does not know the run.s progress",
     }.items():
         with pytest.raises(ValueError, match=why):
             load_function(f"rewards_of_trl:{name}")

@@ -57,7 +57,7 @@ def test_text_that_the_tokenizer_does_not_know_is_an_ordinary_stop_string() -> N
 
 
 def test_an_eos_that_is_no_token_id_is_refused() -> None:
-    with pytest.raises(ValueError, match="generation_config.json has eos_token_id='x', which is no token id"):
+    with pytest.raises(ValueError, match="generation_config.json has eos_token_id='x', which is not a token ID"):
         ids_for(make_tokenizer(), generation=SimpleNamespace(eos_token_id="x"))
 
 
@@ -66,7 +66,7 @@ def test_stop_token_ids_of_the_run_file_are_added_and_held_to_the_vocabulary() -
     assert ids_for(tokenizer, stop_token_ids=[9, 7]) == (tokenizer.eos_token_id, 7, 9)
     for wrong in (40, -1):
         with pytest.raises(
-            ValueError, match=f"rollout.stop_token_ids has {wrong}, and the model's 40 tokens are 0 to 39"
+            ValueError, match=f"rollout.stop_token_ids has {wrong}, but the model has 40 tokens, 0 to 39"
         ):
             ids_for(tokenizer, stop_token_ids=[wrong])
 

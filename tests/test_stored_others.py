@@ -185,7 +185,7 @@ def test_a_distributed_checkpoint_whose_files_do_not_fit_is_refused(tmp_path: Pa
     with pytest.raises(StoredError, match="distcp"):
         open_stored(tmp_path / "c")
     save_dcp({"actor": WHOLE, "critic": WHOLE}, tmp_path / "e")
-    with pytest.raises(StoredError, match="not clear which tensors are the model's; there are actor, critic"):
+    with pytest.raises(StoredError, match="not clear which tensors belong to the model; there are actor, critic"):
         open_stored(tmp_path / "e")
     (tmp_path / "c" / ".metadata").write_bytes(b"garbage")
     with pytest.raises(StoredError, match="metadata"):
@@ -260,7 +260,7 @@ def test_a_record_behind_the_end_of_the_file_is_refused(tmp_path: Path) -> None:
     at = data.index(b"PK\x01\x02")
     data[at + 42 : at + 46] = b"\xf0\xff\xff\xff"
     path.write_bytes(data)
-    with pytest.raises(StoredError, match="not a whole file of torch.save"):
+    with pytest.raises(StoredError, match="not a complete torch.save file"):
         open_stored(tmp_path)
 
 

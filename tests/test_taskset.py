@@ -225,7 +225,7 @@ def test_a_harness_that_does_not_end_is_given_up(tmp_path: Path, monkeypatch: py
         await programs.aclose()
         return ended.stderr
 
-    assert asyncio.run(play()) == "it did not end within 0.5 s"
+    assert asyncio.run(play()) == "it did not stop within 0.5 s"
 
 
 def test_a_server_whose_start_is_interrupted_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -261,6 +261,6 @@ def test_a_server_that_has_died_is_started_again_and_leaves_no_harness(
     completions = play_in(AgentEnvironments(given, chat_template=None, programs=programs), count=2)
     episodes = [one.episode for one in completions if one.episode is not None]
     assert [(one.ended, one.error) for one in episodes] == [(EndReason.DONE, "")] * 2
-    assert "died (SIGKILL" in caplog.text and caplog.text.count("it is started again") == 1
+    assert "died (SIGKILL" in caplog.text and caplog.text.count("restarting it") == 1
     assert harness.wait(60) == -signal.SIGKILL
     assert Process.of(int((tmp_path / "pid").read_text())) is None

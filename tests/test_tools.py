@@ -183,7 +183,7 @@ def test_the_public_methods_of_a_class_are_its_tools() -> None:
         (half_told, "the docstring does not describe argument b; add under `Args:`"),
         (unhinted, "argument a has no type hint; add one, such as a: str"),
         (starred, r"takes \*args: .*give each its own name"),
-        (positional, "cannot be given by name; take the `/` out"),
+        (positional, "cannot be passed by name; remove the `/`"),
         (unknown_hint, "type hints cannot be read .NameError"),
         (lambda: None, "has no docstring"),
     ],
@@ -220,7 +220,7 @@ def test_arguments_become_what_the_hints_want(name: str, given_value: Any, taken
     ],
 )  # fmt: skip
 def test_wrong_arguments_are_told_to_the_model(name: str, wrong: Any) -> None:
-    with pytest.raises(WrongArguments, match=f"every_type: {name} is .*, and it must be"):
+    with pytest.raises(WrongArguments, match=f"every_type: {name} is .*; it must be"):
         check_arguments(EVERY_TYPE, NEEDED | {name: wrong})
 
 

@@ -97,7 +97,7 @@ def test_a_checkpoint_of_another_model_is_refused_by_name(tmp_path: Path) -> Non
         ),
         (
             {**whole, "model.norm.weight": torch.ones(1)},
-            r"of another shape \(model\.norm\.weight is \[1\], not \[64\]\)",
+            r"of a different shape \(model\.norm\.weight is \[1\], not \[64\]\)",
         ),
     ):
         save_file(change, file)

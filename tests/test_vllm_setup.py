@@ -38,7 +38,7 @@ def test_an_engine_that_is_not_installed_is_refused_with_what_to_install(
         find_python(None)
     with pytest.raises(VllmUnavailable, match="rollout.vllm.python=/no/such/python is not a program"):
         find_python("/no/such/python")
-    with pytest.raises(VllmUnavailable, match="cannot import vLLM .its packages have no vllm.; make an environment"):
+    with pytest.raises(VllmUnavailable, match="cannot import vLLM .its packages have no vllm.; create an environment"):
         find_python(sys.executable)
     monkeypatch.setenv(PYTHON_VARIABLE, "no-python")
     with pytest.raises(VllmUnavailable, match=rf"\${PYTHON_VARIABLE}=no-python is not a program"):
@@ -109,12 +109,13 @@ def test_weights_in_shared_memory_are_found_and_checked() -> None:
     for place in (offset, offset + length - 1):
         before = os.pread(memory.fd, 1, place)
         os.pwrite(memory.fd, bytes([before[0] ^ 1]), place)
-        with pytest.raises(ValueError, match="torn: part of a wider one is not what was sent"):
+        with pytest.raises(ValueError, match="torn: part of a wider one differs from what was sent"):
             verify(path, **message)
         os.pwrite(memory.fd, before, place)
     verify(path, **message)
     with pytest.raises(
-        ValueError, match=rf"torn: {message['size']} bytes of weights where {message['size'] + 1} were sent"
+        ValueError,
+        match=rf"torn: the memory has {message['size']} bytes of weights, but {message['size'] + 1} were sent",
     ):
         verify(path, 0, message["size"] + 1, message["tensors"])
     memory.close()

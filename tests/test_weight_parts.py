@@ -234,10 +234,12 @@ def test_parts_that_do_not_fit_are_refused_by_name() -> None:
     with pytest.raises(WeightUpdateError, match=r"has 1280 of the 2560 elements of 'model\.embed_tokens\.weight'"):
         receiver._fit(headers[:1])
     receiver._wanted = {**receiver._wanted, "model.norm.weight": (3,)}
-    with pytest.raises(WeightUpdateError, match=r"'model\.norm\.weight' is \[64\] in the update and \[3\] here"):
+    with pytest.raises(
+        WeightUpdateError, match=r"'model\.norm\.weight' is \[64\] in the update and \[3\] in the receiver"
+    ):
         receiver._fit(headers)
     del receiver._wanted["model.norm.weight"]
-    with pytest.raises(WeightUpdateError, match=r"has a tensor 'model\.norm\.weight' that is not here"):
+    with pytest.raises(WeightUpdateError, match=r"has a tensor 'model\.norm\.weight' that this receiver does not have"):
         receiver._fit(headers)
     update.close()
 

@@ -174,7 +174,7 @@ def test_a_version_that_is_not_newer_is_refused_and_the_receiver_named(kind: Wei
     meeting.update(3)
     held = {key: bits(tensor).clone() for key, tensor in meeting.held["rollout 0"].items()}
     change(meeting.tensors, seed=1)
-    with pytest.raises(RefusedUpdateError, match="rollout 0.*version 3 is not newer than the 3"):
+    with pytest.raises(RefusedUpdateError, match="rollout 0.*version 3 is not newer than version 3"):
         meeting.update(3)
     assert all(torch.equal(bits(tensor), held[key]) for key, tensor in meeting.held["rollout 0"].items())
     meeting.close()
@@ -189,7 +189,7 @@ def test_a_version_that_is_not_newer_is_refused_and_the_receiver_named(kind: Wei
             lambda tensors: tensors.update(norm=torch.zeros(7, dtype=torch.float16)),
             "'norm' is .7. float16 in the update",
         ),
-        (lambda tensors: tensors.update(more=torch.zeros(2)), "'more' that is not here"),
+        (lambda tensors: tensors.update(more=torch.zeros(2)), "'more' that this receiver does not have"),
     ],
     ids=["missing", "shape", "dtype", "extra"],
 )

@@ -1,6 +1,6 @@
-"""The loop's view of an engine: a request is one completion. To generate is to await, to cancel is to abort.
+"""The interface between the loop and an engine. A request is one completion: await it to generate, cancel it to abort.
 
-``Ticker`` (``engine/ticker.py``) turns the ``Core`` in this process into an ``Engine``; ``Engines`` (``run/engines.py``) does it for cores
+``Ticker`` (``engine/ticker.py``) makes an ``Engine`` of a ``Core`` in this process; ``Engines`` (``run/engines.py``) does it for cores
 in other processes. The contract tests in tests/generate_contract.py and tests/engine_contract.py check each implementation.
 """
 
@@ -24,19 +24,19 @@ class Sampling:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
-    """A request for one completion. Only its seed decides the draws, not what else is in the batch.
+    """A request for one completion. Its draws depend only on its seed, not on the rest of the batch.
 
     Requests of one ``group`` have the same prompt. They all go to the same worker, which computes the prompt once.
 
-    Requests of one ``session`` extend each other: each prompt contains all tokens so far. The engine may keep the KV between
-    them, so that it computes only the new tokens; this does not change the results.
+    Each request of a ``session`` extends an earlier one: its prompt contains all tokens so far. The engine may keep the KV between
+    requests, so that it computes only the new tokens; this does not change the results.
     """
 
     id: str
     prompt_ids: Ints
     seed: int
     sampling: Sampling
-    # Step, draw, place in the group. The lowest order is admitted first, the highest is preempted first; ties go in order of arrival.
+    # Step, draw, index in the group. The lowest is admitted first, and the highest is preempted first. Ties keep the order of arrival.
     order: tuple[int, int, int] = (0, 0, 0)
     group: str | None = None
     session: str | None = None
@@ -49,7 +49,7 @@ class Made:
     worker: str  # the process that generated it
 
 
-class Refused(ValueError):  # noqa: N818 - an outcome, not a defect of ours
+class Refused(ValueError):  # noqa: N818 - an outcome, not a bug in Rollcall
     """This request can never be computed. Other requests continue."""
 
 
@@ -61,7 +61,7 @@ class Stats:
     """An engine's work since the last call to ``take_stats``."""
 
     busy_s: float  # time during which it had requests
-    num_tokens: int  # in completions that ended
+    num_tokens: int  # in finished completions
     num_preemptions: int
 
 
@@ -72,7 +72,7 @@ class Engine(Protocol):
         ...
 
     async def generate(self, request: Request) -> Made:
-        """Return the completion. Raise ``Refused``, or ``WorkerLostError`` if no worker is left that could generate it."""
+        """Return the completion. Raise ``Refused``, or ``WorkerLostError`` if no worker is left to generate it."""
         ...
 
     async def pause(self, *, drain: bool) -> None:
@@ -85,11 +85,11 @@ class Engine(Protocol):
         ...
 
     def begin_session(self, session: str) -> None:
-        """Announce that the session's first request comes soon. This affects only the batching of turns."""
+        """Announce that the session's first request follows soon. This affects only how turns are batched."""
         ...
 
     def end_session(self, session: str) -> None:
-        """Free what is kept for the session, which has no more requests. An unknown session is fine."""
+        """Free what is kept for the session, which has no more requests. Do nothing if the session is unknown."""
         ...
 
     def take_stats(self) -> Stats: ...
@@ -116,23 +116,23 @@ class Core(Protocol):
         ...
 
     def submit(self, request: Request) -> None:
-        """Queue a request; raise ``Refused`` if it could never be computed."""
+        """Queue a request. Raise ``Refused`` if it could never be computed."""
         ...
 
     def step(self) -> dict[str, Completion]:
-        """Decode a little further, if there is anything to decode; return the completions that have ended, by request."""
+        """Decode a little further, if there is anything to decode. Return the finished completions, by request."""
         ...
 
     def abort(self, request_id: str) -> None:
-        """Drop a request and its tokens. An unknown request is fine."""
+        """Drop a request and its tokens. Do nothing if the request is unknown."""
         ...
 
     def settle(self) -> None:
-        """Collect the results of decoding that runs ahead of the next ``step``. Nothing decodes once this returns."""
+        """Collect the results of decoding that runs ahead of the next ``step``. Nothing decodes after this returns."""
         ...
 
     def update_weights(self, version: int) -> None:
-        """Drop what was computed from the old parameters, after they have changed. Running completions continue with the new ones."""
+        """Drop what was computed from the old parameters, which have changed. Running completions continue with the new parameters."""
         ...
 
     def end_session(self, session: str) -> None: ...

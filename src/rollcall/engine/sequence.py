@@ -1,6 +1,6 @@
-"""One completion in progress, and what every engine does with it: check the request, note versions, cut at stop strings, return it.
+"""One completion in progress, and the work that every engine does for it: check the request, note versions, cut at stop strings.
 
-Stop strings are looked for only in the decoded end of a completion, so the search costs the same however long the completion is.
+Only the decoded end of a completion is searched for stop strings, so the search costs the same for any length.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Sequence:
     logprobs: list[float] = field(default_factory=list)
     segments: list[Segment] = field(default_factory=list)
     finish: FinishReason | None = None
-    watched_from: int = 0  # the first token that is decoded in the search for stop strings
+    watched_from: int = 0  # the search for stop strings decodes from this token on
 
     @property
     def seed(self) -> int:
@@ -61,8 +61,8 @@ def check_fits(request: Request, *, running: Container[str], max_positions: int,
     if lowest < 0 or highest >= vocabulary:
         wrong = lowest if lowest < 0 else highest
         raise Refused(
-            f"request {request.id!r} has token {wrong}, and the model knows 0 to {vocabulary - 1}: its prompt comes from another "
-            "model's tokenizer; give model.path a directory with the model's own"
+            f"request {request.id!r} has token {wrong}, but the model knows only 0 to {vocabulary - 1}: its prompt comes from another "
+            "model's tokenizer; set model.path to a directory with the model's own tokenizer"
         )
     if num_new < 1:
         raise Refused(f"request {request.id!r} asks for {num_new} new tokens; ask for 1 or more")
@@ -95,7 +95,7 @@ def cut_at_stop_string(sequence: Sequence, before: int, tokenizer: Any) -> bool:
     if not any(stop in end for stop in stops):
         _move_watch(sequence, end, tokenizer)
         return False
-    # The start of a piece can decode to characters that the full string does not contain, so the full string decides.
+    # The start of a piece can decode to characters that the full string does not contain, so check the full string too.
     if not any(stop in text_of(sequence.token_ids, tokenizer) for stop in stops):
         return False
     for count in range(before + 1, len(sequence.token_ids) + 1):
@@ -108,14 +108,14 @@ def cut_at_stop_string(sequence: Sequence, before: int, tokenizer: Any) -> bool:
 
 
 INCOMPLETE = "\ufffd"  # an incomplete character decodes to this
-# Characters that the start of a piece can lose or gain: bytes of a split character, a leading space.
+# The number of characters that the start of a piece can lose or gain: bytes of a split character, a leading space.
 RAGGED = 8
-BYTES = 4  # the most tokens that one character can have
+BYTES = 4  # the most tokens that a character can take
 
 
 def _move_watch(sequence: Sequence, end: str, tokenizer: Any) -> None:
-    """Watch from a later token, but leave enough characters for a stop string that has already begun. ``end`` is the decoded end
-    so far. Do nothing while the last character is incomplete: a tokenizer with byte tokens decodes a full run of them to
+    """Start the next search at a later token, but leave enough characters for a stop string that has already begun. ``end`` is the
+    decoded end so far. Do nothing while the last character is incomplete: a tokenizer with byte tokens decodes a full run of them to
     replacement characters until the run is complete.
     """
     needed = max(len(stop) for stop in sequence.request.sampling.stop_strings) + RAGGED
@@ -123,7 +123,7 @@ def _move_watch(sequence: Sequence, end: str, tokenizer: Any) -> None:
     if length - sequence.watched_from <= 2 * BYTES * needed or end.endswith(INCOMPLETE):
         return
     latest = length - BYTES * (needed + RAGGED)
-    # Within such a run, a piece decodes like the full string only if it starts at a character: one of these starts does.
+    # Within such a run, a piece decodes like the full string only if it starts at a character. One of these positions does.
     for start in range(latest, latest - BYTES, -1):
         text = text_of(sequence.token_ids[start:], tokenizer)
         if len(text) >= needed + RAGGED and text[-needed:] == end[-needed:]:
@@ -154,7 +154,7 @@ def completion_of(sequence: Sequence, text: str) -> Completion:
 
 
 def texts_of(many: list[list[int]], tokenizer: Any) -> list[str]:
-    """Decode each list with ``text_of``. Many completions end together, and a Rust tokenizer decodes them in parallel."""
+    """Decode each list as ``text_of`` does. Many completions end together, and a Rust tokenizer decodes them in parallel."""
     if is_plain_fast(tokenizer, "decode", "_decode") and not tokenizer.clean_up_tokenization_spaces:
         return tokenizer.backend_tokenizer.decode_batch(many, skip_special_tokens=True)
     return [text_of(token_ids, tokenizer) for token_ids in many]

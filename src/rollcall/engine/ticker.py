@@ -1,9 +1,9 @@
-"""The engine of this process: a core as an ``Engine``. ``exchange`` steps a core that a router in another process uses.
+"""Makes a core in this process an ``Engine``. ``exchange`` steps a core for a router in another process.
 
-While there are requests, one task steps the core, in the event loop's thread. It also decides how turns are batched. Fast environments
-send their next turns within moments. Filled and decoded together, these turns cost far less than one by one. So the task waits while
-they keep coming, until a pause is too long, and at most for a fraction of the time that it spent decoding. If environments are slow,
-it waits in vain for one pause. Episodes that begin together stay together, so an idle engine waits for their first turns too.
+While there are requests, one task steps the core in the event loop's thread. It also decides how turns are batched. Fast environments
+send their next turns within moments. It costs far less to fill and decode these turns together than one by one. So the task waits while
+turns keep arriving, but stops after a long pause, or after a fraction of the time that it spent decoding. With slow environments, it
+wastes one pause. Episodes that begin together stay together, so an idle engine also waits for their first turns.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class _Asked:
 
 class Ticker:
     def __init__(self, core: Core, *, max_running: int) -> None:
-        """``max_running`` is the most completions that the core decodes at once."""
+        """``max_running``: how many completions the core decodes at once."""
         self.core = core
         self._max_running = max_running
         self._asked: dict[str, _Asked] = {}
@@ -110,7 +110,7 @@ class Ticker:
             if self._num_turns:
                 await self._gather(math.inf, quiet_s=FIRST_QUIET_S, most_s=FIRST_GATHER_S, burst=BURST)
             while True:
-                await asyncio.sleep(0)  # a caller that got its answer may ask again at once
+                await asyncio.sleep(0)  # a caller may send its next request as soon as it has its answer
                 if self._is_still or not self._asked:
                     return
                 num_turns, started = self._num_turns, time.perf_counter()
@@ -127,7 +127,7 @@ class Ticker:
                     quiet_s=max(QUIET_S, QUIET_SHARE * decoded_s),
                     most_s=GATHER_SHARE * decoded_s,
                 )
-        except Exception as error:  # noqa: BLE001 - raised in all waiting callers and in all later ones
+        except Exception as error:  # noqa: BLE001 - raised in all waiting and later callers
             self._failure = error
             for asked in [self._forget(request_id) for request_id in list(self._asked)]:
                 if not asked.done.cancelled():
@@ -142,8 +142,8 @@ class Ticker:
         return asked
 
     async def _gather(self, count: float, *, quiet_s: float, most_s: float, burst: int = 1) -> None:
-        """Wait for ``count`` more requests, but not for more than there are sessions or the core decodes at once. Stop when none has
-        come for ``quiet_s``, or up to ``burst`` times as long: the more requests have come, the more are on their way."""
+        """Wait for ``count`` more requests, but not for more than there are sessions or than the core decodes at once. Stop when none
+        has come for ``quiet_s``, or for up to ``burst`` times as long: the more requests have come, the more are on their way."""
         wanted = min(len(self._asked) + count, self._max_running)
         until = time.perf_counter() + most_s
         while (num_there := len(self._asked)) < min(wanted, len(self._sessions) or math.inf):
@@ -152,17 +152,19 @@ class Ticker:
                 return
             self._news.clear()
             try:
-                async with asyncio.timeout(pause_s):  # wait_for (3.11) may forget that it is cancelled
+                async with asyncio.timeout(pause_s):  # wait_for (3.11) may swallow its cancellation
                     await self._news.wait()
             except TimeoutError:
-                if time.perf_counter() - now < 2 * pause_s:  # otherwise other tasks ran meanwhile, so it was not quiet
+                if (
+                    time.perf_counter() - now < 2 * pause_s
+                ):  # otherwise other tasks held up the loop, and requests may be waiting
                     return
 
 
 @dataclass(slots=True, kw_only=True)
 class Exchanged:
     ended: dict[str, Completion] = field(default_factory=dict)  # by request
-    refused: dict[str, str] = field(default_factory=dict)  # request -> why
+    refused: dict[str, str] = field(default_factory=dict)  # request -> the reason
     num_waiting: int = 0  # requests that the core has not started
     num_preemptions: int = 0  # since the core was created
 

@@ -53,7 +53,7 @@ GRACE_S = 10.0  # time a program has to exit on its own after it reaches a limit
 
 
 class AgentEnvironments:
-    """Episodes driven by programs. They do not fit ``reset`` and ``step``, so ``player`` plays full episodes. The endpoint listens on
+    """Episodes driven by programs. A program has no ``reset`` and ``step``, so ``player`` plays full episodes. The endpoint listens on
     ``address``, which the programs must be able to reach."""
 
     def __init__(
@@ -68,7 +68,7 @@ class AgentEnvironments:
         return self._players[-1]
 
     async def find_host(self) -> Host:
-        raise EnvironmentFailed("a program drives its own episode; there is nothing to step")
+        raise EnvironmentFailed("a program drives its own episode, so it has no steps to call")
 
     def tools_of(self, kind: str) -> tuple[dict[str, Any], ...]:
         return ()  # a program sends its own tools with its requests
@@ -135,7 +135,7 @@ class EpisodeRules:
     def _over(self, met: EndReason, limit: str, *, code: str) -> Refused:
         self.met = self.met or met
         self.is_over.set()
-        return Refused(400, f"this episode has used its {limit}; report the reward and end", code=code)
+        return Refused(400, f"this episode has used its {limit}; report the reward and exit", code=code)
 
 
 class AgentPlayer:
@@ -218,8 +218,8 @@ class AgentPlayer:
         if rules.overruled and not self._has_warned:
             self._has_warned = True
             warn(
-                f"the program sets {', '.join(sorted(rules.overruled))} in its requests; the run's own values are used, since only "
-                "what was sampled with them can be trained on"
+                f"the program sets {', '.join(sorted(rules.overruled))} in its requests; the run's values replace them, because only "
+                "tokens that were sampled with the run's values can be used for training"
             )
         _take_printed_reward(caller, program.stdout)
         if rules.met is not None:
@@ -228,7 +228,7 @@ class AgentPlayer:
             return EndReason.ERROR, f"the program ended with {program.how}; stderr: {_tail(program.stderr)}"
         if not caller.histories.rows and caller.num_requests + caller.num_refused:
             refused = f"{caller.num_refused} requests of the program were refused"
-            return EndReason.ERROR, f"{refused}, and none was answered; the last: {caller.last_refusal}"
+            return EndReason.ERROR, f"{refused}, and none was answered; the last refusal:  {caller.last_refusal}"
         if not caller.histories.rows:
             why = f"the program ended without a request to OPENAI_BASE_URL; stderr: {_tail(program.stderr)}"
             return EndReason.ERROR, why

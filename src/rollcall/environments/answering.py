@@ -40,7 +40,7 @@ async def answer_calls(
         timer = loop.call_later(BEAT_S, beat)
         try:
             kind, body = DONE, dumps(await do(method, arguments))
-        except Exception as error:  # noqa: BLE001 - the caller decides what it means
+        except Exception as error:  # noqa: BLE001 - the caller decides how to handle it
             kind, body = RAISED, raised_body(error)
         finally:
             timer.cancel()
@@ -55,7 +55,7 @@ async def answer_calls(
             running.add(task)
             task.add_done_callback(running.discard)
     except (OSError, EOFError):
-        pass  # the caller is gone, and its node may be too
+        pass  # the caller hung up, or its node died
     finally:
         for task in running:
             task.cancel()

@@ -144,7 +144,7 @@ def _prompt_ids(prompt: int, answered: Answered, request: ChatRequest | TextRequ
 
 
 def _tokens(choice: Choice, answered: Answered, request: ChatRequest | TextRequest | None) -> list[dict[str, Any]]:
-    """Return each sampled token with its log-prob. A token is shown as its ID if the request asks for IDs or contains only IDs."""
+    """Return each sampled token with its log-prob. A token is shown as its ID if the request asks for this or has only IDs."""
     found: list[dict[str, Any]] = []
     completion, by_id = choice.completion, request is None or request.return_tokens_as_token_ids
     for token_id, logprob in zip(completion.token_ids.tolist(), completion.logprobs.tolist(), strict=True):

@@ -57,20 +57,20 @@ def format_of(chat_template: str | None) -> CallFormat:
         return "llama"
     if re.search(r"\btools\b", template):
         raise ConfigError(
-            "environment.call_format=auto: the chat template has tools, and writes calls neither as Qwen (<tool_call> with JSON) nor "
-            "as Llama does; set environment.call_format to hermes, llama or text, and tell the model in the prompt to write so"
+            "environment.call_format=auto: the chat template supports tools, but its calls are neither Qwen's (<tool_call> with JSON) "
+            "nor Llama's; set environment.call_format to hermes, llama or text, and describe the format to the model in the prompt"
         )
     return "text"
 
 
 def parse_calls(text: str, *, call_format: CallFormat, tools: Mapping[str, Sequence[str]]) -> list[Call]:
-    """Find the calls in a text, in order. ``tools`` maps each name to its arguments, in order."""
+    """Find the calls in a text, in order. ``tools`` maps each tool's name to the names of its arguments, in order."""
     _, thought, said = text.rpartition(_THOUGHT)
     if not thought and text.lstrip().startswith(_THINK):
         return []
     calls = list(islice({"hermes": _hermes, "llama": _llama, "text": _lines}[call_format](said, tools), MAX_CALLS + 1))
     if len(calls) > MAX_CALLS:
-        calls[-1] = Call(name="", error=f"more than {MAX_CALLS} calls in one turn; the others were not made")
+        calls[-1] = Call(name="", error=f"more than {MAX_CALLS} calls in one turn; the rest were ignored")
     return calls
 
 
@@ -148,20 +148,20 @@ def _line_arguments(line: str, name: str, *, is_json: bool, names: Sequence[str]
             warnings.simplefilter("ignore")  # the parser warns about the model's text
             call = ast.parse(line, mode="eval").body
     except (SyntaxError, ValueError, MemoryError, RecursionError):
-        raise _Unreadable("it is not written as Python writes a call") from None
+        raise _Unreadable("it is not a call in Python syntax") from None
     if not isinstance(call, ast.Call) or not isinstance(call.func, ast.Name):
         raise _Unreadable("it is more than one call")
     if len(call.args) > len(names):
-        raise _Unreadable(f"{name} takes {len(names)} arguments, and there are {len(call.args)}")
+        raise _Unreadable(f"{name} takes {len(names)} arguments, but the call has {len(call.args)}")
     given = [*zip(names, call.args, strict=False), *((each.arg, each.value) for each in call.keywords)]
     arguments: dict[str, Any] = {}
     for key, node in given:
         if key is None or key in arguments:
-            raise _Unreadable(f"argument {key} is there twice" if key else "** is not allowed")
+            raise _Unreadable(f"argument {key} is given twice" if key else "** is not allowed")
         try:
             arguments[key] = _plain(ast.literal_eval(node))
         except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
-            raise _Unreadable(f"argument {key} is neither a number nor text in quotes nor a list of these") from None
+            raise _Unreadable(f"argument {key} is not a number, text in quotes, or a list of these") from None
     return arguments
 
 
@@ -171,7 +171,7 @@ def _line_arguments(line: str, name: str, *, is_json: bool, names: Sequence[str]
 def _load(text: str) -> Any:
     found, end = _decode(text, 0)
     if end != len(text):
-        raise _Unreadable("something follows its JSON")
+        raise _Unreadable("it has text after its JSON")
     return found
 
 
@@ -186,7 +186,7 @@ def _decode(text: str, at: int) -> tuple[Any, int]:
         is_long = len(part) == _MAX_CALL_CHARS < len(text) - at
         why = getattr(error, "msg", str(error))
         raise _Unreadable(
-            f"it has more than {_MAX_CALL_CHARS} characters" if is_long else f"not JSON ({why})"
+            f"it has more than {_MAX_CALL_CHARS} characters" if is_long else f"it is not JSON ({why})"
         ) from None
     return _plain(found), at + end
 
@@ -205,7 +205,7 @@ def _plain(value: Any, depth: int = 0) -> Any:
         return [_plain(each, depth + 1) for each in value]
     if isinstance(value, dict) and all(isinstance(key, str) for key in value):
         return {_plain(key): _plain(each, depth + 1) for key, each in value.items()}
-    raise _Unreadable("it has a value that is not in JSON, or a number that is too large")
+    raise _Unreadable("it has a value that JSON cannot represent, or a number that is too large")
 
 
 def _call(found: Any) -> Call:

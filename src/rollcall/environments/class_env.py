@@ -30,8 +30,8 @@ MAX_RESULT_CHARS = 1_000_000  # per tool call
 
 @dataclass(slots=True, kw_only=True)
 class ClassPlayer:
-    """A class with its tools and optional functions, or functions only. Forked processes play its episodes. ``examine`` receives what a
-    tool raised, and ``run`` waits for the result of an async method."""
+    """A class with its tools and optional functions, or functions only. Forked processes play its episodes. ``examine`` receives the
+    exception of a tool, and ``run`` waits for the result of an async method."""
 
     cls: type | None
     kwargs: Mapping[str, Any]
@@ -70,14 +70,14 @@ class ClassPlayer:
         return None if get_reward is None else number(run(get_reward()), what="get_reward returned")
 
     def _answer(self, call: Call, run: Callable[[Any], Any]) -> dict[str, Any]:
-        """Make a call. The model reads what a tool raises, unless the process is no longer reliable."""
+        """Run a call. The model reads the error of a tool. A MemoryError ends the episode, because the process is unreliable then."""
         error = call.error
         result = ""
         if not error:
             try:
                 if (tool := self.tools.get(call.name)) is None:
                     there_are = ", ".join(self.tools) or "none"
-                    raise WrongArguments(f"there is no tool {call.name[:80]!r}; there are {there_are}")
+                    raise WrongArguments(f"there is no tool {call.name[:80]!r}; the tools are {there_are}")
                 function = self.functions.get(call.name) or getattr(self.instance, call.name)
                 returned = run(function(**check_arguments(tool, call.arguments)))
                 result = (
@@ -85,7 +85,7 @@ class ClassPlayer:
                 )
                 if (size := len(result)) > MAX_RESULT_CHARS:
                     raise WrongArguments(
-                        f"the result has {size:,} characters; at most {MAX_RESULT_CHARS:,} can be read"
+                        f"the result has {size:,} characters; at most {MAX_RESULT_CHARS:,} are allowed"
                     )
             except MemoryError:
                 raise
@@ -93,7 +93,7 @@ class ClassPlayer:
                 error = str(wrong)
             except Exception as raised:  # noqa: BLE001 - a tool may raise anything
                 self.examine(raised)
-                # Tools raise ValueError to explain what is wrong, so its name adds nothing.
+                # Tools raise ValueError to explain what is wrong, so the name of the exception adds nothing.
                 is_plain = type(raised) is ValueError and str(raised)
                 error = str(raised) if is_plain else f"{type(raised).__name__}: {raised}".removesuffix(": ")
         if error:
@@ -101,8 +101,8 @@ class ClassPlayer:
         return {"name": call.name, "arguments": call.arguments, "result": result, "failed": bool(error)}
 
     def _messages(self, made: list[dict[str, Any]]) -> list[dict[str, str]]:
-        """If the chat template has no tool role, join the results, because it often rejects two user messages in a row. Without a chat
-        template, the results follow the model's text directly, so put them on separate lines."""
+        """Return the results as messages. If the chat template has no tool role, join them: it often rejects two user messages in a row.
+        Without a chat template, the results follow the model's text directly, so put them on separate lines."""
         if self.call_format != "text":
             return [{"role": "tool", "content": each["result"], "name": each["name"]} for each in made]
         if not made:
@@ -133,16 +133,16 @@ def load_class(
         named = f"environment.tools.{index}"
         function = load_named(each, key=named, what="function", example="my_tools:search")
         if not callable(function) or inspect.isclass(function):
-            raise ValueError(f"{named}={each!r} is not a function; give one with type hints and a docstring")
+            raise ValueError(f"{named}={each!r} is not a function; name a function with type hints and a docstring")
         tool = tool_of(function, path=each)
         if tool.name in tools:
-            raise ValueError(f"{named}={each!r}: there is already a tool {tool.name}; give one of them another name")
+            raise ValueError(f"{named}={each!r}: there is already a tool {tool.name}; rename one of them")
         tools[tool.name], found[tool.name] = tool, function
     return ClassPlayer(cls=cls, kwargs=kwargs, tools=tools, functions=found, call_format=call_format, is_chat=is_chat)
 
 
 def _taken(reset: Callable[..., Any], row: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the columns that ``reset`` takes."""
+    """Return the columns that ``reset`` accepts."""
     parameters = inspect.signature(reset).parameters.values()
     if any(each.kind is each.VAR_KEYWORD for each in parameters):
         return dict(row)

@@ -72,7 +72,7 @@ class Conversations:
             ]
             stand_in = [{"role": "user", "content": "begin"}, {"role": "assistant", "content": _MARKERS[0]}]
             text = self._render([*stand_in, *map(self._data, new)], tools)
-            text = text.partition(_MARKERS[0])[2]  # the first one, because an observation may contain the marker too
+            text = text.partition(_MARKERS[0])[2]  # the first marker, because an observation may contain the marker too
         else:
             text = "".join(message.content for message in messages)
         ids = self._ids(text)
@@ -96,22 +96,22 @@ class Conversations:
             after = self._render([*opening, said, again, said], tools)
         except EnvironmentFailed as error:
             raise ConfigError(
-                f"the chat template cannot be used with an environment: {error}. Set model.chat_template to one that has "
-                f"messages of role {role!r}"
+                f"the chat template cannot be used with an environment: {error}. Set model.chat_template to a template that "
+                f"supports messages of role {role!r}"
             ) from None
         expected = f"{before}{thinks}{second}"
         if not after.startswith(expected):
             place = next((i for i, (a, b) in enumerate(zip(after, expected, strict=False)) if a != b), len(after))
             raise ConfigError(
-                "the chat template cannot be extended turn by turn: with one more message it writes earlier ones differently, so "
-                f"the model would be trained on other tokens than it sampled. It wrote {expected[max(place - 20, 0) : place + 40]!r} "
+                "the chat template cannot be extended turn by turn: a new message changes how it renders earlier messages, so the model "
+                f"would be trained on tokens that it did not sample. It wrote {expected[max(place - 20, 0) : place + 40]!r} "
                 f"before and {after[max(place - 20, 0) : place + 40]!r} after. Set model.chat_template to one that leaves earlier "
-                "messages as they are (often a template that keeps earlier thoughts)"
+                "messages unchanged (often one that keeps earlier thoughts)"
             )
 
     def why_not_after(self, messages: Sequence[dict[str, Any]], *, tools: Tools, key: bytes) -> str:
-        """Return why these messages cannot follow an answer as they are, or "". The template is tested once for each role and each set of
-        tools, which ``key`` identifies."""
+        """Return why these messages cannot be appended to an answer, or "" if they can. The template is tested once for each role and
+        each set of tools, which ``key`` identifies."""
         for role in sorted({message["role"] for message in messages}):
             if (key, role) not in self._known:
                 try:

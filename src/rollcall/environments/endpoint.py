@@ -100,8 +100,10 @@ class Endpoint:
         except _Left:
             return
         except Exception:
-            logging.getLogger("rollcall").exception("the endpoint failed at a request")
-            failed = Refused(500, "the server failed at this request; its log has the reason", code="internal_error")
+            logging.getLogger("rollcall").exception("the endpoint failed while answering a request")
+            failed = Refused(
+                500, "the server failed to answer this request; its log has the reason", code="internal_error"
+            )
             reply = Reply(body=to_bytes(failed.body()), status=failed.status, closes=True)
         await _send(reply, send)
 
@@ -115,7 +117,7 @@ class Endpoint:
         if caller is None:
             raise Refused(
                 401,
-                "this needs a valid key in one header `Authorization: Bearer KEY`; the key of an episode ends with the episode",
+                "send a valid key in one header `Authorization: Bearer KEY`; the key of an episode expires with the episode",
                 code="invalid_api_key",
             )
         return caller
@@ -129,9 +131,9 @@ class Endpoint:
             return Reply(body=to_bytes({"object": "list", "data": data}))
         work = self._posts.get(path)
         if work is None or (path == "/v1/reward" and not caller.takes_reward):
-            raise Refused(404, f"{method} {path[:200]} does not exist here", code="not_found")
+            raise Refused(404, f"{method} {path[:200]} is not served", code="not_found")
         if method != "POST":
-            raise Refused(405, f"{path} answers to POST", code="method_not_allowed")
+            raise Refused(405, f"{path} accepts only POST", code="method_not_allowed")
         body = await _body(scope, receive)
         caller.num_requests += path != "/v1/reward"
         return await self._unless_left(caller, work(caller, body), receive)
@@ -158,7 +160,11 @@ class Endpoint:
             task.uncancel()
             raise Refused(503, "the episode has ended", code="episode_over") from None
         except (EnvironmentFailed, RecursionError, ValueError) as error:
-            why = "the request has lists or maps too deep in each other" if isinstance(error, RecursionError) else error
+            why = (
+                "the request has lists or objects that are nested too deeply"
+                if isinstance(error, RecursionError)
+                else error
+            )
             raise Refused(400, str(why), code="invalid_value") from None
         finally:
             caller.tasks.discard(task)
@@ -172,7 +178,7 @@ class Endpoint:
         if not self._tokenizer.chat_template:
             raise Refused(
                 400,
-                "the model has no chat template, so it reads no messages; use /v1/completions, or set model.chat_template",
+                "the model has no chat template, so it cannot read messages; use /v1/completions, or set model.chat_template",
                 code="no_chat_template",
             )
         messages = request.conversation()
@@ -187,7 +193,7 @@ class Endpoint:
         if request.finds_calls and self._call_format == "text":  # its template would silently leave them out
             raise Refused(
                 400,
-                "the model's chat template has no place for tools, so the model would not read them; leave tools out and say in a "
+                "the model's chat template does not support tools, so the model would not see them; leave tools out and describe in a "
                 "message what the model can do, or set model.chat_template",
                 param="tools",
                 code="no_tools",
@@ -219,7 +225,7 @@ class Endpoint:
 
     def _check_model(self, caller: Caller, name: str | None) -> None:
         if name is not None and caller.rules.model not in (None, name):
-            why = f"the model {name[:200]!r} does not exist here; this endpoint serves {caller.rules.model!r}"
+            why = f"the model {name[:200]!r} is not served; this endpoint serves {caller.rules.model!r}"
             raise Refused(404, why, code="model_not_found", param="model")
 
     def _too_long(self, what: str) -> Refused:
@@ -236,7 +242,7 @@ class Endpoint:
         # Sampled IDs may be outside the tokenizer's range, because some models have more outputs than tokens.
         ids = asked.prompt_ids if asked.behind is None else asked.added
         if len(ids) and (largest := int(ids.max())) >= (vocabulary := self._served.vocabulary):
-            why = f"token id {largest} is unknown: the model has {vocabulary} tokens; give ids of its own tokenizer"
+            why = f"token id {largest} is unknown: the model has {vocabulary} tokens; send ids from its tokenizer"
             raise Refused(400, why, code="invalid_value", param="prompt")
         return asked
 
@@ -251,7 +257,7 @@ class Endpoint:
             for one in asked:
                 room = self._served.max_model_len - len(one.prompt_ids)
                 if room < 1:
-                    raise self._too_long(f"the request has {len(one.prompt_ids)} before the first new one")
+                    raise self._too_long(f"the prompt already has {len(one.prompt_ids)}")
                 samplings.append(caller.rules.sampling(wanted, room=room, num_added=len(one.added)))
             caller.rules.admit(len(asked) * wanted.n)
             sessions: list[str] = []
@@ -307,7 +313,7 @@ def call_format_of(chat_template: str | None) -> CallFormat:
 
 
 def take_reward(caller: Caller, body: bytes) -> None:
-    """Take the reward that a program reports. The last report counts."""
+    """Store the reward that a program reports. A later report replaces an earlier one."""
     worth = read(Worth, body)
     caller.reward = worth.reward
     add_metrics(caller.metrics, worth.metrics or {})
@@ -340,7 +346,7 @@ async def _body(scope: Message, receive: Receive) -> bytes:
                 if not message.get("more_body", False):
                     return b"".join(parts)
     except TimeoutError:
-        raise Refused(408, f"the body did not come within {READ_TIMEOUT_S:g} s", code="too_slow") from None
+        raise Refused(408, f"the body did not arrive within {READ_TIMEOUT_S:g} s", code="too_slow") from None
 
 
 async def _send(reply: Reply, send: Send) -> None:
@@ -418,7 +424,7 @@ class Rules(Protocol):
     model: str | None  # the model name that requests may use; None allows any name
 
     def sampling(self, wanted: Wanted, *, room: int, num_added: int) -> Sampling:
-        """``room``: how many tokens fit after the prompt. ``num_added``: how many prompt tokens follow the answer it extends."""
+        """``room``: how many tokens fit after the prompt. ``num_added``: how many prompt tokens follow the answer that it extends."""
         ...
 
     def admit(self, num_choices: int) -> None: ...
@@ -440,7 +446,7 @@ class Caller:
     is_ended: bool = False
 
     async def end_requests(self) -> None:
-        """Answer the open requests with a refusal, because the episode has ended."""
+        """Refuse the open requests, because the episode has ended."""
         self.is_ended = True
         for task in (tasks := list(self.tasks)):
             task.cancel()
@@ -457,7 +463,7 @@ class Served:
 
 @dataclass(slots=True, kw_only=True)
 class Open:
-    """Lets the request decide. ``default`` supplies the missing values."""
+    """Lets each request choose its sampling parameters. ``default`` supplies the missing values."""
 
     model: str | None
     default: Sampling

@@ -68,7 +68,7 @@ class Player:
             except EnvironmentLost:
                 if (
                     task := asyncio.current_task()
-                ) is not None and task.cancelling():  # the environment was lost while it was closed
+                ) is not None and task.cancelling():  # the environment was lost while it was being closed
                     raise asyncio.CancelledError from None
                 continue  # the loss was already reported; find_host gives up if no host comes back
             except TooLong as error:
@@ -169,8 +169,8 @@ class _OneEpisode:
             raise EnvironmentFailed("there is no data, so reset has to return the first message; it returned nothing")
         if not 0 < len(ids) <= most:
             raise EnvironmentFailed(
-                f"the episode opens with {len(ids)} tokens, and data.max_prompt_tokens={most}; raise it, or let "
-                "reset return less"
+                f"the episode opens with {len(ids)} tokens, but data.max_prompt_tokens={most}; raise the limit, or return "
+                "less text from reset"
             )
         self._row.prompt_ids = ids
 
@@ -241,7 +241,7 @@ def turn_seed(seed: int, turn: int) -> int:
 
 
 def _reward(value: float, what: str) -> float:
-    """Refuse a reward that is too large for later computations to stay finite."""
+    """Return the reward. Raise EnvironmentFailed if it is too large for later computations to stay finite."""
     if not abs(value) <= LARGEST_SCORE:  # also refuses NaN
         most = f"{LARGEST_SCORE:g}"
         raise EnvironmentFailed(f"{what} is {value:g}; it must be a finite number between -{most} and {most}")

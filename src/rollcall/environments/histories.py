@@ -1,7 +1,7 @@
 """Turns a program's requests into token sequences. Sampled tokens are never tokenised again.
 
 Each answer is stored with the exact IDs up to its end. A request extends an answer if its messages begin with the earlier messages
-and the answer as it was returned. It then becomes the stored IDs, followed by the IDs of the new messages. Any other request
+and the answer as it was returned. Its prompt is then the stored IDs, followed by the IDs of the new messages. Any other request
 starts a new row: a program may rewrite its history or ask an unrelated question.
 
     row 0   prompt  [sampled] observed [sampled] observed [sampled]       first history: the episode's own row
@@ -168,7 +168,7 @@ class Histories:
                 if why := self._conversations.why_not_after(new, tools=tools, key=keys[0]):
                     if self._max_kept is None:
                         raise EnvironmentFailed(why)
-                    break  # it is not used for training, so render it as it is
+                    break  # it is not used for training, so render all messages again
                 said = [Message(role=one["role"], content=one["content"], name=one.get("name", "")) for one in new]
                 last_id = int(answer.ids[-1])
                 added = self._conversations.extend(said, is_chat=True, tools=tools, last_id=last_id)
@@ -283,7 +283,7 @@ class Histories:
 
 
 def _next_key(key: bytes, message: dict[str, Any]) -> bytes:
-    """Return a conversation's key after one more message. Call IDs are ignored: the model does not write them, and programs change them."""
+    """Return a conversation's key after one more message. Ignore call IDs: the model does not write them, and programs change them."""
     calls = [(call["function"]["name"], call["function"]["arguments"]) for call in message.get("tool_calls", ())]
     name = message.get("name", "") if message["role"] != "tool" else ""
     return _digest(key, json.dumps([message["role"], message["content"], name, calls], sort_keys=True))

@@ -1,12 +1,12 @@
-"""Environments on a node other than the controller's. A process there accepts the controller and plays episodes in its own processes.
+"""Plays environments on a node other than the controller's. A host process accepts connections and plays episodes in child processes.
 
     HostedEnvironments (hosted.py, the controller) --a connection for each episode--> EnvironmentHost --> ProcessEnvironments --> children
                                                                                                      `--> programs
 
-Each connection is one episode, and the controller treats it as a ``Worker``. After ``start``, an environment is called like a child
-(zygote.py). A program is called with ``run``. ``stop`` and ``close`` may arrive meanwhile. When a connection closes, its work stops too:
-the episode is over, or the controller is gone or gave up on it. A caller must know the run's secret (nodes/door.py) and can start only
-what this host was created for.
+Each connection carries one episode, and the controller uses it as a ``Worker``. After ``start``, the controller calls the environment
+like a child (zygote.py). It starts a program with ``run``. It may call ``stop`` and ``close`` while the program runs. When a connection
+closes, its environment or program is stopped: the episode is over, or the controller died or gave up on it. A caller must know the run's
+secret (nodes/door.py) and can start only what this host was created for.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class HostPlace:
 
 
 class EnvironmentHost:
-    """Serves in a separate thread until the process exits."""
+    """Serves episodes in a separate thread until the process exits."""
 
     def __init__(self, here: RunsHere) -> None:
         self._here = here
@@ -96,7 +96,7 @@ class _Episode:
     """The environment or program that a connection started."""
 
     def __init__(self, here: Any) -> None:
-        self._here = here  # the controller knows its type
+        self._here = here  # the controller calls only the methods that this type has
         self._environment: Environment | None = None
         self._stop = asyncio.Event()  # stops its program
         self._is_broken = True  # unless it is closed cleanly

@@ -1,4 +1,4 @@
-"""Environments and programs on the nodes named in the placement: the controller's side. The hosts' side is host.py.
+"""The controller's side of environments and programs on other nodes, which the placement names. The hosts' side is host.py.
 
 An episode goes to the host with the fewest episodes per CPU and has its own connection. A host is lost when a connection to it breaks,
 cannot be opened within ``CONNECT_S``, or is silent for ``SILENT_S`` during a call or for ``ANSWER_S`` while an episode is being
@@ -105,7 +105,7 @@ class HostedEnvironments:
         if host.place is not place or self._is_closed:
             return  # already known
         host.place = None
-        warn(f"{place.name} is lost; its episodes are played again elsewhere: {why}")
+        warn(f"{place.name} is lost; its episodes restart on another host: {why}")
         for playing in list(host.playing):
             playing.abort()
         arguments = (host, place.name, asyncio.get_running_loop())
@@ -125,7 +125,7 @@ class HostedEnvironments:
             self._failure = found
         else:
             host.place = found
-            say(f"{name} has been replaced and is playing again")
+            say(f"{name} has been replaced and plays episodes again")
         self._changed.set()
 
 
@@ -199,7 +199,7 @@ class _Hosted(CalledEnvironment):
                 await self.close(broken=broken)
 
     async def close(self, *, broken: bool) -> None:
-        """Hang up. Raise ``EnvironmentLost`` if a call failed because the host is gone, so the environment is not to blame."""
+        """Hang up. Raise ``EnvironmentLost`` if a call failed because the host is gone, since the environment is then not to blame."""
         self.host.playing.discard(self)
         try:
             if not self._is_lost:
@@ -234,14 +234,14 @@ class _Hosted(CalledEnvironment):
 
 
 async def _connect(place: HostPlace) -> socket.socket:
-    """Connect, and retry if the connection breaks, since the host may be busy or flooded by strangers."""
+    """Connect. Retry if the connection breaks, because the host may be busy or flooded with foreign connections."""
     async with asyncio.timeout(CONNECT_S):
         while True:
             try:
                 return await asyncio.to_thread(
                     enter, place.address, place.port, secret=place.secret, timeout_s=CONNECT_S
                 )
-            except ConnectionRefusedError:  # nothing is listening there any more
+            except ConnectionRefusedError:  # nothing listens on this port any more
                 raise
             except ConnectionError:
                 await asyncio.sleep(0.2)

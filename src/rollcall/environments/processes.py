@@ -54,7 +54,7 @@ ANSWERS = {  # by method; None means that a call is still running
 
 
 class ProcessEnvironments:
-    """Implements ``protocol.Environments``. The constructor waits for the zygote, so it refuses a class that cannot be used."""
+    """Implements ``protocol.Environments``. The constructor waits for the zygote and raises ConfigError if the class cannot be used."""
 
     def __init__(self, section: ClassEnvironment | StepEnvironment, *, chat_template: str | None) -> None:
         allow_files(2 * section.max_running)  # a socket and a debugger connection for each
@@ -136,7 +136,7 @@ class ProcessEnvironments:
             worker = idle.pop()
             poll = select.poll()
             poll.register(worker.link.fileno(), select.POLLIN)
-            if not poll.poll(0):  # an idle child with data to read has exited
+            if not poll.poll(0):  # if the socket of an idle child is readable, the child has exited
                 return worker
             await worker.end()
         return None
@@ -213,7 +213,7 @@ class Zygote:
         self._watcher = threading.Thread(target=self._end_children_after, name="zygote", daemon=True)
         self._watcher.start()
         try:
-            # A different Python has its own libraries.
+            # Do not pass our path to a different Python, which has its own libraries.
             self.tools = self._load(setup | {"sys_path": [os.getcwd(), *(sys.path if python is None else [])]})
         except BaseException:
             self.close()
@@ -231,7 +231,7 @@ class Zygote:
         except asyncio.CancelledError:
 
             def end(started: asyncio.Future[Worker]) -> None:
-                """Close the worker, because nobody waits for it any more."""
+                """Close the worker, because no caller waits for it any more."""
                 if not started.cancelled() and started.exception() is None:
                     threading.Thread(target=started.result().close, daemon=True).start()
 
@@ -239,7 +239,7 @@ class Zygote:
             raise
 
     def end(self, number: int) -> tuple[str, int | None]:
-        """Kill a child with everything it started, unless it has exited. Return how it ended, in words and as a status."""
+        """Kill a child and everything it started, unless it has exited. Return how it ended, in words and as a status."""
         with self._one_calls:
             try:
                 status = self.worker.ask("end", number, deadline_s=_END_S)
@@ -264,7 +264,7 @@ class Zygote:
         except Lost as lost:
             if lost.is_late:
                 raise ConfigError(f"the environment was not ready within {START_TIMEOUT_S:g} s; {check}") from None
-            raise ConfigError(f"the environment's process ended at its start: it {lost.why}; {check}") from None
+            raise ConfigError(f"the environment's process ended during its start: it {lost.why}; {check}") from None
         except Raised as raised:
             raise ConfigError(raised.message if raised.kind == "ValueError" else f"{raised}; {check}") from None
 
@@ -272,9 +272,9 @@ class Zygote:
         try:
             ours, theirs = socket.socketpair()
             line = DebugLine(role="environment", number=self._num_started + 1)
-        except OSError as error:  # each child needs file descriptors here
+        except OSError as error:  # each child needs file descriptors in this process
             raise EnvironmentFailed(
-                f"no process can be started ({error}); raise the limit of open files (ulimit -n)"
+                f"no process can be started ({error}); raise the limit on open files (ulimit -n)"
             ) from None
         try:
             with theirs, line.theirs, self._one_calls:
@@ -346,8 +346,8 @@ def find_python(given: str | None) -> str | None:
     found = shutil.which(os.path.expanduser(given))
     if found is None:
         raise ConfigError(
-            f"environment.python={given} is not a program that can be run here; make an environment with `python3 -m venv DIR`, "
-            "install the package there, and set environment.python to DIR/bin/python"
+            f"environment.python={given} is not a program that this machine can run; create one with `python3 -m venv DIR`,  "
+            "install the package in it, and set environment.python to DIR/bin/python"
         )
     return os.path.abspath(found)
 
@@ -368,8 +368,8 @@ def kind_of(kind: str, kinds: Collection[str]) -> str:
         return ""
     if kind not in kinds:
         raise ConfigError(
-            f"the row's environment column says {kind[:80]!r}, and environment.path has {', '.join(kinds)}"
+            f"the row's environment column says {kind[:80]!r}, but environment.path has only {', '.join(kinds)}"
             if kind
-            else f"the row has no environment column, and environment.path has {', '.join(kinds)} to choose from"
+            else f"the row has no environment column, but environment.path has several classes: {', '.join(kinds)}"
         )
     return kind

@@ -1,4 +1,4 @@
-"""Runs a user's program as a separate process with limits. Its session ends with the program, and it never outlives this process.
+"""Runs a user's program as a separate process with limits. Everything in its session is killed when it ends or when this process dies.
 
 This process is either the run itself or a host on a different node (host.py). The shell that starts the program has the read end of a
 pipe. When this process dies for any reason, the pipe closes, and a watcher in the shell kills the full process group.
@@ -40,7 +40,7 @@ def variables_of(env: Sequence[str]) -> dict[str, str]:
 
 
 class ProgramsHere(Programs):
-    """Runs programs as children of this process, each until its task stops it."""
+    """Runs programs as children of this process."""
 
     tools: dict[str, list[dict[str, Any]]] = {}  # a program sends its own tools with its requests
 
@@ -58,7 +58,7 @@ class ProgramsHere(Programs):
         for name, value in variables.items():
             if (size := len(value.encode(errors="surrogateescape"))) > LONGEST_VARIABLE:
                 raise EnvironmentFailed(
-                    f"{name} has {size:,} bytes, and a variable holds {LONGEST_VARIABLE:,}; leave long columns out of the data"
+                    f"{name} has {size:,} bytes, but a variable can hold only {LONGEST_VARIABLE:,}; remove long columns from the data"
                 )
         try:
             folder = make_folder()
@@ -86,7 +86,7 @@ class ProgramsHere(Programs):
 
 
 def past_proxies(variables: Mapping[str, str]) -> dict[str, str]:
-    """Bypass proxies for the endpoint: a key must not go through a proxy, and a proxy may not reach this node."""
+    """Return variables that bypass proxies for the endpoint. A key must not go through a proxy, which may not reach this node anyway."""
     host = urlsplit(variables.get("OPENAI_BASE_URL", "")).hostname
     found = {name: ",".join(filter(None, [variables.get(name), host])) for name in ("NO_PROXY", "no_proxy")}
     return {**variables, **{name: value for name, value in found.items() if value}}

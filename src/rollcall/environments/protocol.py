@@ -1,4 +1,4 @@
-"""An environment from the loop's point of view: it opens an episode, answers each turn and returns the episode's reward.
+"""The interface of an environment to the episode loop. It opens an episode, answers each turn and returns the episode's reward.
 
 Any call may be slow, raise or never return. The loop (``episode.py``) puts a deadline on each call and ends only the affected
 episode. A program that drives its own episode (``agent.py``) runs until it exits instead.
@@ -43,7 +43,7 @@ class StepResult:
     done: bool
     reward: float | None  # for this turn; None if the environment does not reward turns
     metrics: dict[str, float]
-    calls: tuple[ToolCall, ...]  # for people to read
+    calls: tuple[ToolCall, ...]  # shown to people, not to the model
 
 
 def add_metrics(known: dict[str, float], new: Mapping[str, float]) -> None:
@@ -60,7 +60,7 @@ def add_metrics(known: dict[str, float], new: Mapping[str, float]) -> None:
 
 
 class SampleTurn(Protocol):
-    """Samples one completion. Requests in the same session extend each other."""
+    """Samples one completion. Each request of a session extends an earlier one."""
 
     def __call__(
         self, prompt_ids: Ints, /, *, seed: int, sampling: Sampling, session: str
@@ -92,7 +92,7 @@ class Environment(Protocol):
 
 
 class Host(Protocol):
-    """A place where one environment starts. ``kind`` is the row's `environment` column, or empty if there is only one kind."""
+    """Starts one environment. ``kind`` is the row's `environment` column, or empty if there is only one kind."""
 
     async def start(self, kind: str) -> Environment: ...
 
@@ -116,20 +116,20 @@ class Ended:
     """A program that has exited, along with everything it started."""
 
     how: str  # how it exited, in words; empty for status 0
-    stdout: str  # the end of its output
+    stdout: str  # the last part of its output
     stderr: str
 
 
 class ProgramHost(Protocol):
-    """A place where one program runs."""
+    """Runs one program."""
 
     async def run(self, variables: Mapping[str, str], *, stop: asyncio.Event) -> Ended:
-        """Run a program until it exits or ``stop`` is set. ``variables`` are the episode's own, in addition to the common variables."""
+        """Run a program until it exits or ``stop`` is set. ``variables`` are set for this episode in addition to the common variables."""
         ...
 
 
 class Programs(Protocol):
-    """The places where programs run: this node or others."""
+    """The source of hosts for programs."""
 
     async def find_host(self) -> ProgramHost:
         """Find a host for the next episode. Wait while all hosts are lost. The wait does not count towards any episode limit."""

@@ -14,7 +14,7 @@
 
 Both methods may be synchronous. ``reset`` may return a string or None. ``step`` may return a string as the observation, or a tuple
 ``(observation, reward, done)`` or ``(observation, reward, done, metrics)``. This module imports only the standard library, because
-the processes of environments import it.
+environment processes import it.
 """
 
 from __future__ import annotations
@@ -64,16 +64,18 @@ def result_of(returned: Any) -> StepResult:
             pass
         case _:
             raise WrongResult(
-                f"step returned the observation {_shown(result.observation)}; give text, with a role of user, tool or system"
+                f"step returned the observation {_shown(result.observation)}; return text, optionally with the role user, tool or system"
             )
     if not isinstance(result.done, bool | int) or result.done not in (0, 1):
-        raise WrongResult(f"step returned done={_shown(result.done)}; give True or False")
+        raise WrongResult(f"step returned done={_shown(result.done)}; return True or False")
     if observation is None and not result.done:
-        raise WrongResult("step returned no observation and is not done; give what the model reads next, or done=True")
+        raise WrongResult(
+            "step returned no observation and is not done; return the text that the model reads next, or done=True"
+        )
     reward = None if result.reward is None else number(result.reward, what="step returned the reward")
     found = result.metrics
     if not isinstance(found, Mapping) or not all(isinstance(key, str) for key in found):
-        raise WrongResult(f"step returned metrics={_shown(found)}; give names, each with a number")
+        raise WrongResult(f"step returned metrics={_shown(found)}; return a dict of names and numbers")
     metrics = {key: number(value, what=f"step returned the metric {key[:80]} as") for key, value in found.items()}
     return StepResult(observation, reward, bool(result.done), metrics)
 
@@ -93,10 +95,10 @@ def _as_result(returned: Any) -> StepResult:
 def number(value: Any, *, what: str) -> float:
     """Convert a value to a finite float. Types that support float(), such as numpy's and torch's, are accepted too."""
     if isinstance(value, str | bytes) or not hasattr(value, "__float__"):
-        raise WrongResult(f"{what} {_shown(value)}; give a number")
+        raise WrongResult(f"{what} {_shown(value)}; return a number")
     found = float(value)
     if not math.isfinite(found):
-        raise WrongResult(f"{what} {found}; give a finite number")
+        raise WrongResult(f"{what} {found}; return a finite number")
     return found
 
 
@@ -168,9 +170,9 @@ def class_at(path: str, *, key: str, kwargs: Mapping[str, Any], methods: Iterabl
     try:
         inspect.signature(cls).bind(**kwargs)
     except TypeError as error:
-        given = f"environment.kwargs={dict(kwargs)}" if kwargs else "no argument"
+        given = f"environment.kwargs={dict(kwargs)}" if kwargs else "no arguments"
         raise ValueError(
-            f"{key}={path!r} cannot be made with {given} ({error}); give the arguments of its __init__ in environment.kwargs"
+            f"{key}={path!r} cannot be created with {given} ({error}); set environment.kwargs to the arguments of its __init__"
         ) from None
     except ValueError:
         pass  # its constructor has no signature to check

@@ -1,7 +1,7 @@
 """Episodes from a verifiers taskset. An environment server (packages/verifiers.py) plays them in a Python that has verifiers, and queries
 the run's model over the OpenAI API. The run treats each episode as a program that drives itself.
 
-A server runs wherever programs would run: here, or on each host. It starts before the run and stops with it, even if this
+A server runs on this node or on each host, wherever programs would run. It starts before the run and stops with it, even if this
 process is killed.
 """
 
@@ -37,9 +37,9 @@ MARK = "ROLLCALL_TASKSET"  # environment variable that marks a server and its ha
 
 
 class TasksetPrograms(Programs):
-    """Plays a taskset's episodes. The constructor waits for the server, so it refuses a taskset that cannot be used."""
+    """Plays a taskset's episodes. The constructor waits until the server is ready, and raises ConfigError if the taskset is unusable."""
 
-    tools: dict[str, list[dict[str, Any]]] = {}  # a taskset has its own tools
+    tools: dict[str, list[dict[str, Any]]] = {}  # the taskset provides its tools itself
 
     def __init__(self, section: VerifiersEnvironment) -> None:
         self._section = section
@@ -71,13 +71,15 @@ class TasksetPrograms(Programs):
                 await asyncio.wait({playing}, timeout=END_TIMEOUT_S)
             is_given_up = playing.cancel()  # a harness or scorer did not stop
         if is_given_up:
-            return Ended(how="an error", stdout="", stderr=f"it did not end within {END_TIMEOUT_S:g} s")
+            return Ended(how="an error", stdout="", stderr=f"it did not stop within {END_TIMEOUT_S:g} s")
         try:
             return Ended(how="", stdout=json.dumps(playing.result()), stderr="")
         except Raised as raised:
             return Ended(how="an error", stdout="", stderr=f"verifiers: {raised.kind}: {raised.message}")
         except Lost as lost:
-            raise EnvironmentFailed(f"{lost.who} {lost.why} during the episode; its output says why") from None
+            raise EnvironmentFailed(
+                f"{lost.who} {lost.why} during the episode; see its output for the reason"
+            ) from None
 
     async def aclose(self) -> None:
         if self._starting is not None:
@@ -94,7 +96,7 @@ class TasksetPrograms(Programs):
                 await asyncio.shield(self._starting)
 
     async def _start_again(self, lost: Lost) -> None:
-        warn(f"{lost.who} {lost.why}; it is started again")
+        warn(f"{lost.who} {lost.why}; restarting it")
         try:
             await asyncio.to_thread(self.server.close)
             self.server = await asyncio.to_thread(TasksetServer, self._section)
@@ -107,7 +109,7 @@ class TasksetPrograms(Programs):
 class TasksetServer:
     def __init__(self, section: VerifiersEnvironment) -> None:
         python = find_python(section.python)
-        assert python is not None, "the key has no default"
+        assert python is not None, "environment.python is required"
         setup = {"config": section.config, "max_turns": section.max_turns, "memory_mb": section.memory_mb}
         with ExitStack() as held:
             folder, prints = make_folder(), ChildPrints()
@@ -129,7 +131,7 @@ class TasksetServer:
             self._held = held.pop_all()
 
     def close(self) -> None:
-        """Stop its episodes, and kill what is left of the server and its harnesses."""
+        """Stop the server's episodes. Then kill the remaining processes of the server and its harnesses."""
         self._held.close()
 
 
@@ -139,6 +141,6 @@ def _why_not_ready(error: Lost | Raised) -> str:
     if error.is_late:
         return f"{error.who} was not ready within {START_TIMEOUT_S:g} s"
     return (
-        f"{error.who} {error.why} at its start; its output is above. environment.python must have verifiers 0.4 "
+        f"{error.who} {error.why} during its start; see its output above. environment.python must have verifiers 0.4  "
         "(scripts/setup_peers.sh DIR verifiers)"
     )

@@ -74,7 +74,7 @@ def tool_of(function: Callable[..., Any], *, path: str, is_method: bool = False)
             else "a method that is not a tool begins with an underscore"
         )
         raise ValueError(
-            f"{path} has no docstring; say there what the tool does, and each argument under `Args:`, for the model to read ({other})"
+            f"{path} has no docstring; write one that says what the tool does and describes its arguments under `Args:` ({other})"
         )
     description, told, returned = _read_docstring(doc)
     try:
@@ -110,9 +110,9 @@ def _parameters(function: Callable[..., Any], *, path: str, is_method: bool) -> 
     for name, parameter in parameters.items():
         if parameter.kind not in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
             raise ValueError(
-                f"{path} takes {parameter}, and a tool's arguments are given by name; give each its own name"
+                f"{path} takes {parameter}, but a tool's arguments are passed by name; name each argument"
                 if parameter.kind is not parameter.POSITIONAL_ONLY
-                else f"{path}: argument {name} cannot be given by name; take the `/` out of its signature"
+                else f"{path}: argument {name} cannot be passed by name; remove the `/` from the signature"
             )
     return parameters
 
@@ -126,13 +126,13 @@ def _schema(hint: Any, *, path: str) -> dict[str, Any]:
     if origin is Literal:
         kinds = list(dict.fromkeys(_JSON_TYPES.get(type(arg), "") for arg in args))
         if "" in kinds:
-            raise ValueError(f"{path}: {hint} has choices that JSON does not have; use text and numbers")
+            raise ValueError(f"{path}: {hint} has choices that JSON cannot represent; use text and numbers")
         return {"type": kinds[0] if len(kinds) == 1 else kinds, "enum": list(args)}
     if origin is list and args:
         return {"type": "array", "items": _schema(args[0], path=path)}
     if origin is tuple and args:
         if len(args) == 1 or ... in args:
-            raise ValueError(f"{path}: {hint} has no fixed length above one; use list[...]")
+            raise ValueError(f"{path}: {hint} does not have a fixed length of two or more; use list[...]")
         return {"type": "array", "prefixItems": [_schema(arg, path=path) for arg in args]}
     if origin is dict and len(args) == 2:
         return {"type": "object", "additionalProperties": _schema(args[1], path=path)}
@@ -159,7 +159,7 @@ def _with_description(schema: dict[str, Any], told: str, *, path: str) -> dict[s
         try:
             choices = json.loads(match[1])
         except ValueError:
-            raise ValueError(f"{path}: {match[0]} is not a list in JSON; write (choices: [...])") from None
+            raise ValueError(f"{path}: {match[0]} is not a JSON list; write (choices: [...])") from None
         schema["enum"] = [choice.strip() if isinstance(choice, str) else choice for choice in choices]
         told = told[: match.start()].strip()
     return schema | {"description": told}
@@ -235,7 +235,7 @@ def check_arguments(tool: Tool, given: Mapping[str, Any]) -> dict[str, Any]:
                 raise ValueError
         except (ValueError, OverflowError, RecursionError):
             raise WrongArguments(
-                f"{tool.name}: {name} is {cut_end(json.dumps(value, default=str), 80)}, and it must be {_kind(properties[name])}"
+                f"{tool.name}: {name} is {cut_end(json.dumps(value, default=str), 80)}; it must be {_kind(properties[name])}"
             ) from None
     return found
 

@@ -1,7 +1,7 @@
 """Request formats of the OpenAI API, and the reward that a program reports.
 
 A parameter that this endpoint does not support is refused by name, never ignored. ``LABELS`` only describe a request. ``NEUTRAL``
-parameters, which some clients always send, must have a value without effect. A list is checked up to its first error.
+parameters, which some clients always send, must have a value that has no effect. A list is checked only up to its first error.
 """
 
 from __future__ import annotations
@@ -81,13 +81,13 @@ class _Parameters(BaseModel):
                 raise Refused(400, message, code="unknown_parameter", param=param)
             if value not in NEUTRAL[name]:
                 ways = " or ".join(json.dumps(one) for one in NEUTRAL[name])
-                instead = f"give {ways}, or leave it out" if ways else "leave it out"
-                raise invalid(param, f"is {_shown(value)}; this endpoint cannot do that: {instead}")
+                instead = f"send {ways}, or leave it out" if ways else "leave it out"
+                raise invalid(param, f"is {_shown(value)}, which this endpoint does not support; {instead}")
         return {name: value for name, value in given.items() if value is not None}
 
 
 class Wanted(_Parameters):
-    """How to sample. The server decides what is None."""
+    """Sampling parameters. The server chooses those that are None."""
 
     n: Annotated[StrictInt, Field(ge=1, le=128)] = 1
     temperature: Annotated[float, Field(strict=True, ge=0, le=100)] | None = None
@@ -131,7 +131,7 @@ def _text_of(content: Any) -> Any:
         kind = part.get("type") if isinstance(part, dict) else part
         text = part.get("text", part.get("refusal")) if kind in ("text", "refusal") else None
         if not isinstance(text, str):
-            raise _wrong(f"has a part {_shown(kind)}; this endpoint reads only text")
+            raise _wrong(f"has a part {_shown(kind)}; this endpoint accepts only text")
         texts.append(text)
     return "".join(texts)
 
@@ -145,7 +145,7 @@ def _read_arguments(given: Any) -> Any:
     try:
         json.dumps(given, ensure_ascii=False).encode()
     except UnicodeEncodeError:
-        raise _wrong("has half of a surrogate pair, which is no character; send whole characters") from None
+        raise _wrong("has half of a surrogate pair, which is not a character; send whole characters") from None
     return given
 
 
@@ -173,11 +173,11 @@ class ChatMessage(BaseModel):
     @model_validator(mode="after")
     def _check(self) -> ChatMessage:
         if self.function_call is not None:
-            raise _wrong("has function_call, which is the old way to call tools; send tool_calls")
+            raise _wrong("has function_call, which is deprecated; send tool_calls")
         if self.tool_calls and self.role != "assistant":
-            raise _wrong(f"has tool_calls and the role {self.role}; only the assistant calls tools")
+            raise _wrong(f"has tool_calls, but its role is {self.role}; only the assistant can call tools")
         if self.content is None and self.role != "assistant":
-            raise _wrong(f"has no content; a message of role {self.role} has text")
+            raise _wrong(f"has no content; a message with the role {self.role} needs text")
         return self
 
 
@@ -194,14 +194,16 @@ class ChatRequest(_Request):
     )
     max_completion_tokens: Limit | None = None
     tools: Annotated[list[Annotated[dict[str, Any], AfterValidator(_check_tool)]], Field(fail_fast=True)] = []
-    tool_choice: Literal["auto", "none"] = Field("auto", description="the model decides itself")
+    tool_choice: Literal["auto", "none"] = Field("auto", description="the model decides whether to call tools")
     logprobs: StrictBool = False
 
     @model_validator(mode="after")
     def _check(self) -> ChatRequest:
         most = self.max_completion_tokens
         if most is not None and self.max_tokens not in (None, most):
-            raise invalid("max_completion_tokens", f"is {most}, and max_tokens is {self.max_tokens}; give one")
+            raise invalid(
+                "max_completion_tokens", f"is {most}, but max_tokens is {self.max_tokens}; send only one of them"
+            )
         return self
 
     @property
@@ -251,7 +253,7 @@ class TextRequest(_Request):
     prompt: Annotated[list[str | list[int]], PlainValidator(_read_prompts)]
     max_tokens: Limit | None = 16  # the API's default
     logprobs: Annotated[StrictInt, Field(ge=0, le=0)] | None = Field(
-        None, description="0 gives the log-prob of the sampled token"
+        None, description="0 returns the log-prob of the sampled token"
     )
 
 
@@ -267,7 +269,7 @@ class GenerateRequest(_Parameters):
     request_id: Annotated[str, Field(max_length=200)] | None = None
     token_ids: Annotated[list[TokenId], Field(min_length=1, fail_fast=True)]
     sampling_params: SamplingParams = SamplingParams()
-    stream: Literal[False] = Field(False, description="/inference/v1/generate answers in one piece")
+    stream: Literal[False] = Field(False, description="/inference/v1/generate does not stream")
 
 
 # Rewards
@@ -276,7 +278,7 @@ class GenerateRequest(_Parameters):
 def _check_metrics(given: dict[str, Any]) -> dict[str, float]:
     for name, value in given.items():
         if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) < 1e308:
-            raise _wrong(f"must be a map of names to finite numbers, and {_shown(name)} is {_shown(value)}")
+            raise _wrong(f"must be a map of names to finite numbers, but {_shown(name)} is {_shown(value)}")
     return given
 
 
@@ -303,7 +305,7 @@ def read(kind: type[T], body: bytes) -> T:
 
 
 def _refused(error: Any, kind: type[BaseModel]) -> Refused:
-    """Convert one of pydantic's errors."""
+    """Convert one of pydantic's errors to a response."""
     if not error["loc"]:
         message = f"the body is a {type(error['input']).__name__}; send one JSON object"
         return Refused(400, message, code="invalid_json")

@@ -2,13 +2,13 @@
 
 The parent calls a ``Zygote`` (process/child.py). The zygote imports the user's module once, so a child starts in a millisecond and shares
 its memory. CONTROL receives each child's file descriptors: its socket and its connection to the debugger (process/debug/child.py).
-LIFELINE is the read end of a pipe whose write end only the parent has. It stops the children even if this process was killed. The process's
-own lifeline cannot do that: it closes before the parent has found what the children started. LINE is for breakpoints in imported modules.
+LIFELINE is the read end of a pipe whose write end only the parent has. It stops the children even if this process was killed. The
+process's own lifeline cannot do that: it closes before the parent has found what the children started. LINE serves breakpoints.
 
 Nothing that a child starts outlives it: its group is killed before its status is collected, and processes that left the group are adopted
 here and killed. When the parent hangs up or dies, all children stop, followed by this process.
 
-A child's output may be controlled by the text it was given, so it is JSON, and the parent treats it as data.
+The text that a child processes may control its output. The output is therefore JSON, and the parent treats it as untrusted data.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class Zygote:
         gc.freeze()  # garbage collection in a child would write to the shared pages and so copy them
         _adopt_orphans()
         self._not_ours = {*_children()}  # started by the user's module during its import
-        # From here on, this process outlives its parent until it has stopped its children. If it is suspended, it is woken up.
+        # From here on, this process stays until it has stopped its children, even if its parent dies. SIGCONT wakes a suspended process.
         atexit.register(_end_all)
         if hasattr(fcntl, "F_SETSIG"):
             fcntl.fcntl(own_fds()[1], fcntl.F_SETSIG, signal.SIGCONT)
@@ -100,7 +100,7 @@ class Zygote:
         return pid
 
     def end(self, number: int) -> int:
-        """Kill a child with everything it started, unless it has exited. Return its status."""
+        """Kill a child and everything it started, unless it has exited. Return its status."""
         pid = self._pids.pop(number)
         _kill(pid)
         os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
@@ -153,7 +153,7 @@ def _end_all() -> None:
 
 
 def _kill(pid: int) -> None:
-    """Kill a process with its group. Its status was not collected yet, so the ID still belongs to it."""
+    """Kill a process and its group. Its status has not been collected yet, so no other process has its ID."""
     try:
         os.killpg(pid, signal.SIGKILL)
     except ProcessLookupError:  # it does not lead a group, or not yet
@@ -186,7 +186,7 @@ def _adopt_orphans() -> None:
 
 def _end_with_parent(lifeline_fd: int) -> None:
     """Let the kernel kill this process when the parent dies. Reopen the pipe, because the signal belongs to the open file description,
-    and children share an inherited one."""
+    and all children share the description that they inherit."""
     try:
         own_fd = os.open(f"/proc/self/fd/{lifeline_fd}", os.O_RDONLY | os.O_NONBLOCK)
     except OSError:  # no /proc: it exits when its socket closes
@@ -208,9 +208,7 @@ def _reseed() -> None:
 def _encoded(answer: Any) -> bytes:
     body = JSON.dumps(answer)
     if len(body) > MAX_ANSWER_BYTES:
-        raise RuntimeError(
-            f"it answered with {len(body) / _MB:.1f} MB; at most {MAX_ANSWER_BYTES / _MB:g} MB can be read"
-        )
+        raise RuntimeError(f"its answer has {len(body) / _MB:.1f} MB; the limit is {MAX_ANSWER_BYTES / _MB:g} MB")
     return body
 
 
@@ -243,13 +241,13 @@ class EnvironmentChild:
                 raise RuntimeError(str(error)) from None
             frames = _frames_of_user(error)
             if isinstance(error, MemoryError):
-                error = MemoryError(f"{error} (this process may use memory_mb={self._memory_mb})".strip())
+                error = MemoryError(f"{error} (this process is limited to memory_mb={self._memory_mb})".strip())
             raise RuntimeError("".join(traceback.format_exception(type(error), error, frames)).rstrip()) from None
         finally:
             _flush()
 
     def _run(self, returned: Any) -> Any:
-        """Wait for the result if a method is async. The process keeps one event loop so that clients stay open."""
+        """Wait for the result if a method is async. The process keeps one event loop so that the user's clients stay connected."""
         if not inspect.isawaitable(returned):
             return returned
 
@@ -282,7 +280,7 @@ def _depth(value: Any) -> int:
 
 
 def _flush() -> None:
-    """Show what user code printed before its answer is read."""
+    """Flush what user code printed, so that it appears before the call's answer."""
     for stream in (sys.stdout, sys.stderr):
         try:
             stream.flush()

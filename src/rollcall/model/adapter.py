@@ -111,8 +111,8 @@ class Deltas:
         added = torch.addmm(weight.float(), b, a, alpha=self._gain).to(weight.dtype)
         if not torch.stack(added.aminmax()).isfinite().all():  # both are NaN if any element is
             raise ModelFilesError(
-                f"with the adapter added, {name} is not finite: the adapter's numbers or its alpha / rank ({self._gain:g}) are too large; use "
-                "another adapter, such as one from an older checkpoint"
+                f"with the adapter added, {name} is not finite: the adapter's values or its alpha / rank ({self._gain:g}) are too large; "
+                "use another adapter, such as one from an older checkpoint"
             )
         return added
 

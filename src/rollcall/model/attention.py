@@ -1,7 +1,7 @@
 """Attention over packed segments.
 
-In half precision on CUDA this is one variable-length flash call. Elsewhere (flash has no float32), segments of equal shape
-are batched into one call per shape. Neither pads.
+In half precision on CUDA, this is one variable-length flash call. Otherwise (flash does not support float32), segments of equal shape
+are batched into one call per shape. Neither way pads.
 
 On a CPU there are two equivalent methods: batched products with the scores in memory, and torch's fused kernel.
 ``cpu_way`` says which one is faster on this machine; the learner and the native engine both use it.
@@ -59,7 +59,7 @@ class PackedLayout:
     cu_k: Tensor
     max_q: int
     max_k: int
-    buckets: tuple[Bucket, ...]  # empty where flash runs
+    buckets: tuple[Bucket, ...]  # empty if flash is used
     restore: Tensor  # indices that turn bucket order back into packed order
 
 
@@ -140,7 +140,7 @@ def flash(
 
 @cache
 def _asks_for_groups() -> bool:
-    """Newer torch versions need an extra argument if several query heads share a key/value head."""
+    """Return whether ``varlen_attn`` needs ``enable_gqa`` when several query heads share a key/value head, as in newer torch versions."""
     from torch.nn.attention.varlen import varlen_attn
 
     return "enable_gqa" in inspect.signature(varlen_attn).parameters
@@ -167,7 +167,7 @@ def _bucketed(q: Tensor, k: Tensor, v: Tensor, layout: PackedLayout, scale: floa
 
 
 class _GroupedAttention(torch.autograd.Function):
-    """Process all buckets on a CPU, in float32. The query heads of a KV head lie on the query axis, so keys are never repeated.
+    """Process all buckets on a CPU, in float32. The query heads of a KV head are put on the query axis, so keys are never repeated.
     Each token is a query exactly once, so its gradient is stored, not accumulated."""
 
     @staticmethod
@@ -214,7 +214,7 @@ class _GroupedAttention(torch.autograd.Function):
         return grad_q.view(q_shape), grad_k.view(k_shape), grad_v.view(k_shape), None, None, None
 
 
-Kept = tuple[Tensor, ...]  # saved for the backward, with queries, keys and values
+Kept = tuple[Tensor, ...]  # saved for the backward pass, in addition to queries, keys and values
 
 
 def _by_products(queries: Tensor, keys: Tensor, values: Tensor, hidden: Tensor, scale: float) -> tuple[Tensor, Kept]:
@@ -238,7 +238,7 @@ def _products_backward(
 def _by_fused_kernel(
     queries: Tensor, keys: Tensor, values: Tensor, hidden: Tensor, scale: float
 ) -> tuple[Tensor, Kept]:
-    """Like ``_by_products``, but without storing the scores. The backward recomputes them from each row's log-sum-exp."""
+    """Like ``_by_products``, but without storing the scores. The backward pass recomputes them from each row's log-sum-exp."""
     hidden = hidden[None, None]
     out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
         queries[:, None], keys[:, None], values[:, None], attn_mask=hidden, scale=scale

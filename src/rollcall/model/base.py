@@ -26,7 +26,7 @@ from rollcall.model.stored.tensors import name_of
 PIECE = 1 << 19  # elements processed at once, to limit memory use
 _FACTOR = 0x9E3779B97F4A7C15  # odd, so that folding loses no information
 _MASK = (1 << 64) - 1
-# The dtypes a model can be loaded in. float32 weights may be rounded to the other two on loading.
+# The dtypes in which a model can be loaded. float32 weights may be rounded to the other two on loading.
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 # Keys in config.json that determine how weights are used. Shapes are checked with the weights.
 _OF_COMPUTING = (
@@ -36,14 +36,14 @@ _OF_COMPUTING = (
 
 
 def base_identities(tensors: Iterable[tuple[str, Tensor]], *, dtype: torch.dtype) -> dict[str, str]:
-    """Return a fingerprint of all weights under their decoder names, however they are sharded, for each dtype they can be
-    compared in: their own ``dtype`` and, for float32, the dtypes that they may be rounded to."""
+    """Return a fingerprint of all weights under their decoder names, however they are sharded. There is one for each dtype in which they
+    can be compared: their own ``dtype`` and, for float32, the dtypes to which they may be rounded."""
     return _identities(tensors, _DTYPES.values() if dtype == torch.float32 else [dtype])
 
 
 def _identities(tensors: Iterable[tuple[str, Tensor]], dtypes: Iterable[torch.dtype]) -> dict[str, str]:
     found: dict[torch.dtype, list[str]] = {dtype: [] for dtype in dtypes}
-    for name, tensor in tensors:  # iterate only once: ranks may have to gather each tensor
+    for name, tensor in tensors:  # iterate only once, because ranks may have to gather each tensor
         for dtype, sums in found.items():
             sums.append(f"{name} {_identity(tensor.detach(), dtype)}")
     return {
@@ -88,8 +88,8 @@ def _factors() -> Tensor:
 def refuse_other_model(
     folder: Path, model: Any, tensors: Iterable[tuple[str, Tensor]], *, base: str, where: str, advice: str = ""
 ) -> None:
-    """Refuse a model whose config or weights differ from the one that the adapter in ``folder`` was trained on. ``model`` and its
-    ``tensors`` are what ``base`` contains now. ``where`` names the adapter in messages; ``advice`` suggests an alternative to
+    """Refuse a model whose config or weights differ from the one that the adapter in ``folder`` was trained on. ``model`` and
+    ``tensors`` are the current contents of ``base``. ``where`` names the adapter in messages. ``advice`` suggests an alternative to
     restoring the model."""
     path = folder / "config.json"
     if path.is_file():  # peft does not write one
@@ -103,8 +103,8 @@ def refuse_other_model(
         now = used_of(model.config)
         if other := [f"{key}: {one} -> {now[key]}" for key, one in before.items() if one != now[key]]:
             raise ModelFilesError(
-                f"{where} is an adapter for a model whose config.json differs from the one in {base} ({'; '.join(other)}); restore the original "
-                f"model there{advice}"
+                f"{where} is an adapter for a model whose config.json differs from the one in {base} ({'; '.join(other)}); restore the "
+                f"original model in that place{advice}"
             )
     saved, own = {} if is_adapter(base) else _noted(folder, where=where), name_of(model.dtype)
     if own in saved:
@@ -116,7 +116,7 @@ def refuse_other_model(
     if saved[kind] != _identities(tensors, [_DTYPES[kind]])[kind]:
         raise ModelFilesError(
             f"{where} is an adapter that was not trained on the weights in {base}: they have changed since it was saved, or it belongs to a "
-            f"different model; restore the original model there{advice}"
+            f"different model; restore the original model in that place{advice}"
         )
 
 
@@ -125,7 +125,7 @@ def used_of(config: Any) -> dict[str, Any]:
 
 
 def _noted(folder: Path, *, where: str) -> Mapping[str, str]:
-    """Return the fingerprints saved with an adapter; empty if it has no probe file."""
+    """Return the fingerprints saved with an adapter, or an empty mapping if it has no probe file."""
     path = folder / PROBE
     if not path.exists():
         return {}
@@ -137,7 +137,7 @@ def _noted(folder: Path, *, where: str) -> Mapping[str, str]:
         if found["dtype"] not in _DTYPES or not all(
             kind in _DTYPES and isinstance(one, str) for kind, one in base.items()
         ):
-            raise ValueError("it names no type of weights")
+            raise ValueError("it names no dtype of weights")
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ModelFilesError(
             f"{where}: {PROBE} is damaged ({type(error).__name__}: {error}), so Rollcall cannot tell which weights the adapter was trained on; "
@@ -147,7 +147,7 @@ def _noted(folder: Path, *, where: str) -> Mapping[str, str]:
 
 
 def is_adapter(base: str) -> bool:
-    """Whether an adapter's base is itself an adapter in a local folder. The merged weights then differ in their last bits between
+    """Return whether an adapter's base is itself an adapter in a local folder. The merged weights then differ in their last bits between
     devices, so they have no fingerprint. The model at the end of the chain has one, which is compared when that model is loaded."""
     path = Path(base).expanduser()
     return path.is_dir() and adapter_folder(path) is not None

@@ -1,8 +1,8 @@
 """Renders chat templates in a process with limits on time, memory and output.
 
-A template comes with a model from the hub, so it is untrusted code. Jinja's sandbox keeps it away from files and Python internals,
-but does not stop endless loops or huge strings, and Python cannot interrupt one long multiplication. The kernel can: it kills the
-process, and the next request starts a new one.
+A template comes with a model from the hub, so it is untrusted code. Jinja's sandbox keeps it away from files and Python internals, but
+does not stop endless loops or huge strings, and Python cannot interrupt one long multiplication. The kernel can: it kills the process,
+and the next request starts a new one.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 LIMIT_S = 10.0  # of CPU time for one request; a thousand ordinary chats take a tenth of a second
 MAX_MEMORY = 1 << 31
 MAX_CHARACTERS = 1 << 26  # in total for one request
-_KEPT = ("LD_LIBRARY_PATH", "TZ")  # environment variables to keep; others may contain secrets
+_KEPT = ("LD_LIBRARY_PATH", "TZ")  # environment variables to keep; all others may contain secrets
 
 
 class TemplateError(ValueError):
@@ -141,7 +141,7 @@ class Renderer:
                 if room < 0:
                     raise ValueError(f"it writes more than {MAX_CHARACTERS:,} characters")
                 texts.append(text)
-        except Exception as error:  # noqa: BLE001 - templates are programs and raise what they like
+        except Exception as error:  # noqa: BLE001 - a template is a program and may raise anything
             memory = f"it takes more than {MAX_MEMORY >> 30} GiB of memory" if isinstance(error, MemoryError) else ""
             return {"why": memory or str(error)[:1000] or type(error).__name__, "place": len(texts)}
         finally:

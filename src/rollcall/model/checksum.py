@@ -1,4 +1,4 @@
-"""A 64-bit checksum of raw bytes, cheap enough to compute for every weight update on both sides.
+"""A 64-bit checksum of raw bytes, cheap enough for both sides to compute for every weight update.
 
 Bytes are summed as 64-bit words, 256 KiB at a time, and the sums are folded so that their order matters. A host sums each
 piece right after copying it, while it is still in the cache. If there are enough cores, a second thread does half of the
@@ -21,8 +21,8 @@ import torch
 from torch import Tensor
 
 PIECE_BYTES = 256 << 10  # two of them fit in a core's L2 cache
-ALONE_BELOW = 2  # pieces; fewer are done before a second thread would start
-CORES = 4  # enough for two each for sender and receiver
+ALONE_BELOW = 2  # pieces; fewer are finished before a second thread would start
+CORES = 4  # enough for two threads each in the sender and the receiver
 _FACTOR = 0x9E3779B97F4A7C15  # odd, so that folding loses no information
 _MASK = (1 << 64) - 1
 
@@ -89,7 +89,7 @@ def _sum(data: np.ndarray) -> int:
 
 
 def _fold_on_device(total: int, span: Tensor) -> int:
-    """Compute the same number on the device; only the sums are copied to the host."""
+    """Compute the same number on the device. Only the sums are copied to the host."""
     whole = len(span) // PIECE_BYTES * PIECE_BYTES
     if span.data_ptr() % 8:
         span = span.clone()  # words must be aligned

@@ -1,9 +1,9 @@
 """A transformers decoder as plain tensors: the single forward pass that the engine samples from and the learner trains.
 
-``fuse_parameters`` rearranges a loaded model so that q/k/v share one storage, and gate/up another. The module keeps
-its parameter names, which loading and exporting use, while engine and learner work on the fused tensors. This gives fewer
-and larger products, and the next decoded token sees an optimizer step without a copy. On a CPU the storage
-is transposed, because that operand order is faster there.
+``fuse_parameters`` rearranges a loaded model so that q, k and v share one storage, and gate and up share another. The module keeps
+its parameter names, which loading and exporting use, while the engine and the learner work on the fused tensors. So there are fewer
+and larger products, and the next decoded token uses an optimizer step without a copy. On a CPU, the storage
+is transposed, because that operand order is faster.
 
 ``Decoder.of(model)`` collects these tensors, or refuses an architecture that it cannot run exactly. ``layer.py`` defines
 what a layer computes.
@@ -26,11 +26,11 @@ from rollcall.model.layer import Attend, Layer, Pass, Shape, TorchOps
 from rollcall.model.low_rank import PATHS, LayerAdapter, a_of, b_of
 
 SUPPORTED = ("llama", "mistral", "qwen2", "qwen3")
-ROPE_TYPES = ("default", "linear", "llama3", "yarn")  # the types whose angles do not depend on the sequence length
+ROPE_TYPES = ("default", "linear", "llama3", "yarn")  # only types whose angles do not depend on the sequence length
 
 
 def has_compiler() -> bool:
-    """Whether there is a C++ compiler, which torch needs to compile for a CPU."""
+    """Return whether there is a C++ compiler, which torch needs to compile for a CPU."""
     return shutil.which(os.environ.get("CXX", "g++")) is not None
 
 
@@ -39,7 +39,7 @@ class UnsupportedModel(ValueError):
 
 
 class Rope:
-    """The rotary tables, computed by the model's own rotary module for as many positions as are needed."""
+    """The rotary tables. The model's own rotary module computes them for as many positions as are needed."""
 
     def __init__(self, rotary: nn.Module, *, like: Tensor) -> None:
         """The tables use the dtype and device of ``like``."""
@@ -111,7 +111,7 @@ class Decoder:
         return self.embed.device
 
     def named_tensors(self) -> dict[str, Tensor]:
-        """Return all weights, each of them once."""
+        """Return all weights, each exactly once."""
         named = {"embed": self.embed, "norm": self.norm}
         if self.lm_head is not self.embed:
             named["lm_head"] = self.lm_head
@@ -123,7 +123,7 @@ class Decoder:
         return named
 
     def part_rows(self) -> dict[str, tuple[int, ...]]:
-        """For each fused product of a layer, return the number of rows of each module."""
+        """Return, for each fused product of a layer, the number of rows of each of its modules."""
         layer, q, kv = self.layers[0], self.shape.q_width, self.shape.kv_width
         half = len(layer.gate_up) // 2
         return {"qkv": (q, kv, kv), "out": (len(layer.out),), "gate_up": (half, half), "down": (len(layer.down),)}

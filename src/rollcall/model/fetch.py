@@ -24,7 +24,7 @@ OTHER_WEIGHTS = ["*.bin", "*.pt", "*.pth", "*.h5", "*.msgpack", "*.ckpt", "*.ggu
 
 
 def fetch_model(path: str, *, key: str = "model.path") -> Path:
-    """Return the model's folder on this machine, downloading it if needed. Built-in models and directories are already here."""
+    """Return the model's folder on this machine. Download the model if needed. Built-in models and directories are already local."""
     if path.startswith("builtin:"):
         folder = Path(resolve_model(path))
         say(f"{key}={path} comes with Rollcall; nothing to fetch")
@@ -33,16 +33,16 @@ def fetch_model(path: str, *, key: str = "model.path") -> Path:
         say(f"{key}={path} is a directory; nothing to fetch")
         return local
     if local.exists() or path.startswith(("/", "./", "../", "~")) or path.count("/") > 1:
-        raise HubError(f"{key}={path} is not a directory on this machine; give a model directory or a hub name")
+        raise HubError(f"{key}={path} is not a directory on this machine; use a model directory or a hub name")
     if hub_options(path, key=key):
         folder = cached_folder(path)
         assert folder is not None, "hub_options has seen it there"
         if not [*folder.glob("*.safetensors"), *folder.glob("*.bin")]:
             raise HubError(
-                f"{key}={path}: the hub cannot be asked, and its cache has no weights of this model in {folder}; check the network, or "
-                "name a mirror in HF_ENDPOINT"
+                f"{key}={path}: the hub cannot be reached, and its cache in {folder} has no weights of this model; check the network, or "
+                "set HF_ENDPOINT to a mirror"
             )
-        say(f"{key}={path}: the hub cannot be asked; the cache has it in {folder}")
+        say(f"{key}={path}: the hub cannot be reached; using the cached copy in {folder}")
         return folder
     say(f"fetching {path}")
     folder = _download(path, key=key)

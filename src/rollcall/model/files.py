@@ -1,4 +1,4 @@
-"""Checks a model directory's config.json before a model is built from it. Impossible sizes are refused by key.
+"""Checks a model directory's config.json before a model is built from it. An error names the key of an impossible size.
 
 transformers accepts any value: it builds a million layers one by one, fails with a traceback on a negative size, and uses up
 the machine's memory for a size far larger than the weights on disk. Do not import torch here: `rollcall plan` uses this module.
@@ -95,18 +95,18 @@ def check_model_dir(folder: Path) -> None:
     """Refuse a directory whose config.json describes a larger model than its weight files can contain."""
     fields = read_model_config(folder / "config.json")
     if (folder / ADAPTER_CONFIG).exists():
-        return  # the weights are elsewhere
+        return  # the weights are in a different folder
     hidden, vocab, layers, inner = (
         fields.get(key) or 0 for key in ("hidden_size", "vocab_size", "num_hidden_layers", "intermediate_size")
     )
     smallest = hidden * vocab + 2 * layers * hidden * inner  # the embedding and two MLP matrices per layer
     files = (*folder.glob("*.safetensors"), *folder.glob("*.bin"))
     if strange := next((file for file in files if file.exists() and not file.is_file()), None):
-        raise ModelFilesError(f"{strange} is not a regular file; put the file itself there")
+        raise ModelFilesError(f"{strange} is not a regular file; replace it with the file itself")
     size = sum(file.stat().st_size for file in files if file.is_file())
     if size and smallest / 4 > size:  # quantised weights take half a byte each
         raise ModelFilesError(
-            f"{folder / 'config.json'} describes a model of more than {smallest:,} weights, and its weight files have "
+            f"{folder / 'config.json'} describes a model of more than {smallest:,} weights, but its weight files have only "
             f"{size:,} bytes: one of them is damaged or belongs to another model; restore it"
         )
 

@@ -19,7 +19,7 @@ class HubError(ValueError):
 
 
 def cached_folder(name: str) -> Path | None:
-    """Return a model's folder in the hub cache, or None if it is not there or ``name`` is not a model name."""
+    """Return a model's folder in the hub cache, or None if it is not cached or ``name`` is not a model name."""
     from huggingface_hub import try_to_load_from_cache
     from huggingface_hub.errors import HFValidationError
 
@@ -31,7 +31,7 @@ def cached_folder(name: str) -> Path | None:
 
 
 def first_line(error: Exception) -> str:
-    """Shorten an error from transformers or the hub client, whose messages may be long.
+    """Shorten an error from transformers or the hub client, which may have a long message.
 
     >>> first_line(ValueError("no such file\\nlook elsewhere"))
     'ValueError: no such file'
@@ -42,7 +42,7 @@ def first_line(error: Exception) -> str:
 
 @lru_cache(maxsize=64)
 def hub_options(path: str, *, key: str = "model.path") -> dict[str, Any]:
-    """Return the extra ``from_pretrained`` arguments for this path. Asks the hub once per name and process."""
+    """Return extra ``from_pretrained`` arguments for this path. Each process asks the hub once per name."""
     if Path(path).exists() or path.count("/") > 1:
         return {}
     from huggingface_hub import constants
@@ -62,13 +62,13 @@ def hub_options(path: str, *, key: str = "model.path") -> dict[str, Any]:
     if cached_folder(path) is not None:
         return {"local_files_only": True}
     raise HubError(
-        f"{key}={path} is not a directory here and not in the hub's cache ({constants.HF_HUB_CACHE}), and {why}; give a model "
-        "directory, check the network, or name a mirror in HF_ENDPOINT"
+        f"{key}={path} is not a directory on this machine and not in the hub's cache ({constants.HF_HUB_CACHE}), and {why}; use a "
+        "model directory, check the network, or set HF_ENDPOINT to a mirror"
     )
 
 
 def hub_fault(repository: str, *, file: str = "config.json", kind: str = "model") -> str | None:
-    """Return why the hub cannot be reached, or None if it responds, even if only to say that the model or dataset does not exist."""
+    """Return why the hub cannot be reached, or None if it responds, even if it says that the model or dataset does not exist."""
     from huggingface_hub import get_hf_file_metadata, hf_hub_url
     from huggingface_hub.errors import HfHubHTTPError
 

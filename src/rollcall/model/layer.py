@@ -1,9 +1,9 @@
-"""One layer of a decoder, written once: the engine samples with it and the learner trains it.
+"""One layer of a decoder, which the engine samples with and the learner trains.
 
     x ── norm ── q, k, v ── attention ── out ──(+ x)── norm ── gate, up ── silu(gate) * up ── down ──(+)──▶ x
 
 ``Ops`` computes the steps. The default is ``TorchOps``. A tensor-parallel rank computes with its share of each weight
-(``learner/tensor_parallel.py``), and the engine decodes on CUDA with Triton kernels (``engine/native/paged.py``). Whoever creates a
+(``learner/tensor_parallel.py``), and the engine decodes on CUDA with Triton kernels (``engine/native/paged.py``). The creator of a
 ``Pass`` supplies the attention: over a cache, or over packed rows.
 """
 
@@ -22,7 +22,7 @@ from rollcall.model.low_rank import LayerAdapter, add_low_rank
 from rollcall.model.recompute import HostStore, run_again
 
 Attend = Callable[..., Tensor]
-"""(layer, q [N, H, D], k [N, Hkv, D], v [N, Hkv, D]) -> [N, H * D]; may store k and v on the way. It gets whatever ``Ops.heads`` returns."""
+"""(layer, q [N, H, D], k [N, Hkv, D], v [N, Hkv, D]) -> [N, H * D]. May also store k and v. Its inputs are what ``Ops.heads`` returns."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,7 +120,7 @@ class Pass:
     ops: Ops
     attend: Attend
     halves: Halves = Halves()
-    recompute: bool = False  # keep only each layer's input and rerun the layer in the backward pass
+    recompute: bool = False  # keep only each layer's input, and rerun the layer in the backward pass
     store: HostStore | None = None  # where these inputs are kept, if not on the GPU
 
     def layer(self, x: Tensor, index: int, weights: Callable[[], Layer]) -> Tensor:
@@ -218,11 +218,11 @@ def silu_mul(gate_up: Tensor) -> Tensor:
 
 
 def _is_fused(x: Tensor) -> bool:
-    """Whether to use the plain formula, either because a compiler fuses it and its derivative or because each step must be rounded."""
+    """Return whether to use the plain formula: because a compiler fuses it and its derivative, or because each step must be rounded."""
     return x.is_cuda or torch.compiler.is_compiling() or x.dtype != torch.float32
 
 
-# On a CPU, torch takes a dozen passes over memory for each of these derivatives. Written out, they take a few. Only for float32.
+# On a CPU, torch takes a dozen passes over memory for each of these derivatives. Written out, they take only a few. For float32 only.
 
 
 def _inverse_rms(x: Tensor, eps: float) -> Tensor:

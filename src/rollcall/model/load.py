@@ -30,12 +30,12 @@ from rollcall.model.stored.tensors import DTYPES, Stored, first_tensors, name_of
 
 HEAD = "lm_head.weight"
 
-# transformers (5.x) patches ``tie_weights`` on its class while it loads. With two threads, one could leave the patch in place.
+# transformers (5.x) patches ``tie_weights`` on its class while it loads. If two threads loaded at once, the patch could remain.
 _one_at_a_time = threading.RLock()
 
 
 class ModelError(ValueError):
-    """The model path cannot be used; the message says why."""
+    """The model path cannot be used. The message says why."""
 
 
 def resolve_device(name: str) -> torch.device:
@@ -51,26 +51,26 @@ def resolve_dtype(name: str, device: torch.device) -> torch.dtype:
         return torch.bfloat16 if device.type == "cuda" else torch.float32
     if name == "bfloat16" and device.type == "cpu" and not has_bfloat16():
         raise ModelError(
-            "model.dtype=bfloat16 needs a CUDA device or a CPU with bfloat16 instructions (AVX-512, ARM with bf16), and this machine has "
+            "model.dtype=bfloat16 needs a CUDA device or a CPU with bfloat16 instructions (AVX-512, ARM with bf16), but this machine has "
             "neither; use model.dtype=float32 or auto"
         )
     return getattr(torch, name)
 
 
 def has_bfloat16() -> bool:
-    """Whether torch supports bfloat16 matrix products on this CPU. Without AMX or similar they may not be faster."""
+    """Return whether torch supports bfloat16 matrix products on this CPU. Without AMX or similar, they may not be faster."""
     return torch.backends.mkldnn.is_available() and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
 class WholeOnly(ModelError):
-    """The weights cannot be read in blocks; the message says why."""
+    """The weights cannot be read in blocks. The message says why."""
 
 
 def load_causal_lm(path: str, *, device: torch.device, dtype: torch.dtype, trust_remote_code: bool = False) -> Any:
     """Load an AutoModelForCausalLM with fused parameters. It only stores the weights; its own forward is not used.
 
-    The weights are copied to the device piece by piece, so that loading takes little host memory however many processes on a node
-    do so. transformers loads files in other formats, and files whose tensor names it converts."""
+    The weights are copied to the device piece by piece, so that loading takes little host memory, even if many processes on a node
+    load at once. transformers loads files in other formats, and files whose tensor names it converts."""
     check_model_path(path)
     if (folder := adapter_folder(Path(path).expanduser())) is not None:
         return _load_with_adapter(path, folder, device=device, dtype=dtype, trust_remote_code=trust_remote_code)
@@ -100,7 +100,7 @@ def load_causal_lm(path: str, *, device: torch.device, dtype: torch.dtype, trust
 
 def open_unread(path: str, model: Any, *, fetch: bool = False, compares_head: bool = True) -> Stored:
     """Open the stored weights of ``model``, the outline of ``path``: any kind of checkpoint that ``stored/`` can open, or a model
-    directory with safetensors whose tensor names and shapes match the model. Raises WholeOnly for everything else. ``fetch``:
+    directory with safetensors whose tensor names and shapes match the model. Raise WholeOnly for everything else. ``fetch``:
     download a hub model first if it is not in the cache. ``compares_head``: if the config ties the head but it is stored, compare
     it with the embeddings. This reads both in full, so only one process of a gang does it."""
     folder = Path(path).expanduser() if is_stored(path) else _folder_of(path, fetch=fetch)
@@ -120,7 +120,7 @@ def open_unread(path: str, model: Any, *, fetch: bool = False, compares_head: bo
     is_tied = HEAD in stored.tensors and HEAD not in wanted
     if (
         is_tied and compares_head and not stored.are_equal(HEAD, "model.embed_tokens.weight")
-    ):  # transformers takes the head
+    ):  # transformers would use the stored head
         raise WholeOnly(
             f"{stored.origin} has an output head that differs from the embeddings, but config.json ties them"
         )
@@ -171,9 +171,11 @@ def each_tensor(model: Any, stored: Stored, *, path: str) -> Iterator[tuple[str,
 
 
 def refuse_cast(what: str, path: str, model: Any) -> None:
-    """Refuse a loaded model whose files contain weights that are not floating-point numbers: transformers casts them silently."""
+    """Refuse a loaded model whose files contain weights that are not floating-point numbers, because transformers casts them silently."""
     folder = model_folder(path) or cached_folder(path)
-    if folder is None or getattr(model.config, "quantization_config", None) is not None:  # it says how to read them
+    if (
+        folder is None or getattr(model.config, "quantization_config", None) is not None
+    ):  # the config says how to read them
         return
     paths = weight_files(folder)[0]
     types = {name: entry.dtype for file in paths for name, entry in read_header(file)[0].items()}
@@ -184,7 +186,7 @@ def refuse_cast(what: str, path: str, model: Any) -> None:
 
 
 def refuse_diverged(path: str, bad: Sequence[str]) -> None:
-    """Refuse a model if ``bad``, the names of its tensors with non-finite values, is not empty."""
+    """Refuse the model if ``bad`` is not empty. It contains the names of the tensors with non-finite values."""
     if bad:
         raise ModelError(
             f"model.path={path}: {first_tensors(bad, 'not finite')}, so the model has diverged; use "
@@ -238,13 +240,13 @@ def bases_of(folder: Path, *, where: str) -> list[str]:
 
 
 def is_stored(path: str) -> bool:
-    """Whether a local path is a checkpoint (ours or another tool's) rather than a directory that transformers can open."""
+    """Return whether a local path is a checkpoint (ours or another tool's), not a directory that transformers can open."""
     local = Path(path).expanduser()
     return local.is_dir() and not is_model_dir(local)
 
 
 def outline_causal_lm(path: str, *, dtype: torch.dtype, trust_remote_code: bool = False) -> Any:
-    """Build the model of ``load_causal_lm`` without loading weights; its parameters are on the meta device."""
+    """Build the model of ``load_causal_lm`` without loading weights. Its parameters are on the meta device."""
     from transformers import AutoModelForCausalLM
 
     path, config = _load_config(path, trust_remote_code=trust_remote_code)
@@ -257,7 +259,7 @@ def outline_causal_lm(path: str, *, dtype: torch.dtype, trust_remote_code: bool 
 
 
 def check_architecture(path: str, *, trust_remote_code: bool = False) -> None:
-    """Refuse a model that cannot be trained, judging by its config.json, before reading data or weights."""
+    """Refuse a model that cannot be trained. Only its config.json is read, before any data or weights."""
     path, config = _load_config(path, trust_remote_code=trust_remote_code)
     try:
         refuse_unsupported(config)
@@ -288,7 +290,7 @@ def loading(what: str, *, part: str = "it") -> Iterator[None]:
         wanted = ", ".join(own_code(what.partition("=")[2])) or "see its files on the hub"
         raise ModelError(
             f"{what} needs to run code that comes with it ({wanted}); none of it was run. Read that code; if you trust "
-            "it, set model.trust_remote_code=true. Otherwise use a model of an architecture that transformers has"
+            "it, set model.trust_remote_code=true. Otherwise, use a model whose architecture is part of transformers"
         ) from error
 
 
@@ -379,7 +381,7 @@ def check_model_path(path: str) -> None:
     looks_local = local.exists() or path.startswith(("/", "./", "../", "~")) or path.count("/") > 1
     if looks_local and not local.is_dir():
         raise ModelError(
-            f"model.path={path} is not a directory; give a model directory, a run directory, a checkpoint or a hub name"
+            f"model.path={path} is not a directory; use a model directory, a run directory, a checkpoint or a hub name"
         )
     if not looks_local:
         hub_options(path)
@@ -387,8 +389,8 @@ def check_model_path(path: str) -> None:
     folder = model_folder(path)
     if folder is None and (local / ADAPTER_CONFIG).is_file():
         raise ModelError(
-            f"model.path={path} is an adapter without the config.json of its model; give the model as model.path, and the adapter as "
-            "model.lora.path"
+            f"model.path={path} is an adapter without the config.json of its model; set model.path to the model and model.lora.path to "
+            "the adapter"
         )
     if folder is None:
         raise ModelError(

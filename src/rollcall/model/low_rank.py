@@ -6,8 +6,8 @@ matrices on a block diagonal. So an adapter needs two small products for each la
 
     x [N, C] --A [K, C]--> [N, K] --gain--> [N, K] --B [out, K]--> added to [N, out]
 
-Several adapters in one batch also need only two products: K runs over the adapters one after the other, and each token's row of
-``gain`` [N, adapters] is 0 except at its own adapter.
+Several adapters in one batch also need only two products: K then covers all adapters, one after another, and each token's row of
+``gain`` [N, adapters] is 0 except for its own adapter.
 """
 
 from __future__ import annotations

@@ -34,7 +34,7 @@ OTHER_KINDS = (
     "modules_to_save", "layers_to_transform", "layer_replication", "trainable_token_indices", "alora_invocation_tokens",
     "target_parameters", "arrow_config", "kasa_config", "monteclora_config",
 )  # fmt: skip
-# Other initialisations (pissa, olora, ...) also change the model's weights every time PEFT opens the adapter.
+# With other initialisations (pissa, olora, ...), PEFT also changes the model's weights every time it opens the adapter.
 PLAIN_STARTS = (True, False, None, "gaussian", "eva", "orthogonal", "mica")
 
 
@@ -72,8 +72,8 @@ def adapter_files(tensors: Mapping[str, Tensor], section: LoraSection, *, base: 
 
 
 def read_adapter(folder: Path, section: LoraSection, like: Mapping[str, Tensor], *, where: str) -> dict[str, Tensor]:
-    """Read the tensors, keyed by decoder names. Refuses an adapter that does not match ``section`` or the model. ``like`` gives the
-    expected shapes; ``where`` names the adapter in messages."""
+    """Read the tensors, keyed by decoder names. Refuse an adapter that does not match ``section`` or the model. ``like`` has the expected
+    shapes. ``where`` names the adapter in messages."""
     found = read_section(folder, where=where)
     for name in ("rank", "alpha", "targets"):
         given, there = (_shown(one, name) for one in (section, found))
@@ -89,7 +89,7 @@ def _shown(section: LoraSection, name: str) -> str:
 
 
 def read_section(folder: Path, *, where: str) -> LoraSection:
-    """Read the settings in ``adapter_config.json``. Refuses keys that Rollcall does not support."""
+    """Read the settings in ``adapter_config.json``. Refuse keys that Rollcall does not support."""
     if not (folder / ADAPTER_CONFIG).is_file():
         raise ModelFilesError(f"{where} has no {ADAPTER_CONFIG}; use a directory with an adapter from PEFT or Rollcall")
     try:
@@ -115,7 +115,7 @@ def read_section(folder: Path, *, where: str) -> LoraSection:
 
 
 def read_base(folder: Path, *, where: str) -> str:
-    """Return an adapter's base model as a path or a hub name. Refuses a path that does not exist on this machine."""
+    """Return an adapter's base model as a path or a hub name. Refuse a path that does not exist on this machine."""
     try:
         base = json.loads(read_small(folder / ADAPTER_CONFIG, most=MAX_CONFIG_BYTES))["base_model_name_or_path"]
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
@@ -126,8 +126,8 @@ def read_base(folder: Path, *, where: str) -> str:
         )
     if base.startswith(("/", "~", ".")) and not os.path.isdir(os.path.expanduser(base)):
         raise ModelFilesError(
-            f"{where} is an adapter for {base}, which does not exist here; put the model there, or correct base_model_name_or_path in "
-            f"{folder / ADAPTER_CONFIG}"
+            f"{where} is an adapter for {base}, which does not exist here; copy the model to that path, or correct "
+            f"base_model_name_or_path in {folder / ADAPTER_CONFIG}"
         )
     return base
 
@@ -144,10 +144,11 @@ def _targets(folder: Path, given: Any, *, where: str) -> Any:
 
 
 def _header(folder: Path, *, where: str) -> dict[str, Any]:
-    """Read the list of tensors from the weights file. Refuses a file that is not regular or is incomplete."""
+    """Read the list of tensors from the weights file. Refuse a file that is not regular or is incomplete."""
     if (folder / PICKLED).exists() and not (folder / ADAPTER_WEIGHTS).exists():
         raise ModelFilesError(
-            f"{where} has {PICKLED}, which Rollcall does not read, because such a file can run code; save the adapter as {ADAPTER_WEIGHTS}, as PEFT does by default"
+            f"{where} has {PICKLED}, which Rollcall does not read, because such a file can run code; save the adapter as "
+            f"{ADAPTER_WEIGHTS}, as PEFT does by default"
         )
     try:
         return dict(read_header(folder / ADAPTER_WEIGHTS)[0])

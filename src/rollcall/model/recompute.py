@@ -1,8 +1,8 @@
 """Recomputes layers in the backward pass: only each layer's input is kept, on the GPU or in host memory.
 
-``HostStore`` copies each input to pinned host memory during the computation, and back one layer before it is needed. The GPU
-keeps computing while the two newest inputs are copied. Before a third copy it waits for the oldest, so that a slow bus slows
-the GPU down instead of filling its memory. A store is used for one forward pass and its backward.
+``HostStore`` copies each input to pinned host memory during the computation, and copies it back one layer before it is needed. The GPU
+keeps computing while the two newest inputs are copied. Before a third copy, it waits for the oldest, so that a slow bus slows
+the GPU down instead of filling its memory. A store is used for one forward pass and its backward pass.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class HostStore:
         self._slots: list[_Slot] = []
 
     def put(self, tensor: Tensor) -> int:
-        """Start copying the tensor to the host and return the number for ``take``."""
+        """Start copying the tensor to the host. Return its number for ``take``."""
         tensor = tensor.detach()  # otherwise it would keep the whole graph alive
         host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
         self._slots.append(_Slot(host, tensor, self._copy(host, tensor)))
@@ -45,7 +45,7 @@ class HostStore:
         return len(self._slots) - 1
 
     def take(self, number: int) -> Tensor:
-        """Return the tensor on the GPU and start copying the previous one back."""
+        """Return the tensor on the GPU. Also start copying the previous tensor back."""
         slot = self._slots[number]
         tensor = self._bring(slot)
         if number > 0:
@@ -76,6 +76,6 @@ def _copy_stream(device: torch.device) -> torch.cuda.Stream:
 
 def run_again(run: Callable[..., Tensor], x: Tensor, *args: object, store: HostStore | None) -> Tensor:
     """Call ``run(x, *args)`` and keep only x for the backward pass, in ``store`` if there is one."""
-    # Inside ``run`` the checkpoint sets its own hooks, so our hooks see only its inputs.
+    # Inside ``run``, the checkpoint sets its own hooks, so our hooks see only its inputs.
     with nullcontext() if store is None else saved_tensors_hooks(store.put, store.take):
         return checkpoint(run, x, *args, use_reentrant=False)  # type: ignore[return-value]

@@ -1,8 +1,8 @@
 """Tokenizers: where a completion stops, whether all processes have the same tokenizer, and the tokenizer of the embedded model.
 
-Rollouts, evaluation and the exported generation config use the same rule. A completion stops at a token (an end-of-text or other special token, or a token id from the run file) or when its
-text contains one of the run file's stop strings. Text is decoded without special tokens, so a special token among the
-strings is treated as a token.
+Rollouts, evaluation and the exported generation config use the same rule. A completion stops at a token (an end-of-text or other
+special token, or a token ID from the run file), or when its text contains one of the run file's stop strings. Text is decoded without
+special tokens, so a special token among the stop strings is treated as a token.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from rollcall.config import RolloutSection
 def stop_token_ids(
     tokenizer: Any, model_config: Any, generation_config: Any, *, rollout: RolloutSection | None = None
 ) -> tuple[int, ...]:
-    """Return every token id that ends a completion, the tokenizer's eos first.
+    """Return every token ID that ends a completion, the tokenizer's eos first.
 
-    The others come from the model's generation config and the run file. A config class fills in default ids from its own
-    family's vocabulary, and a different tokenizer may use these for ordinary tokens. So ids that may be such defaults
-    count only if they are special tokens.
+    The other IDs come from the model's generation config and the run file. A config class fills in default IDs from the vocabulary of its
+    own family, and a different tokenizer may use them for ordinary tokens. So IDs that may be such defaults count only if they are
+    special tokens.
     """
     special = special_ids(tokenizer)
     found: set[int] = set(_ids(model_config)) & special
@@ -33,8 +33,8 @@ def stop_token_ids(
         vocab_size = model_config.vocab_size
         if unknown := [id for id in rollout.stop_token_ids if not 0 <= id < vocab_size]:
             raise ConfigError(
-                f"rollout.stop_token_ids has {unknown[0]}, and the model's {vocab_size} tokens are 0 to {vocab_size - 1}; "
-                "give ids of its tokenizer"
+                f"rollout.stop_token_ids has {unknown[0]}, but the model has {vocab_size} tokens, 0 to {vocab_size - 1}; "
+                "use IDs from its tokenizer"
             )
         found.update(rollout.stop_token_ids)
         found.update(stop for text in rollout.stop if (stop := special_id(tokenizer, text)) is not None)
@@ -60,19 +60,19 @@ def check_stop_strings(tokenizer: Any, stops: Sequence[str]) -> None:
         if name is not None:
             raise ConfigError(
                 f"rollout.stop has {text!r}, and {name!r} in it is a special token of the model: a completion's text does not "
-                f"show special tokens, so this would never be found; write {name!r} as a separate stop, or leave it out here"
+                f"show special tokens, so this string would never be found; list {name!r} as a separate stop string, or leave it out"
             )
 
 
 def special_id(tokenizer: Any, text: str) -> int | None:
-    """Return the id of the special token that is written exactly as ``text``, or None."""
+    """Return the ID of the special token that is written exactly as ``text``, or None."""
     found = tokenizer.convert_tokens_to_ids(text)
     is_special = found in special_ids(tokenizer) and tokenizer.convert_ids_to_tokens(found) == text
     return found if is_special else None
 
 
 def special_ids(tokenizer: Any) -> set[int]:
-    """Return the ids of the tokens that decoding omits from the text."""
+    """Return the IDs of the tokens that decoding leaves out."""
     return {id for id, token in tokenizer.added_tokens_decoder.items() if token.special} | set(
         tokenizer.all_special_ids
     )
@@ -83,20 +83,20 @@ def _ids(config: Any) -> list[int]:
     found = [] if eos is None else eos if isinstance(eos, list | tuple) else [eos]
     if not all(isinstance(one, int) for one in found):
         raise ConfigError(
-            f"the model's generation_config.json has eos_token_id={eos!r:.80}, which is no token id; restore the file"
+            f"the model's generation_config.json has eos_token_id={eos!r:.80}, which is not a token ID; restore the file"
         )
     return list(found)
 
 
 def is_plain_fast(tokenizer: Any, *methods: str) -> bool:
-    """Whether the tokenizer leaves the work of these methods to its Rust backend."""
+    """Return whether the tokenizer's Rust backend does the work of these methods."""
     from transformers import PreTrainedTokenizerFast as Plain
 
     return isinstance(tokenizer, Plain) and all(getattr(type(tokenizer), one) is getattr(Plain, one) for one in methods)
 
 
 def tokenizer_mark(tokenizer: Any) -> str:
-    """Return a mark that is equal for tokenizers that tokenise alike and have the same end token: each process of a run loads its
+    """Return a mark that is equal for tokenizers with the same tokenisation and end token, because each process of a run loads its
     tokenizer from its own node's files. Without a Rust tokenizer, the mark covers only the vocabulary and the special tokens."""
     rust = getattr(tokenizer, "backend_tokenizer", None)
     if rust is None:
@@ -112,7 +112,7 @@ def tokenizer_mark(tokenizer: Any) -> str:
 
 
 def refuse_other_tokenizers(ours: str, marks: Mapping[str, str], *, path: str) -> None:
-    """``marks`` maps a description of each holder to its mark; prompts are tokenised with ours."""
+    """Refuse tokenizers whose mark differs from ours, which tokenises the prompts. ``marks`` maps descriptions of holders to marks."""
     if others := [who for who, mark in marks.items() if mark != ours]:
         raise ValueError(
             f"the tokenizer of {path} differs between {', '.join(others)} and the controller, which creates the prompts; "
@@ -121,7 +121,7 @@ def refuse_other_tokenizers(ours: str, marks: Mapping[str, str], *, path: str) -
 
 
 # The embedded model is a character-level decoder with about a million parameters (`scripts/make_arithmetic_model.py` trains it). It can
-# add, but usually does not carry: that is left for reinforcement learning.
+# add, but usually does not carry. Reinforcement learning teaches it to carry.
 SPECIAL = ("<eos>", "<pad>", "<unk>", "<bos>")
 ALPHABET = "0123456789+="
 

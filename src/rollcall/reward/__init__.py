@@ -1,4 +1,4 @@
 """Scoring: reward functions, the processes that run them, and the scorer that adds them up.
 
-This file imports nothing, because the worker process imports it and has to start fast.
+This file imports nothing, because worker processes import it and have to start fast.
 """

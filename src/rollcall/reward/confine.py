@@ -1,8 +1,8 @@
 """Confines reward processes.
 
-A built-in scorer needs only its text. So its process gets no secrets, no network, no other processes, and no files
-except Python's own and a private folder (``BUILT_IN``). A user's function is the user's own code: it gets the
-environment variables that its section names, the network unless the section turns it off, and limits that the section may change.
+A built-in scorer needs only its text. So its process gets no secrets, no network, no access to other processes, and no files
+except Python's own and a private folder (``BUILT_IN``). A function from the user is trusted more: it gets the environment variables that
+its section names, the network unless the section turns it off, and limits that the section may change.
 
 The parent creates the environment and the folder. The worker applies the other restrictions to itself (``confine``) before it loads
 anything. Restrictions that the machine does not support are skipped: ``confine`` returns which ones are in force.
@@ -29,7 +29,7 @@ from rollcall.base.redact import hide_from_proc, is_secret
 from rollcall.reward import landlock, seccomp
 
 ROOT = Path(__file__).resolve().parents[2]  # the folder that contains the package
-# Paths of programs and libraries, and the language. None of these contains a secret.
+# Paths of programs and libraries, and the language. None of them is a secret.
 _KEPT = ("PATH", "LANG", "LANGUAGE", "TZ", "LD_LIBRARY_PATH", "PYTHONPATH", "PYTHONHOME", "HOME")
 _THREADS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
 _SYSTEM = (
@@ -39,8 +39,8 @@ _SYSTEM = (
 _FOLDER = re.compile(r"rollcall-reward-(\d+)-(\d+)-.*")
 _MAX_OPEN_FILES = 256
 _CAPABILITY_VERSION = 0x20080522
-_KEPT_CAPABILITIES = 1 << 1 | 1 << 2  # access other users' files, which landlock limits to a few folders
-# Trace processes, create device files, monitor performance. Nobody can trace a process that has more capabilities than the tracer,
+_KEPT_CAPABILITIES = 1 << 1 | 1 << 2  # to access other users' files, which landlock limits to a few folders
+# To trace processes, create device files and monitor performance. A process cannot trace one that has more capabilities than itself,
 # and containers usually give root only the second of the three.
 _CAPABILITIES_TO_LOOK = (19, 27, 38)
 _PR_CAPBSET_DROP = 24
@@ -83,7 +83,7 @@ def confinement_of(spec: Mapping[str, Any]) -> Confinement:
 
 
 def environment(env: Sequence[str], *, folder: str, key: str, own_home: bool = False) -> dict[str, str]:
-    """Return a worker's environment variables: the ones above, the ones in ``env``, and thread counts, which default to 1.
+    """Return a worker's environment variables: those in ``_KEPT``, those in ``env``, and thread counts, which default to 1.
 
     Hide this process's secrets from the worker's view in ``/proc``. Raise ConfigError if a variable that ``key`` names is not set.
     """
@@ -101,13 +101,13 @@ def environment(env: Sequence[str], *, folder: str, key: str, own_home: bool = F
 
 
 def refuse_unset(names: Iterable[str], *, key: str) -> None:
-    """Raise ConfigError if a variable that ``key`` in the run file names is not set here."""
+    """Raise ConfigError if a variable that ``key`` in the run file names is not set in this process."""
     if missing := [name for name in names if name not in os.environ]:
         from rollcall.base.errors import ConfigError  # a worker does not need it
 
         it, is_not = ("it", "is not") if len(missing) == 1 else ("them", "are not")
         raise ConfigError(
-            f"{key} names {', '.join(missing)}, which {is_not} set here; export {it}, or take {it} out of {key}"
+            f"{key} names {', '.join(missing)}, which {is_not} set here; export {it}, or remove {it} from {key}"
         )
 
 
@@ -121,7 +121,7 @@ def _process_space() -> int:
 
 
 def remove_folder(folder: str) -> None:
-    """Remove a private folder, however deeply a reward nested it, or warn that it cannot be removed."""
+    """Remove a private folder, however deep the folders in it are. Warn if that fails."""
     with suppress(RecursionError):
         shutil.rmtree(folder, ignore_errors=True)
     if not os.path.lexists(folder):
@@ -133,7 +133,7 @@ def remove_folder(folder: str) -> None:
     for command in (["chmod", "-R", "u+rwx"], ["rm", "-rf"]):
         subprocess.run([*command, "--", folder], stdin=subprocess.DEVNULL, capture_output=True, check=False)
     if os.path.lexists(folder):
-        warn(f"{folder}, a reward's private folder, cannot be removed; remove it by hand")
+        warn(f"{folder}, a reward's private folder, cannot be removed; remove it yourself")
 
 
 def sweep_folders() -> None:
@@ -143,7 +143,7 @@ def sweep_folders() -> None:
     try:
         entries = list(os.scandir(tempfile.gettempdir()))
     except OSError:
-        return  # creating a folder there fails too, and that error is reported
+        return  # creating a folder fails too, and that error is reported
     for entry in entries:
         match = _FOLDER.fullmatch(entry.name)
         if match and int(match[1]) == _process_space() and not os.path.exists(f"/proc/{match[2]}"):
@@ -154,7 +154,7 @@ def sweep_folders() -> None:
 
 
 def confine(confinement: Confinement, *, folder: str, readable: list[str]) -> dict[str, str]:
-    """Restrict this process. Return which restrictions are in force, by name. ``readable``: the folders with code."""
+    """Restrict this process. Return the state of each restriction by name. ``readable``: the folders with code."""
     # For a user's function, limit only memory it writes to, because GPU libraries reserve address space that they never use.
     memory = resource.RLIMIT_AS if confinement.own_files else resource.RLIMIT_DATA
     told = {
@@ -179,7 +179,7 @@ def confine(confinement: Confinement, *, folder: str, readable: list[str]) -> di
 
 
 def limit_cpu(seconds: float) -> None:
-    """Allow this process ``seconds`` more CPU seconds. Then the kernel kills it, even if no parent is watching."""
+    """Allow this process ``seconds`` more CPU seconds. After that, the kernel kills it, even if its parent is gone."""
     usage = resource.getrusage(resource.RUSAGE_SELF)
     soft = int(usage.ru_utime + usage.ru_stime + seconds) + 2
     hard = resource.getrlimit(resource.RLIMIT_CPU)[1]
@@ -237,15 +237,17 @@ def _num_tasks(uid: int) -> int:
 
 
 def see_no_others() -> None:
-    """Prevent a root process and its children from reading the memory of root's other processes."""
+    """Prevent root processes, this one and its children, from reading the memory of root's other processes."""
     if sys.platform == "linux":
         for capability in _CAPABILITIES_TO_LOOK:
-            ctypes.CDLL(None).prctl(_PR_CAPBSET_DROP, capability, 0, 0, 0)  # programs that it starts cannot get it back
+            ctypes.CDLL(None).prctl(
+                _PR_CAPBSET_DROP, capability, 0, 0, 0
+            )  # programs that this process starts cannot regain it
         _keep_capabilities(~sum(1 << capability for capability in _CAPABILITIES_TO_LOOK))
 
 
 def _keep_capabilities(kept: int) -> None:
-    """Drop root's other powers: raising its own limits, creating a device file for the disk, restarting the machine."""
+    """Drop all other capabilities of root, such as raising its own limits, creating a device file for a disk or rebooting the machine."""
     if sys.platform != "linux":
         return
     libc = ctypes.CDLL(None)

@@ -1,4 +1,4 @@
-"""Asks one address for scores until it answers.
+"""Asks a service for scores until it answers.
 
     try ──ok──▶ answer
      │ a broken connection, status 429 or 5xx, no answer in time
@@ -7,11 +7,11 @@
      │ still no answer
      ▼
     does it answer other questions? (a different question in the meantime, or a repeat of the last answered question)
-     ├─ yes, twice in a row: the question is at fault, and only its own score is an error
+     ├─ yes, twice in a row: the question is the cause, and only its own completions get an error
      └─ no: an outage. All questions wait, and one at a time is retried until there is an answer or ``outage_s`` is over
 
 Status 429 does not count as the question's fault unless it lasts longer than ``outage_s``. A wrong key, address or model affects every
-question: if nothing was ever answered, it stops the run at once.
+question: if no question has been answered yet, the run stops at once.
 
 Everything here runs in the event loop of ``Asker`` (services.py). The key is sent only to the address in the run file.
 """
@@ -65,7 +65,7 @@ def failed(why: str, *, note: str = "") -> RewardResult:
 
 
 def read_json(said: bytes) -> Any:
-    """Parse JSON. The ValueError for anything else shows how the text begins."""
+    """Parse JSON. For anything else, raise a ValueError that shows how the text begins."""
     try:
         return json.loads(said)
     except (ValueError, RecursionError):
@@ -74,7 +74,7 @@ def read_json(said: bytes) -> Any:
 
 
 class EndpointLostError(RuntimeError, ValueError):
-    """The address does not return scores. The message says why and what to do. Existing scores are kept."""
+    """The service does not return scores. The message says why and what to do. Existing scores are kept."""
 
 
 class Cause(StrEnum):
@@ -106,7 +106,7 @@ class _Outage:
 
 
 class Endpoint:
-    """``what`` is the name in messages: "the judge", "the reward service". ``place`` is the index in the run file's list."""
+    """``what`` is the service's name in messages, such as "the judge". ``place`` is the reward's index in the run file's list."""
 
     def __init__(self, section: AskedReward, *, url: str, what: str, place: int) -> None:
         self._section, self._url, self._place = section, url, place
@@ -128,7 +128,7 @@ class Endpoint:
 
     @property
     def is_out(self) -> bool:
-        """Whether the service is down and everything is waiting for it."""
+        """Whether the service is down and all questions are waiting for it."""
         return self._outage is not None
 
     def _session(self, *, is_fresh: bool) -> Any:
@@ -139,7 +139,7 @@ class Endpoint:
                 connector=aiohttp.TCPConnector(limit=0, force_close=is_fresh),
                 timeout=aiohttp.ClientTimeout(total=None, sock_connect=10.0),
                 cookie_jar=aiohttp.DummyCookieJar(),
-                auto_decompress=False,  # a small answer must not become a large one
+                auto_decompress=False,  # a small answer must not expand to a large one
             )
         return self._sessions[is_fresh]
 
@@ -148,7 +148,7 @@ class Endpoint:
             await session.close()
 
     async def ask(self, question: bytes) -> bytes:
-        """Return the answer's body. Raise Problem if this question has no answer, and EndpointLostError if no question has one."""
+        """Return the answer's body. Raise Problem if only this question gets no answer, and EndpointLostError if no question gets one."""
         async with self._room:
             return await self._persist(question)
 
@@ -184,7 +184,7 @@ class Endpoint:
         while (early_s := self._not_before_s - time.monotonic()) > 0:
             await asyncio.sleep(early_s)
         began_s = time.monotonic()
-        # An open connection may go to a machine that is gone.
+        # A retry uses a fresh connection, because an open one may lead to a machine that is gone.
         answer = await self._post(question, session=self._session(is_fresh=not is_first))
         self._answered, self._answered_began_s = question, max(began_s, self._answered_began_s)
         if (outage := self._outage) is not None:
@@ -195,7 +195,7 @@ class Endpoint:
         return answer
 
     async def _answers_others(self, *, after_s: float) -> bool:
-        """Return whether a request that began after this time was answered."""
+        """Return whether a request that began after ``after_s`` was answered. To find out, repeat the last question that was answered."""
         async with self._one_checks:
             is_known = max(self._answered_began_s, self._unanswered_began_s) >= after_s
             if not is_known and self._answered is not None:
@@ -207,10 +207,12 @@ class Endpoint:
             return self._answered_began_s >= after_s
 
     async def _wait_until_back(self, problem: Problem) -> bool:
-        """Wait for the service. Return True if a different question was answered, or False when it is this question's turn."""
+        """Wait for the service. Return True if a different question was answered, or False if it is this question's turn to try again."""
         advice = _advice(problem.cause, self._place)
         if problem.cause is Cause.REFUSED and self._answered is None:
-            raise EndpointLostError(f"{self._name} refuses: {problem}. {advice}, then run the same command again")
+            raise EndpointLostError(
+                f"{self._name} refuses requests: {problem}. {advice}, then run the same command again"
+            )
         outage = self._outage = self._outage or _Outage()
         async with self._one_probes:
             if self._outage is not outage:
@@ -220,7 +222,7 @@ class Endpoint:
             if lasted_s >= most_s:
                 raise EndpointLostError(
                     f"{self._name} has not answered since {outage.since}, and the run waits {limit}: {problem}. {advice}, then run the "
-                    "same command again (leave out --fresh): it resumes, and what was scored is kept"
+                    "same command again (leave out --fresh): it resumes and keeps all scores"
                 )
             if lasted_s >= SAY_FIRST_S:
                 outage.wait.note(f"{self._name} does not answer: {problem}")
@@ -228,7 +230,7 @@ class Endpoint:
                     outage.said_s = time.monotonic()
                     warn(
                         f"{self._name} has not answered since {outage.since} ({problem}); waiting for it, {limit}. {advice}. "
-                        "Nothing is lost in the meantime"
+                        "The run loses no work while it waits"
                     )
             outage.num_pauses += 1
             pause_s = min(max(_pause_s(outage.num_pauses), problem.retry_after_s or 0), most_s - lasted_s)
@@ -249,7 +251,7 @@ class Endpoint:
             told = str(error) or f"no answer within timeout_s={limit_s:g}"
             raise Problem(told, Cause.PASSING, kind="hung") from None
         except (aiohttp.ClientSSLError, ssl.SSLError) as error:
-            raise Problem(f"its certificate is not accepted: {error}", Cause.REFUSED) from None
+            raise Problem(f"its certificate is not trusted: {error}", Cause.REFUSED) from None
         except (aiohttp.ClientError, OSError) as error:
             raise Problem(f"{type(error).__name__}: {error}", Cause.PASSING) from None
 
@@ -280,7 +282,7 @@ async def _body(answer: Any) -> bytes:
     if len(said) > most:
         raise Problem(f"its answer is longer than {most >> 20} MiB", Cause.QUESTION)
     if (encoding := answer.headers.get("Content-Encoding", "identity").lower()) != "identity":
-        raise Problem(f"its answer is encoded as {encoding[:40]}, which was not asked for", Cause.QUESTION)
+        raise Problem(f"its answer is encoded as {encoding[:40]}, which the request does not allow", Cause.QUESTION)
     return bytes(said)
 
 
@@ -294,7 +296,7 @@ def _problem_of(status: int, said: bytes, retry_after: str | None) -> Problem:
 
 
 def _redirected(url: str, status: int, location: str) -> str:
-    """Return the redirect address if it is on the same service. Other services must not get the key and the completions."""
+    """Return the redirect address if it is on the same service. The key and the completions must not go to any other service."""
     try:
         target = urljoin(url, location)
         before, after = urlsplit(url), urlsplit(target)
@@ -302,7 +304,7 @@ def _redirected(url: str, status: int, location: str) -> str:
         raise Problem(f"it redirects to {location[:80]!r}, which is not an address", Cause.REFUSED) from None
     if status not in (307, 308) or (before.scheme, before.netloc) != (after.scheme, after.netloc):
         shown = f"{after.scheme}://{after.hostname}{after.path}"
-        raise Problem(f"it redirects to {shown}, which is not followed; write the final address as url", Cause.REFUSED)
+        raise Problem(f"it redirects to {shown}, which is not followed; set url to the final address", Cause.REFUSED)
     return target
 
 
@@ -326,9 +328,9 @@ def _pause_s(number: int) -> float:
 
 def _advice(cause: Cause, place: int) -> str:
     if cause is Cause.REFUSED:
-        return f"Check reward.{place}: its url, its model and the key in the variable that key_env names"
+        return f"Check reward.{place}: its url, its model, and the key in the variable that key_env names"
     if cause is Cause.LIMIT:
-        return f"Raise the limit of the service, or lower reward.{place}.concurrency"
+        return f"Raise the service's rate limit, or lower reward.{place}.concurrency"
     return f"Start the service again, or correct reward.{place}.url or timeout_s"
 
 
@@ -338,7 +340,9 @@ def _authorization(key_env: str | None, *, place: int) -> dict[str, str]:
     refuse_unset([key_env], key=f"reward.{place}.key_env")
     key = os.environ[key_env].strip()
     if not key or not key.isascii() or not key.isprintable():
-        raise ConfigError(f"reward.{place}.key_env names {key_env}, which does not hold a key; export the right one")
+        raise ConfigError(
+            f"reward.{place}.key_env names {key_env}, which does not contain a key; export the correct key"
+        )
     remember([key])
     return {"Authorization": f"Bearer {key}"}
 
@@ -352,7 +356,7 @@ def _proxy_for(url: str, *, place: int) -> str | None:
     proxy = proxies.get(parts.scheme) or proxies.get("all")
     if proxy and urlsplit(proxy if "://" in proxy else f"http://{proxy}").scheme not in ("http", "https"):
         raise ConfigError(
-            f"reward.{place}.url={url} would go through the proxy {redact(proxy)}, and only http and https proxies can be used; set "
-            f"{parts.scheme.upper()}_PROXY, or name {parts.hostname} in NO_PROXY"
+            f"reward.{place}.url={url} would go through the proxy {redact(proxy)}, but only http and https proxies are supported; set  "
+            f"{parts.scheme.upper()}_PROXY, or add {parts.hostname} to NO_PROXY"
         )
     return proxy and (proxy if "://" in proxy else f"http://{proxy}")

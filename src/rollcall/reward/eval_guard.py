@@ -3,9 +3,9 @@
 Some reasoning-gym scorers evaluate the model's text as Python, and so does sympy's parser after its own transformations. Inside
 ``guarded``, a Python audit hook sees all such text first and refuses everything except literals, lists, names, sums,
 products, powers and elementary functions: no attributes, indexing, other calls, f-strings or lambdas. The
-scorer gets a ValueError and scores the answer as unreadable.
+scorer gets a ValueError and treats the answer as unreadable.
 
-The hook runs where text becomes code, so it does not matter which scorer does this, or how. Modules that are imported meanwhile
+The hook runs wherever text becomes code, so it covers every scorer and every way to evaluate text. Modules that are imported meanwhile
 are code from disk, so they are allowed.
 """
 
@@ -64,7 +64,7 @@ def _check(source: object) -> None:
     if text == _SYMPY_START or text in _State.trusted:
         return
     if (not isinstance(text, str) or not is_plain(text)) and not _is_importing():
-        raise ValueError("the answer is neither plain data nor arithmetic, so it is not evaluated")
+        raise ValueError("the answer is neither plain data nor arithmetic, so it was not evaluated")
 
 
 def _is_importing() -> bool:

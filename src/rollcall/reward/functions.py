@@ -59,14 +59,14 @@ def build_function(spec: dict[str, Any]) -> RewardFunction | UserFunction:
         return _countdown(spec["format_score"])
     if kind == "math":
         importlib.import_module("math_verify")
-        # It warns at every process start that its own time limits are off. The pool enforces the limit.
+        # math-verify warns in every process that its own time limits are off. The pool enforces a limit instead.
         logging.getLogger("math_verify").setLevel(logging.ERROR)
     if kind == "reasoning_gym":
         try:
             importlib.import_module("reasoning_gym")
         except ModuleNotFoundError:
             raise ValueError(
-                "type='reasoning_gym' needs reasoning-gym, which is not installed; pip install reasoning-gym"
+                "type='reasoning_gym' needs reasoning-gym, which is not installed; run: pip install reasoning-gym"
             ) from None
     return {"exact": exact, "number": number, "math": math_equal, "reasoning_gym": reasoning_gym_score}[kind]
 
@@ -74,12 +74,12 @@ def build_function(spec: dict[str, Any]) -> RewardFunction | UserFunction:
 def check_score(value: Any) -> float:
     """Convert a returned value to a finite float, or raise ValueError."""
     if isinstance(value, str | bytes) or not hasattr(value, "__float__"):
-        raise ValueError(f"returned {_short(value)} ({type(value).__name__}); a reward returns a number")
+        raise ValueError(f"returned {_short(value)} ({type(value).__name__}); a reward must return a number")
     score = float(value)
     if not math.isfinite(score):
-        raise ValueError(f"returned {score}; a reward returns a finite number")
+        raise ValueError(f"returned {score}; a reward must return a finite number")
     if abs(score) > LARGEST_SCORE:
-        raise ValueError(f"returned {score:g}; a reward is between -{LARGEST_SCORE:g} and {LARGEST_SCORE:g}")
+        raise ValueError(f"returned {score:g}; a reward must be between -{LARGEST_SCORE:g} and {LARGEST_SCORE:g}")
     return score
 
 
@@ -89,10 +89,10 @@ def exact(prompt: str, completion: str, answer: str, metadata: dict[str, Any]) -
 
 
 def number(prompt: str, completion: str, answer: str, metadata: dict[str, Any]) -> float:
-    """Return 1 if the completion's last number equals the answer's: ``"... so 1,200.0 in all"`` and ``"1200"``."""
+    """Return 1 if the completion's last number equals the last number of the answer: ``"... so 1,200.0 in all"`` and ``"1200"``."""
     wanted = last_number(_required(answer))
     if wanted is None:
-        raise ValueError(f"the answer {_short(answer)} has no number in it; check data.answer_key")
+        raise ValueError(f"the answer {_short(answer)} contains no number; check data.answer_key")
     return float(last_number(completion) == wanted)
 
 
@@ -105,7 +105,7 @@ def _countdown(format_score: float) -> RewardFunction:
     def countdown(prompt: str, completion: str, answer: str, metadata: dict[str, Any]) -> float:
         missing = [key for key in ("numbers", "target") if metadata.get(key) is None]
         if missing:
-            raise ValueError(f"the row has no {' and no '.join(missing)}; `rollcall data countdown` makes such rows")
+            raise ValueError(f"the row has no {' and no '.join(missing)}; `rollcall data countdown` creates such rows")
         numbers, target = metadata["numbers"], Fraction(metadata["target"])  # may be strings in third-party files
         numbers = sorted(map(Fraction, json.loads(numbers) if isinstance(numbers, str) else numbers))
         expression = extract_expression(completion)
@@ -160,7 +160,7 @@ def evaluate(expression: str) -> tuple[Fraction | None, list[int]]:
             return -walk(node.operand)
         if isinstance(node, ast.BinOp) and type(node.op) in _OPERATORS:
             return _OPERATORS[type(node.op)](walk(node.left), walk(node.right))
-        raise ValueError(f"{ast.unparse(node)!r} is not a whole number, + - * / or a bracket")
+        raise ValueError(f"{ast.unparse(node)!r} is not a whole number, + - * / or parentheses")
 
     try:
         return walk(ast.parse(expression.strip(), mode="eval").body), used
@@ -172,7 +172,7 @@ def reasoning_gym_score(prompt: str, completion: str, answer: str, metadata: dic
     """Return the task's own score for the last ``<answer>`` tag (or the full text), clipped to [0, 1]."""
     made = metadata.get("reasoning_gym")
     if not isinstance(made, dict) or "task" not in made or "entry" not in made:
-        raise ValueError("the row has no column reasoning_gym; `rollcall data reasoning-gym:TASK` makes such rows")
+        raise ValueError("the row has no column reasoning_gym; `rollcall data reasoning-gym:TASK` creates such rows")
     entry = decode_entry(made["entry"])
     score = _reasoning_gym_scorer(made["task"])
     tagged = last_tagged(completion)
@@ -185,7 +185,7 @@ def reasoning_gym_score(prompt: str, completion: str, answer: str, metadata: dic
             value = float(score(answer=given, entry=entry))
     except Exception:  # noqa: BLE001
         # Some scorers raise on text that they cannot parse, which is a wrong answer. If the scorer also fails on its own
-        # reference answer, the row is broken, and this line raises the error.
+        # reference answer, the row is broken, and the next line raises the error.
         score(answer=entry["answer"], entry=entry)
         return 0.0
     return min(max(value, 0.0), 1.0)
@@ -217,7 +217,7 @@ def _reasoning_gym_scorer(task: str) -> Callable[..., float]:
 
 def _required(answer: str) -> str:
     if not answer.strip():
-        raise ValueError("the row has no answer to compare with; check data.answer_key")
+        raise ValueError("the row has no answer to compare the completion with; check data.answer_key")
     return answer.strip()
 
 

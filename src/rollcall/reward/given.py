@@ -1,8 +1,8 @@
 """Reward functions that Python code passes as objects.
 
 A function that a worker process can import is named by its path, as in a run file. Any other function (a lambda, or one defined in a
-notebook cell, a script or another function) is pickled by value with what it uses, and sent to the same confined processes. The run file
-calls it ``<python>:name``. It exists only as long as this process. To continue the run, pass it again.
+notebook cell, a script or another function) is pickled by value with everything that it uses, and sent to the same confined processes.
+The run file calls it ``<python>:name``. It exists only in this process. To continue the run in a new process, pass it again.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ def name_functions(rewards: Any) -> Any:
     if callable(rewards) or isinstance(rewards, Mapping):
         rewards = [rewards]
     if not isinstance(rewards, Sequence) or isinstance(rewards, str):
-        return rewards  # validation of the run file reports what is wrong with it
+        return rewards  # the run file's validation reports the problem
     taken: set[str] = set()
     return [_named(reward, taken) for reward in rewards]
 
 
 def settle_functions(run_dir: Path, rewards: Sequence[Any], *, are_given: bool) -> None:
-    """Decide which functions a run's names refer to: the functions from this call, or else the ones passed to the run earlier."""
+    """Decide which functions a run's names refer to: those passed in this call, or else those passed earlier for this run."""
     for path in (reward.path for reward in rewards if reward.type == "function" and reward.path.startswith(PREFIX)):
         key = (run_dir.resolve(), path)
         if are_given and path in _pickled:
@@ -42,14 +42,14 @@ def settle_functions(run_dir: Path, rewards: Sequence[Any], *, are_given: bool) 
 
 
 def with_pickled(spec: dict[str, Any], *, index: int) -> dict[str, Any]:
-    """Return a reward's fields. If the path stands for a function that was passed as an object, add the pickled function."""
+    """Return a reward's fields. If the path names a function that was passed as an object, add the pickled function."""
     path = spec.get("path", "")
     if spec["type"] != "function" or not path.startswith(PREFIX):
         return spec
     if path not in _pickled:
         raise ConfigError(
-            f"reward.{index}.path={path} is a function that Python code passed as an object, and this process does not have it; pass it again "
-            f"(rollcall.train(..., reward=[{path.removeprefix(PREFIX)}]), or rollcall.evaluate), or put it in a module"
+            f"reward.{index}.path={path} is a function that was passed as an object, but this process does not have it; pass it "
+            f"again (rollcall.train(..., reward=[{path.removeprefix(PREFIX)}]), or rollcall.evaluate), or put it in a module"
         )
     return {**spec, "pickled": _pickled[path]}
 
@@ -74,14 +74,14 @@ def _named(reward: Any, taken: set[str]) -> Any:
             _pickled[path] = cloudpickle.dumps(function)
         except Exception as error:  # noqa: BLE001 - pickling can fail with many kinds of errors
             raise ConfigError(
-                f"the reward {name} cannot be sent to the processes that run rewards: {type(error).__name__}: {error}; create what it "
-                "holds inside the function, or put it in a module and pass module:name"
+                f"the reward {name} cannot be sent to the processes that run rewards: {type(error).__name__}: {error}; create the "
+                "objects that it uses inside the function, or put it in a module and pass module:name"
             ) from None
     return {"type": "function", **reward, "path": path}
 
 
 def _import_path(function: Any) -> str | None:
-    """Return ``module:name`` if importing it yields this same function, or None if only this process has it."""
+    """Return ``module:name`` if importing that yields this very function, or None if only this process has it."""
     module, name = getattr(function, "__module__", None), getattr(function, "__qualname__", "")
     if not module or module == "__main__" or "<" in name or not name:
         return None

@@ -3,7 +3,7 @@ r"""The ``math`` reward: uses math-verify to check whether a completion's final 
 The same rule applies to both texts. The final answer is the content of the last mark: ``\boxed{...}``, after ``####``, or
 in ``<answer>...</answer>``. Without a mark, it follows the last "answer is" or "answer:", or else it is the last line.
 In a sentence, it is the part after the last word. math-verify parses only LaTeX inside ``\boxed{}`` in full, so the answer is
-boxed before parsing. For a sentence that ends in a word ("72 apples"), math-verify searches for numbers itself.
+boxed before parsing. For a sentence that ends in a word ("72 apples"), math-verify searches for numbers by itself.
 
 math-verify parses a word as a product of its letters, in any order. So an answer that contains only letters is compared as text. A row's
 answer is a product only if it consists of the unknowns w, x, y and z (``xy``) or is between dollar signs (``$ab$``).
@@ -22,7 +22,7 @@ from typing import Any
 from rollcall.reward.eval_guard import guarded
 
 _MAX_ANSWER_CHARS = 1000  # longer text is not an answer and takes minutes to parse
-_MAX_SEARCH_CHARS = 2000  # how much of the end of a text without a mark is searched
+_MAX_SEARCH_CHARS = 2000  # in a text without a mark, only this many characters at the end are searched
 _TAG_OPEN, _TAG_CLOSE = "<answer>", "</answer>"
 _BOX = "\\boxed{"
 _ANNOUNCED = re.compile(r"(?i)\banswer\s*(?:is|=|:)[\s:*]*")
@@ -66,7 +66,7 @@ _NUMERAL = re.compile(
 
 
 def math_equal(prompt: str, completion: str, answer: str, metadata: dict[str, Any]) -> float:
-    """Return 1 if the completion's final answer equals the row's, either as text or as parsed by math-verify with the same unit."""
+    """Return 1 if the completion's final answer equals the row's, either as text, or as parsed by math-verify and with the same unit."""
     wanted, given = final_answer(answer), final_answer(completion)
     if wanted is None:
         raise ValueError(f"the row's answer {answer[:80]!r} is empty or too long; check data.answer_key")
@@ -82,16 +82,16 @@ def math_equal(prompt: str, completion: str, answer: str, metadata: dict[str, An
             return 1.0
         if len(words) > _LONGEST_NAME or is_word(given):
             return 0.0
-    if "\\begin{cases}" in wanted:  # math-verify parses every one as 0
+    if "\\begin{cases}" in wanted:  # math-verify parses every such answer as 0
         return float("".join(wanted.split()) == "".join(given.split()))
     with guarded():
         if not _parse(_readable(wanted)):
-            raise ValueError(f"math-verify cannot read the answer {answer[:80]!r}; check data.answer_key")
+            raise ValueError(f"math-verify cannot parse the answer {answer[:80]!r}; check data.answer_key")
         return float(_same(wanted, given))
 
 
 def _same(wanted: str, given: str) -> bool:
-    """Compare two answers. Units must match. An answer without a unit is compared with the other's number or full text (``10m``)."""
+    """Compare two answers. Units must match. If only one has a unit, the other is compared with its number or its full text (``10m``)."""
     gold, found = _quantity(wanted), _quantity(given)
     if gold and found and (gold.is_sure or found.is_sure):
         return gold.unit == found.unit and _verified(gold.number, found.number)
@@ -101,8 +101,8 @@ def _same(wanted: str, given: str) -> bool:
 
 
 def _quantity(answer: str) -> Quantity | None:
-    """Parse a number with a unit, or a list of such numbers, even at the end of a sentence. Return None without a unit, or with letters
-    before it (``2m + 3h``)."""
+    """Parse a number with a unit, or a list of such numbers, even at the end of a sentence. Return None without a unit, or if letters
+    precede the unit (``2m + 3h``)."""
     found = split_unit(answer)
     if found is None:
         return None
@@ -121,7 +121,7 @@ def _verified(wanted: str, given: str) -> bool:
     from math_verify import verify
 
     gold, found = _parse(_readable(wanted)), _parse(_readable(given))
-    # Its own limits use signals. They are off, because the worker's parent already enforces the time limit.
+    # math-verify's own limits use signals. We turn them off, because the worker's parent already enforces a time limit.
     return bool(gold) and bool(found) and bool(verify(list(gold), list(found), timeout_seconds=None))
 
 
@@ -202,7 +202,9 @@ def _unmarked(text: str) -> str:
         return said.partition("\n")[0].rstrip(" *.!")
     lines = [line for line in end.splitlines() if line.strip()]
     last = lines[-1] if lines else ""
-    return last.rstrip(" *.!") if _WORD.search(last) else last  # "it is 5!" is a sentence, but "5!" alone is 120
+    return (
+        last.rstrip(" *.!") if _WORD.search(last) else last
+    )  # "it is 5!" is a sentence, but a line with only "5!" is 120
 
 
 def _bare(text: str) -> str:
@@ -237,10 +239,10 @@ def _after_words(sentence: str) -> str:
 
 @lru_cache(maxsize=256)
 def _parse(text: str) -> tuple[Any, ...]:
-    """Parse with math-verify. Cache the results, because all completions in a group are compared with one answer."""
+    """Parse with math-verify. Cache the results, because all completions in a group are compared with the same answer."""
     from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse
 
-    # In our boxed formulas, apparent units are factors (2ab). In sentences that math-verify searches itself, it may drop units.
+    # In our boxed formulas, apparent units are factors (2ab). In sentences that math-verify searches by itself, it may drop units.
     normal = replace(LatexExtractionConfig().normalization_config, units=not text.startswith(_BOX))
     kinds = (LatexExtractionConfig(normalization_config=normal), ExprExtractionConfig())
     return tuple(parse(text, extraction_config=kinds, parsing_timeout=None))  # pyright: ignore[reportArgumentType]
@@ -248,7 +250,7 @@ def _parse(text: str) -> tuple[Any, ...]:
 
 # Units
 
-# Units are separated by | or a newline, each with its spellings. Every spelling may have a plural s.
+# Units are separated by | or a newline, each with its spellings. Every spelling may end with a plural s.
 _SPELLINGS = """
 mm millimeter millimetre | cm centimeter centimetre | dm decimeter decimetre | m meter metre | km kilometer kilometre
 in inch inche | ft foot feet | yd yard | mi mile | mg milligram | g gm gram | kg kilogram | t ton tonne | lb pound | oz ounce

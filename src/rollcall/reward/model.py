@@ -3,8 +3,8 @@
 It has its own tokenizer, so it reads text instead of the policy's token IDs. A prompt that was rendered from chat
 messages stores them in ``metadata["prompt_messages"]``, and the reward model renders them with its own chat template.
 
-A decoder scores a text at its last token. `transformers` finds it as the last token that differs from the padding token.
-If end-of-text is also the padding token, a text that ends with it would be scored one token too early. So rows are padded with
+A decoder scores a text at its last token. `transformers` takes the last token that differs from the padding token. If the
+end-of-text token is also the padding token, a text that ends with it would be scored one token too early. So we pad rows with
 a token that does not occur in any of them.
 """
 
@@ -27,7 +27,7 @@ _ROWS_PER_FORWARD = 16
 
 
 class RewardModel:
-    """A ``model`` reward that the Scorer can call. Long texts keep their last ``max_tokens`` tokens."""
+    """Scores completions for a ``model`` reward. Texts that are too long keep their last ``max_tokens`` tokens."""
 
     def __init__(
         self, path: str, *, device: str | torch.device, max_tokens: int, trust_remote_code: bool = False
@@ -38,8 +38,8 @@ class RewardModel:
             self._tokenizer: Any = AutoTokenizer.from_pretrained(path, **trust)
         if config.num_labels != 1:
             raise ValueError(
-                f"reward model {path!r} has {config.num_labels} labels; a reward is one number: "
-                "give a sequence classifier trained with num_labels=1"
+                f"reward model {path!r} has {config.num_labels} labels, but a reward is one number; "
+                "use a sequence classifier trained with num_labels=1"
             )
         self._device = torch.device(device)
         dtype = torch.bfloat16 if self._device.type == "cuda" else torch.float32
@@ -49,7 +49,7 @@ class RewardModel:
             )
         if "score.weight" in info["missing_keys"]:
             raise ValueError(
-                f"reward model {path!r} holds no trained score.weight; give a sequence classifier, not a language model"
+                f"reward model {path!r} has no trained score.weight; use a sequence classifier, not a language model"
             )
         # The file may still contain a language model head, which a classifier does not have.
         refuse_loaded(f"reward.path={path}", info, leave_out=lambda name: name.startswith("lm_head."))
@@ -57,7 +57,7 @@ class RewardModel:
         self._model: Any = model.to(self._device).eval()
         self._max_tokens = max_tokens
         self._text_config: Any = model.config.get_text_config()
-        self._reads_last_token = hasattr(model, "score")  # every decoder has it; encoders read their first token
+        self._reads_last_token = hasattr(model, "score")  # every decoder has `score`; encoders read their first token
         if not self._reads_last_token and self._text_config.pad_token_id is None:
             raise ValueError(f"reward model {path!r} has no padding token; set pad_token_id in its config.json")
 

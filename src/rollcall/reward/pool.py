@@ -1,4 +1,4 @@
-"""Reward functions in worker processes, so code that hangs, raises or crashes costs only one score.
+"""Runs reward functions in worker processes, so that code that hangs, raises or crashes costs only one score.
 
 Rewards with the same limits (confine.py) share a crew of worker processes. Each crew has its own queue. While the queue has items, a
 task in the caller's event loop serves each worker:
@@ -42,7 +42,7 @@ from rollcall.reward.functions import check_score
 from rollcall.reward.worker import MAX_ANSWER_BYTES, About, FailureKind, Item, Ready, RewardResult, Setup
 
 START_TIMEOUT_S = 120.0
-_MAX_STARTS_LOST = 3  # in a row; after that, the machine is the problem and not an item
+_MAX_STARTS_LOST = 3  # in a row; after that, the machine must be the problem, not an item
 _MAX_CHUNK = 32
 _READ_RESULTS = reader(list[RewardResult] | None)
 
@@ -60,8 +60,10 @@ class _Task:
 
     def finish(self, results: list[RewardResult]) -> None:
         for place, result in enumerate(results):
-            if result.elapsed_s > self.timeout_s:  # we were too busy to stop it in time, but the limit still applies
-                why = f"took {result.elapsed_s:.1f} s; its limit is timeout_s={self.timeout_s:g}"
+            if (
+                result.elapsed_s > self.timeout_s
+            ):  # this process was too busy to stop the worker in time, but the limit still applies
+                why = f"took {result.elapsed_s:.1f} s; the limit is timeout_s={self.timeout_s:g}"
                 results[place] = RewardResult(0.0, "hung", why)
         if not self.done.done():
             self.done.set_result(results)
@@ -79,8 +81,8 @@ class _Crew:
     num_starts_lost: int = 0
 
     def take(self) -> deque[_Task]:
-        """Take a chunk for one worker. Chunks are large for a long queue and single items near its end, so a slow item delays few others.
-        All items in a chunk have the same limit."""
+        """Take a chunk for one worker. Chunks are large while the queue is long and shrink to single items near its end, so that a slow
+        item delays few others. All items in a chunk have the same limit."""
         share = min(_MAX_CHUNK, -(-len(self.queue) // (2 * len(self.seats))))
         chunk: deque[_Task] = deque()
         while self.queue and len(chunk) < share and (not chunk or self.queue[0].timeout_s == chunk[0].timeout_s):
@@ -101,7 +103,7 @@ class _Crew:
 class RewardPool(AbstractContextManager["RewardPool"]):
     """Worker processes for the rewards in ``specs`` (index in the run file's list -> fields).
 
-    The constructor waits for one worker per crew, so it refuses a reward that cannot be loaded. Only one event loop may use it at a time.
+    The constructor waits for one worker per crew, and raises if a reward cannot be loaded. Only one event loop may use it at a time.
     """
 
     def __init__(self, specs: dict[int, dict[str, Any]], *, num_workers: int) -> None:
@@ -215,7 +217,7 @@ class _Seat:
     def _cannot_start(self, error: Raised | Lost) -> Exception:
         if isinstance(error, Raised):
             return ValueError(error.message)
-        what = f"was not ready within {START_TIMEOUT_S:g} s" if error.is_late else f"{error.why} at its start"
+        what = f"was not ready within {START_TIMEOUT_S:g} s" if error.is_late else f"{error.why} during its start"
         at = f"\nit was at\n{error.stack}" if error.stack else ""
         return RuntimeError(f"a reward worker {what}{at}\ncheck what the reward's module does when imported")
 
@@ -229,7 +231,7 @@ class _Seat:
                     if self.chunk:
                         await self._score_chunk()
         except asyncio.CancelledError:
-            if self.chunk:  # the event loop is ending, and nobody needs the worker's current results
+            if self.chunk:  # the event loop is ending, so nobody reads the worker's current results
                 self.chunk.clear()
                 self._replace()
             raise
@@ -264,7 +266,7 @@ class _Seat:
             if results is None or not chunk or last is not None or len(results) != chunk[0].num_results:
                 raise ValueError("not a result for each completion of an item")
             if len(chunk) == 1:
-                last = results  # keep it until the call has returned, because its receiver may stop the event loop
+                last = results  # deliver it after the call has returned, because its receiver may stop the event loop
             else:
                 chunk.popleft().finish(results)
 

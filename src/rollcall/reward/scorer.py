@@ -2,7 +2,7 @@
 
 Reward functions run in worker processes (pool.py), and a thread queries services such as ``judge`` and ``http`` (services.py). Rewards
 that need a model (``self_certainty``, ``model``) run in this process while the workers are busy. A reward that fails adds 0, and the
-Score contains the reason. A TRL function that declines to score adds 0. If all of them decline, the Score says so.
+Score contains the reason. A TRL function that declines to score adds 0. If all such functions decline, the Score says so.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from rollcall.reward.worker import ASYNC_GRACE_S, FailureKind, Item, RewardResul
 
 ModelRewardFunction = Callable[[Prompt, tuple[Completion, ...]], list[float]]
 AskModel = Callable[..., Awaitable[Any]]
-"""Calls a function with its arguments where it does not hold up the event loop."""
+"""Calls a function with its arguments in a place where it does not block the event loop."""
 
 ENVIRONMENT = "environment"  # the reward from an episode's environment
 MAX_NOTE = 4000  # how many characters of a service's answer are kept
@@ -41,7 +41,7 @@ Results = list[RewardResult]  # one reward's results, one per completion in a gr
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Failure:
-    """One completion that could not be scored, for display."""
+    """One completion that could not be scored, kept to be shown."""
 
     reward: str
     kind: FailureKind
@@ -68,7 +68,7 @@ class Scorer(AbstractContextManager["Scorer"]):
         self._environment_rewards = [index for index, kind in by_type if kind == ENVIRONMENT]
         for index, kind in by_type:
             if not any(index in given for given in (specs, asked, self._environment_rewards, self._model_rewards)):
-                raise ValueError(f"reward.{index} ({kind}) runs in this process; give model_rewards[{index}]")
+                raise ValueError(f"reward.{index} ({kind}) runs in this process; pass model_rewards[{index}]")
         self.failures: list[Failure] = []  # the first three per reward and kind
         self.num_failed: Counter[tuple[str, FailureKind]] = Counter()  # per reward and kind
         self._said_unused = False
@@ -115,7 +115,7 @@ class Scorer(AbstractContextManager["Scorer"]):
             for index in self._environment_rewards:
                 results[index] = list(map(environment_reward, completions))
             if waiting and self._model_rewards:
-                for _ in range(2):  # first the items are queued, then the workers start
+                for _ in range(2):  # the first pass queues the items, the second starts the workers
                     await asyncio.sleep(0)
             for index in self._model_rewards:
                 if ask_model is None:
@@ -136,7 +136,7 @@ class Scorer(AbstractContextManager["Scorer"]):
         about, limit_s = self._functions.get(index), self._rewards[index].timeout_s
         kind, is_trl = (about.kind, bool(about.trl)) if about else ("", False)
         limit_s += ASYNC_GRACE_S if kind == "async" else 0
-        # A failed environment leaves nothing for a TRL function to read, and its episode scores 0.
+        # Skip episodes whose environment failed: a TRL function cannot read them, and they score 0.
         places = [place for place, one in enumerate(completions) if not (is_trl and _has_failed(one))]
         lists = lists_of(prompt, [completions[place] for place in places]) if is_trl and places else None
         groups = [[place] for place in places] if not kind else [places] if places else []
@@ -157,7 +157,7 @@ class Scorer(AbstractContextManager["Scorer"]):
         try:
             while not (await asyncio.wait({asking}, timeout=0.5))[0]:
                 if self._asker.is_waiting:
-                    heeded().check()  # a step does not end by itself while its service is down
+                    heeded().check()  # obey a request to stop, because the step cannot end while its service is down
         finally:
             asking.cancel()
         return asking.result()
@@ -168,7 +168,7 @@ class Scorer(AbstractContextManager["Scorer"]):
             if len(values) != len(completions):
                 raise ValueError(f"returned {len(values)} scores for {len(completions)} completions")
         except WorkerLostError:
-            raise  # not the completion's fault, so it is scored again later
+            raise  # the completion is not at fault, and it is scored again later
         except Exception:  # noqa: BLE001 - a model may fail in any way; the failure is counted, and the run continues
             return [RewardResult(0.0, "raised", traceback.format_exc())] * len(completions)
         return [checked(value) for value in values]
@@ -186,7 +186,9 @@ class Scorer(AbstractContextManager["Scorer"]):
                 kind, why = result.kind, redact(result.why) if result.why else ""
                 if result.value is not None:
                     parts[name], is_given = result.value, True
-                if result.note:  # it goes to the journal, so it must not be long, contain secrets or control a terminal
+                if (
+                    result.note
+                ):  # the journal stores the note, so it must be short and free of secrets and control characters
                     note = redact(visible(result.note))
                     half = MAX_NOTE // 2
                     notes[name] = note if len(note) <= MAX_NOTE else f"{note[:half]}\n[...]\n{note[-half:]}"
@@ -197,7 +199,7 @@ class Scorer(AbstractContextManager["Scorer"]):
                 self._note_episode(prompt, completion)
             value = sum(reward.weight * parts[name] for name, reward in zip(self.names, self._rewards, strict=True))
             score = Score(value=value, parts=parts, errors=errors, notes=notes, is_given=is_given)
-            if _has_failed(completion):  # whatever the other rewards return for its text
+            if _has_failed(completion):  # regardless of the other rewards
                 failed = environment_reward(completion)
                 told = {ENVIRONMENT: _short(failed.kind, failed.why)}
                 score = Score(value=0.0, parts=dict.fromkeys(self.names, 0.0), errors=told)
@@ -205,11 +207,11 @@ class Scorer(AbstractContextManager["Scorer"]):
         return tuple(scores)
 
     def _note_episode(self, prompt: Prompt, completion: Completion) -> None:
-        """Record the environment's failure or unused reward in a run whose rewards do not include the environment."""
+        """Record an environment's failure or unused reward in a run that does not list the environment as a reward."""
         if completion.episode is not None and completion.episode.reward is not None and not self._said_unused:
             self._said_unused = True
             warn(
-                "the environment gives a reward that the run does not use: add {type: environment} to reward, or leave reward out"
+                "the environment returns a reward that the run does not use: add {type: environment} to reward, or leave reward out"
             )
         if _has_failed(completion):
             failed = environment_reward(completion)
@@ -231,7 +233,7 @@ def environment_reward(completion: Completion) -> RewardResult:
     """Return the total reward from an episode's environment, for its turns and at its end."""
     episode = completion.episode
     if episode is None:
-        return RewardResult(0.0, "nan", "this completion is not an episode, so no environment has scored it")
+        return RewardResult(0.0, "nan", "this completion is not an episode, so no environment scored it")
     if episode.error:
         return RewardResult(0.0, "hung" if episode.ended is EndReason.TIMEOUT else "raised", redact(episode.error))
     given = [turn.reward for turn in episode.turns if turn.reward is not None]
@@ -239,7 +241,7 @@ def environment_reward(completion: Completion) -> RewardResult:
         if episode.ended in (EndReason.TURNS, EndReason.TOKENS):
             return RewardResult(0.0)  # it was cut off before the environment could return a reward
         why = (
-            "the environment returned no reward; return one, which may be 0, from get_reward, from a step or in the last line of a program "
+            "the environment returned no reward; return one (it may be 0) from get_reward, from a step or in the last line of a program "
             '({"reward": 1.0}), or list other rewards'
         )
         return RewardResult(0.0, "nan", why)
@@ -259,13 +261,13 @@ def why_unscored(groups: Sequence[Group], *, reward: str, scorer: Scorer) -> str
     lines = first.strip().splitlines()
     shown = lines if len(lines) <= 25 else ["...", *lines[-25:]]
     what = "environment" if reward == ENVIRONMENT else f"reward {reward}"
-    # The cause is in the first line, which is all that a list of runs shows.
+    # Put the cause in the first line, because a list of runs shows only that line.
     whole = "".join(f"\n  {line}" for line in shown) if len(lines) > 1 else ""
     return f"the {what} failed on {all_of(len(scores), 'completion')} ({how}). The first failure: {lines[-1].strip()}{whole}"
 
 
 def columns_needed(rewards: Sequence[Any]) -> dict[str, str]:
-    """Return the columns that rows must have, each with the name of a reward that needs it. Load functions to see their arguments."""
+    """Return the columns that rows must have, each with a reward that needs it. User functions are loaded to inspect their arguments."""
     specs = {index: _spec(reward, index=index) for index, reward in enumerate(rewards) if reward.type == "function"}
     needs: dict[int, list[str]] = {}
     if specs:
@@ -282,7 +284,7 @@ def columns_needed(rewards: Sequence[Any]) -> dict[str, str]:
 def _spec(reward: Any, *, index: int) -> dict[str, Any]:
     """Return a reward's fields for a worker process."""
     spec = with_pickled(reward.model_dump(), index=index)
-    # The function may raise an error that contains these values, and errors are shown.
+    # An error that the function raises may contain these values, and errors are shown.
     remember(os.environ.get(name, "") for name in spec.get("env", ()))
     return spec
 

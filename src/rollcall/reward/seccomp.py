@@ -1,10 +1,10 @@
-"""A filter for this process's system calls (seccomp). No code in the process can remove it.
+"""Filters this process's system calls (seccomp). No code in the process can remove the filter.
 
 The kernel runs the filter on every call. Refused calls fail with EPERM, an ordinary PermissionError in Python. The filter
 needs no privileges and no library. It supports x86_64 and aarch64 on Linux. ``refuse`` applies to the calling
 thread and to threads and processes that it starts later, so call it before any thread starts.
 
-The numbers are the kernel's for x86_64 and aarch64. From 424 on, they are the same on both.
+The system call numbers are the kernel's for x86_64 and aarch64. From 424 on, both architectures use the same numbers.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _SENDING = {
 _RINGS = {"io_uring_setup": (425, 425), "io_uring_enter": (426, 426), "io_uring_register": (427, 427)}
 _STARTING = {"fork": (57, None), "vfork": (58, None), "execve": (59, 221), "execveat": (322, 281)}
 _CLONE, _CLONE3 = (56, 220), (435, 435)
-# Access to the same user's other processes: stopping them, reading them, taking their files.
+# Access to the user's other processes: stopping them, reading their memory, taking their open files.
 _REACHING = {
     "ptrace": (101, 117), "process_vm_readv": (310, 270), "process_vm_writev": (311, 271), "tkill": (200, 130),
     "rt_sigqueueinfo": (129, 138), "rt_tgsigqueueinfo": (297, 240), "pidfd_send_signal": (424, 424),
@@ -33,7 +33,7 @@ _REACHING = {
     "ioprio_set": (251, 30), "msgget": (68, 186), "msgctl": (71, 187), "semget": (64, 190), "semctl": (66, 191),
     "mq_open": (240, 180), "mq_unlink": (241, 181),
 }  # fmt: skip
-# Allowed for this process (first argument 0), refused for other processes.
+# Allowed for this process (first argument 0) and refused for other processes.
 _OWN_ALONE = {
     "prlimit64": (302, 261), "sched_setparam": (142, 118), "sched_setscheduler": (144, 119),
     "sched_setaffinity": (203, 122), "sched_setattr": (314, 274),
@@ -58,7 +58,7 @@ _CHANGING = {
 }  # fmt: skip
 
 _ARCHITECTURES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}  # column in the tables above, AUDIT_ARCH_*
-_X32 = 0x40000000  # marks calls in the x32 numbering
+_X32 = 0x40000000  # marks system calls of the x32 ABI
 _AF_UNIX, _CLONE_THREAD = 1, 0x00010000
 _PR_SET_NO_NEW_PRIVS, _PR_SET_SECCOMP, _MODE_FILTER = 38, 22, 2
 _ALLOW, _ERRNO = 0x7FFF0000, 0x00050000
@@ -86,7 +86,7 @@ def why_missing() -> str:
 
 def refuse(*, network: bool, processes: bool) -> str:
     """Refuse ``network`` (all sockets except Unix sockets) and ``processes`` (starting processes, accessing other processes,
-    all sockets, file changes that landlock does not cover). Return why it failed, or ""."""
+    all sockets, and file changes that landlock does not cover). Return why this failed, or ""."""
     missing = why_missing()
     if missing:
         return missing
@@ -135,7 +135,7 @@ def _program(*, network: bool, processes: bool) -> list[Instruction]:
         never(_REACHING)
         never(_CHANGING)
         only(_CLONE[column], test=_IF_ANY_BIT, value=_CLONE_THREAD)
-        # Its flags are in memory, which a filter cannot read. If it fails with ENOSYS, libc uses clone instead.
+        # clone3's flags are in memory, which a filter cannot read. If clone3 fails with ENOSYS, libc uses clone instead.
         program.extend([(_IF_EQUAL, 0, 1, _CLONE3[column]), (_RETURN, 0, 0, _ERRNO | errno.ENOSYS)])
         for numbers in _SIGNALS.values():
             only(numbers[column], test=_IF_EQUAL, value=os.getpid())

@@ -1,7 +1,7 @@
 """Builds the arguments for reward functions that follow TRL's convention: lists with one entry per completion in a group.
 
-As in TRL, prompts and completions are strings if the row's prompt is a string. They are messages if the prompt is messages or if an
-environment answered.
+As in TRL, prompts and completions are strings if the row's prompt is a string. They are messages if the prompt consists of messages
+or if an environment played the episode.
 """
 
 from __future__ import annotations

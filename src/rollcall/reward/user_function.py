@@ -1,8 +1,8 @@
 """Finds a user's reward function and calls it according to its signature.
 
-It takes arguments by name: ``completion`` or, for a full group, ``completions``; ``prompt``, ``answer``, ``metadata``. It may be
+It may take these arguments by name: ``completion`` or, for a full group, ``completions``; ``prompt``, ``answer``, ``metadata``. It may be
 ``async``. A function with other argument names gets the four arguments of a plain reward in order. A function with ``**kwargs`` and TRL's
-names is called as in TRL 1.16, with lists built by trl.py. Standard library only, because the worker process has to start fast.
+names is called as in TRL 1.16, with lists that trl.py builds. This module imports only the standard library: workers have to start fast.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ ARGUMENTS = ("prompt", "completion", "answer", "metadata")
 _TRL_LISTS = ("prompts", "completions", "completion_ids", "environments")
 _TRL_OTHERS = ("log_extra", "log_metric", "trainer_state")
 _EXPECTED = (
-    "f(completion, answer) -> float, or f(completions, answer) -> list[float] for a group, each with prompt and metadata too if "
-    "you like, each async if you like; or f(completions, **kwargs) as TRL has it, with a list for each column that it names"
+    "f(completion, answer) -> float, or f(completions, answer) -> list[float] for a group, optionally also with prompt and metadata, "
+    "and optionally async; or f(completions, **kwargs) as in TRL, with a list for each column that it names"
 )
 
 
 @dataclass(frozen=True, slots=True)
 class UserFunction:
     call: Callable[..., Any]
-    names: tuple[str, ...]  # the arguments that it takes by name; if empty, it gets the four in order
+    names: tuple[str, ...]  # the arguments that it takes by name; if empty, it gets the four arguments in order
     is_batched: bool  # called once for all completions in a group
     is_async: bool
     needs: frozenset[str] = frozenset()  # the row's columns that it requires
@@ -37,8 +37,8 @@ class UserFunction:
 
     @property
     def kind(self) -> str:
-        """Empty if it gets one completion at a time. "batched" or "async" if it gets all completions in a group; calls to an async
-        function then wait together."""
+        """Empty if it gets one completion at a time. "batched" or "async" if it gets all completions in a group. The calls to an async
+        function run concurrently."""
         return "async" if self.is_async else "batched" if self.is_batched else ""
 
     def call_with_lists(self, lists: dict[str, Any]) -> Any:
@@ -46,7 +46,7 @@ class UserFunction:
         if missing := [name for name in self.needs if name not in lists]:
             there_are = ", ".join(name for name in lists if name not in _TRL_LISTS)
             raise ValueError(
-                f"the row has no column {missing[0]!r}, which the function takes; it has {there_are}. data.columns renames one"
+                f"the row has no column {missing[0]!r}, which the function requires; it has {there_are}. data.columns can rename one"
             )
         others: dict[str, Any] = {
             "log_extra": lambda name, value: None,
@@ -66,15 +66,15 @@ class UserFunction:
 
 
 class LeftEnvironment:
-    """The attributes that an episode left in its environment."""
+    """The attributes of an environment after its episode."""
 
     def __init__(self, attributes: dict[str, Any]) -> None:
         self.__dict__.update(attributes)
 
     def __getattr__(self, name: str) -> Any:
         raise AttributeError(
-            f"the environment left no attribute {name!r} that JSON can hold; it left {', '.join(self.__dict__) or 'none'}. A reward "
-            "sees numbers, texts, lists and maps of an environment, not its methods"
+            f"the environment left no attribute {name!r} that JSON can represent; it left {', '.join(self.__dict__) or 'none'}. A reward "
+            "sees only an environment's numbers, strings, lists and dicts, not its methods"
         )
 
 
@@ -91,20 +91,20 @@ def load_function(path: str, *, pickled: bytes | None = None) -> UserFunction:
                 f"path={path!r}: it cannot be unpickled in the reward process\n{traceback.format_exc()}"
             ) from None
     if not callable(target):
-        raise ValueError(f"path={path!r} is {type(target).__name__}, not a function; give {_EXPECTED}")
+        raise ValueError(f"path={path!r} is {type(target).__name__}, not a function; use {_EXPECTED}")
     return user_function(path, target)
 
 
 def user_function(path: str, target: Any) -> UserFunction:
-    """Decide from a function's signature how to call it. Refuse a function that cannot be a reward or cannot return a number."""
+    """Decide from a function's signature how to call it. Raise ValueError if it cannot be a reward."""
     if inspect.isclass(target):
-        raise ValueError(f"path={path!r} is a class; give {_EXPECTED}, or a method of one of its objects")
+        raise ValueError(f"path={path!r} is a class; use {_EXPECTED}, or a method of an instance")
     called = target
     while isinstance(called, partial):
         called = called.func
     called = called if inspect.isroutine(called) else getattr(type(called), "__call__", called)  # noqa: B004
     if inspect.isgeneratorfunction(called) or inspect.isasyncgenfunction(called):
-        raise ValueError(f"path={path!r} is a generator, which returns no number when it is called; give {_EXPECTED}")
+        raise ValueError(f"path={path!r} is a generator, which does not return a number; use {_EXPECTED}")
     is_async = inspect.iscoroutinefunction(called)
     try:
         signature = inspect.signature(target)
@@ -117,7 +117,7 @@ def user_function(path: str, target: Any) -> UserFunction:
     if names is not None:
         if ("completion" in names) == ("completions" in names):
             raise ValueError(
-                f"path={path!r} takes {signature}, and a reward takes either completion or completions; give {_EXPECTED}"
+                f"path={path!r} takes {signature}, but a reward takes either completion or completions; use {_EXPECTED}"
             )
         is_batched, needs = "completions" in names, _needed_columns(signature)
         return UserFunction(target, names, is_batched=is_batched, is_async=is_async, needs=needs)
@@ -125,8 +125,8 @@ def user_function(path: str, target: Any) -> UserFunction:
         signature.bind("", "", "", {})
     except TypeError as error:
         raise ValueError(
-            f"path={path!r} takes {signature}, whose names are not among {', '.join(ARGUMENTS)} and completions, and it cannot "
-            f"be called with four arguments either ({error}); give {_EXPECTED}"
+            f"path={path!r} takes {signature}, whose names are not among {', '.join(ARGUMENTS)} and completions, and it cannot  "
+            f"be called with four arguments either ({error}); use {_EXPECTED}"
         ) from None
     third = [each for each in signature.parameters.values() if each.kind is not each.VAR_POSITIONAL][2:3]
     needs = frozenset({"answer"} if third and third[0].default is inspect.Parameter.empty else ())
@@ -141,24 +141,24 @@ def _is_trl(path: str, signature: inspect.Signature) -> bool:
     trl_only = sorted(names & {*_TRL_LISTS} - {"completions"})
     if trl_only and not takes_all:
         raise ValueError(
-            f"path={path!r} takes {signature}: {trl_only[0]} is TRL's, and TRL passes more than this by name; add **kwargs, or give "
-            f"{_EXPECTED}"
+            f"path={path!r} takes {signature}: {trl_only[0]} is TRL's argument, and TRL passes more arguments by name; add **kwargs, "
+            f"or use {_EXPECTED}"
         )
     if not takes_all or not (names & {*_TRL_LISTS} or len(names) == 1):
         return False
     if native := sorted(names & {"prompt", "completion", "metadata"}):
         raise ValueError(
-            f"path={path!r} takes {signature}, which may mean two things: with **kwargs it is called as TRL calls it, with lists, and "
-            f"TRL has no {native[0]}. Leave out **kwargs, or {native[0]} (each column of the row is a separate list)"
+            f"path={path!r} takes {signature}, which is ambiguous: a function with **kwargs is called with lists, as in TRL, but "
+            f"TRL has no {native[0]}. Remove **kwargs, or remove {native[0]} (each column of the row is a separate list)"
         )
     if positional := [each.name for each in parameters if each.kind is each.POSITIONAL_ONLY]:
         raise ValueError(
-            f"path={path!r} takes {signature}: {positional[0]} is before a /, and TRL's functions are called by name; remove the /"
+            f"path={path!r} takes {signature}: {positional[0]} is before a /, but TRL passes arguments by name; remove the /"
         )
     if "trainer_state" in required:
         raise ValueError(
-            f"path={path!r} takes trainer_state, and a reward does not know how far the run is: it scores stored completions again, "
-            "and those of evaluations; leave it out"
+            f"path={path!r} takes trainer_state, but a reward does not know the run's progress: it also scores stored completions "
+            "again, and completions of evaluations; remove the argument"
         )
     return True
 
@@ -175,7 +175,7 @@ def _needed_columns(signature: inspect.Signature) -> frozenset[str]:
 
 
 def _named(signature: inspect.Signature) -> tuple[str, ...] | None:
-    """Return the arguments to pass by name, or None if required arguments have other names or no argument has a known name."""
+    """Return the arguments to pass by name. Return None if a required argument has another name or if no argument has a known name."""
     known: list[str] = []
     for name, parameter in signature.parameters.items():
         if parameter.kind is parameter.VAR_POSITIONAL:
@@ -193,7 +193,7 @@ def check_scores(values: Any, *, count: int) -> list[Any]:
     """Check that a function that takes ``completions`` returned one value per completion."""
     if isinstance(values, str | bytes | dict) or not hasattr(values, "__iter__"):
         raise ValueError(
-            f"returned {repr(values)[:80]} ({type(values).__name__}); a reward of completions returns a list of numbers"
+            f"returned {repr(values)[:80]} ({type(values).__name__}); a reward that takes completions must return a list of numbers"
         )
     found = list(values)
     if len(found) != count:

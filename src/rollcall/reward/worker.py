@@ -42,7 +42,7 @@ class Setup:
     sys_path: list[str]  # the parent's sys.path, so the worker can import the same modules
     confinement: Confinement
     folder: str  # private to this worker
-    post_mortem: bool = False  # an exception in the user's function opens the debugger
+    post_mortem: bool = False  # whether an exception in the user's function opens the debugger
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +83,7 @@ class RewardResult:
     kind: FailureKind = ""  # "" if scored; otherwise `why` says what happened
     why: str = ""
     elapsed_s: float = 0.0
-    note: str = ""  # what a service said about it, for people to read
+    note: str = ""  # a service's comment on the completion, shown to people
 
 
 class RewardWorker:
@@ -92,7 +92,7 @@ class RewardWorker:
         self._line = ChildLine(line_fd, of="reward", around=self._without_cpu_limit)
         self._loaded: dict[int, RewardFunction | UserFunction] = {}
         self._setup: Setup
-        self._runner: Any = None  # for async functions, so that clients they keep open stay usable
+        self._runner: Any = None  # keeps one event loop for async functions, so that their clients stay usable
 
     def load(self, setup: Setup) -> dict[str, Any]:
         """Load the rewards. Return ``Ready``. Raise ValueError if a reward cannot be loaded."""
@@ -137,7 +137,7 @@ class RewardWorker:
         return [replace(one, why=cut(one.why, longest)) for one in results]
 
     def _batch(self, call: Callable[[], Any], count: int, *, is_trl: bool = False) -> list[RewardResult]:
-        """Make one call for all completions. Either the call fails for all of them, or each gets its own result."""
+        """Call the function once for all completions. If the call fails, it fails for all of them; otherwise each gets its own result."""
         started_s = running_s()
         try:
             returned = call()
@@ -177,7 +177,9 @@ class RewardWorker:
         if self._setup.post_mortem and frames is not None:
             self._line.examine(error.with_traceback(frames))
         if isinstance(error, MemoryError):
-            error = MemoryError(f"{error} (this process may use memory_mb={self._setup.confinement.memory_mb})".strip())
+            error = MemoryError(
+                f"{error} (this process is limited to memory_mb={self._setup.confinement.memory_mb})".strip()
+            )
         why = "".join(traceback.format_exception(type(error), error, frames))
         return RewardResult(0.0, "raised", cut(why), elapsed_s)
 

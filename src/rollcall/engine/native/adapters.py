@@ -1,4 +1,4 @@
-"""An engine's adapters: fixed buffers contain all of them, so that rows in one batch may use different adapters.
+"""Stores an engine's adapters in shared, fixed buffers, so that rows in one batch may use different adapters.
 
 The buffers never move, because captured graphs read them; ``refresh`` copies new values into them.
 """
@@ -20,7 +20,7 @@ BASE = "base"  # this name means no adapter
 
 
 class Served:
-    """Adapters by name. Requests that name no adapter use the first."""
+    """Adapters by name. A request that names no adapter uses the first one."""
 
     def __init__(self, decoder: Decoder, adapters: Mapping[str, Adapter]) -> None:
         assert adapters and BASE not in adapters
@@ -29,7 +29,7 @@ class Served:
         self._rank = max(adapter.section.rank for adapter in adapters.values())
         self._rows = decoder.part_rows()
         gains = [adapter.section.gain for adapter in adapters.values()]
-        # One row [slots] per slot, and a last row of zeros for no adapter.
+        # One row [slots] per slot. The last row, all zeros, means no adapter.
         self._gains = torch.cat((torch.diag(torch.tensor(gains)), torch.zeros(1, len(gains)))).to(decoder.device)
         self._layers = [self._empty(decoder, index) for index in range(len(decoder.layers))]
         self.refresh()
@@ -48,7 +48,7 @@ class Served:
 
     @torch.no_grad()
     def refresh(self) -> None:
-        """Copy the adapters' current values."""
+        """Copy the adapters' current values into the buffers."""
         for slot, adapter in enumerate(self.adapters.values()):
             for layer, tensors in zip(self._layers, adapter.layers, strict=True):
                 for field, modules in MODULES.items():

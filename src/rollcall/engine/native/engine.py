@@ -1,15 +1,15 @@
 """The native engine: continuous batching over a runner.
 
-Each ``step`` admits the sequences that fit, makes room for the next chunk of tokens (preempting the last sequence in order if there is
-none), decodes the chunk and removes what has ended. A sequence's KV always covers all its tokens but the last; the last is fed
-next. So a new prompt, a preempted sequence and a sequence after a weight update are all treated the same way: fill,
+Each ``step`` admits the sequences that fit, makes room for the next chunk of tokens (if there is no room, it preempts the last sequence
+in order), decodes the chunk and removes the sequences that ended. A sequence's KV always covers all its tokens except the last, which
+is fed next. So a new prompt, a preempted sequence and a sequence after a weight update are all treated in the same way: fill,
 then decode.
 
-With several rows and no waiting request, the next chunk starts before the last one is done, so that a GPU does not wait for the host.
-Rows that have ended stay until a step without them is smaller; tokens sampled for them meanwhile are dropped.
+With several rows and no waiting request, the next chunk starts before the last one is finished, so that a GPU does not wait for the
+host. Rows that have ended stay until a step without them is cheaper. Tokens that are sampled for them in the meantime are dropped.
 
-The first in order is admitted first (``Request.order``). An episode's turns have the episode's order. So if there are more episodes than
-rows, running episodes continue before others begin, and their KV is used while it is there.
+The first in order is admitted first (``Request.order``). An episode's turns have the order of the episode. So if there are more episodes
+than rows, running episodes continue before others begin, and their KV is used while it is still kept.
 """
 
 from __future__ import annotations
@@ -45,9 +45,9 @@ class NativeEngine:
         graphs: bool = True,
         adapters: Mapping[str, Adapter] | None = None,
     ):
-        """With ``graphs``, decode steps are captured on CUDA; without, each step runs line by line, for a debugger. The keys of
+        """With ``graphs``, decode steps are captured on CUDA. Without it, each step runs line by line, for a debugger. The keys of
         ``adapters`` are the names that requests use. Adapters share the model's weights, and rows in one batch may use different
-        ones. Requests without a name use the first."""
+        adapters. Requests without a name use the first adapter."""
         decoder = Decoder.of(model)
         self.served = Served(decoder, adapters) if adapters else None
         if self.served is not None:
@@ -84,7 +84,7 @@ class NativeEngine:
         self._running: list[Sequence] = []
         self._started = 0  # steps of the newest chunk in progress; 0 if there is none
         self._requests: dict[str, Sequence] = {}  # sequences that have not been returned yet
-        self._ended: list[Sequence] = []  # the ended ones among them
+        self._ended: list[Sequence] = []  # those among them that have ended
         self._num_submitted = 0
 
     @property
@@ -119,7 +119,7 @@ class NativeEngine:
         return take_ended(self._ended, self._requests, self.tokenizer)
 
     def _sentence(self, why: str) -> str:
-        """Return the error message for when sampling runs out of memory."""
+        """Return the error message for running out of memory while sampling."""
         return (
             f"the native engine is out of memory ({why}). It has weights of {size(self._weight_bytes)} and a KV cache of "
             f"{self.runner.room} tokens, and samples {len(self._running)} completions; lower rollout.kv_memory_fraction, "
@@ -153,12 +153,12 @@ class NativeEngine:
 
     def end_session(self, session: str) -> None:
         self.runner.forget(session)
-        for sequence in self._running:  # an ended turn that is not removed yet must not leave KV
+        for sequence in self._running:  # an ended turn that has not been removed yet must not leave its KV
             if sequence.finish is not None and sequence.request.session == session:
                 sequence.request = replace(sequence.request, session=None)
 
     def close(self) -> None:
-        """Do nothing: nothing outlives the object."""
+        """Do nothing, because no resource outlives this object."""
 
     def _check_adapter(self, request: Request) -> None:
         names = [] if self.served is None else [BASE, *self.served.adapters]
@@ -169,8 +169,8 @@ class NativeEngine:
             )
         if request.adapter is not None and request.session is not None:
             raise Refused(
-                f"request {request.id!r} of session {request.session!r} names the adapter {request.adapter!r}, but sessions always use the "
-                "engine's first adapter; leave out adapter or session"
+                f"request {request.id!r} of session {request.session!r} names the adapter {request.adapter!r}, but sessions always use "
+                "the engine's first adapter; leave out adapter or session"
             )
 
     def _wait(self, sequence: Sequence) -> None:
@@ -182,14 +182,14 @@ class NativeEngine:
         count = self.runner.admit(self._waiting)
         self._running += self._waiting[:count]
         del self._waiting[:count]
-        assert self._running, "a lone sequence always fits: submit checked it"
+        assert self._running, "a single sequence always fits, because submit checks it"
 
     def _start(self, steps: int) -> None:
         self.runner.start(steps)
         self._started = steps
 
     def _take_in(self, *, goes_on: bool) -> None:
-        """Collect the oldest chunk in progress. With ``goes_on``, start the next chunk first unless there is a reason to wait."""
+        """Collect the oldest chunk in progress. With ``goes_on``, first start the next chunk unless there is a reason to wait."""
         steps, rows = self._started, list(self._running)
         is_behind = goes_on and not any(map(_leaves_kv, rows)) and self._start_next(steps)
         chunk = self.runner.read()
@@ -203,7 +203,7 @@ class NativeEngine:
             self._remove_finished()
 
     def _start_next(self, steps: int) -> bool:
-        """Start another chunk before the last one's ``steps`` are collected. Return False if there is a reason to wait for them."""
+        """Start another chunk before the ``steps`` of the last one are collected. Return False if there is a reason to wait for them."""
         remaining = [each.limit - each.length - steps for each in self._running if each.finish is None]
         if self._waiting or not remaining or len(remaining) < self.runner.ahead_from:
             return False
@@ -220,7 +220,7 @@ class NativeEngine:
             last = max(range(len(self._running)), key=lambda row: self._running[row].order)
             self.num_preemptions += 1
             self._wait(self._drop(last))
-            assert self._running, "a lone sequence always fits: submit checked it"
+            assert self._running, "a single sequence always fits, because submit checks it"
         return steps
 
     def _collect(self, chunk: Chunk, rows: list[Sequence]) -> None:
@@ -257,7 +257,7 @@ def _leaves_kv(sequence: Sequence) -> bool:
 
 
 def _extend(sequence: Sequence, tokens: list[int], logprobs: list[float]) -> None:
-    """Append tokens up to a stop token or the limit, and note which of the two ended the sequence."""
+    """Append tokens up to a stop token or the limit. Record which of the two ended the sequence."""
     stops = sequence.request.sampling.stop_token_ids
     room = sequence.limit - sequence.length
     if len(tokens) >= room:

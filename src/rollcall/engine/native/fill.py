@@ -1,6 +1,6 @@
-"""Fills the KV cache: several token lists run through the decoder in one packed forward, without padding.
+"""Fills the KV cache: several token lists run through the decoder in one packed forward pass, without padding.
 
-A list without a past attends to its own tokens. A list with a past, such as a session's next turn, also attends to the stored KV.
+A list without a past attends only to its own tokens. A list with a past, such as a session's next turn, also attends to the stored KV.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from rollcall.model.attention import end_aligned_mask, flash, on_device, runs_fl
 from rollcall.model.decoder import Decoder
 
 Store = Callable[[int, Tensor, Tensor], None]
-"""(layer, k [N, Hkv, D], v [N, Hkv, D]): keep these; N runs over the fills' tokens end to end."""
+"""(layer, k [N, Hkv, D], v [N, Hkv, D]): store these; N counts the tokens of all fills, one fill after another."""
 
 AttendPast = Callable[[int, Tensor], Tensor]
-"""(layer, q [N, H, D]) -> [N, H * D]: attention of the tokens of the fills with a past over all that is stored."""
+"""(layer, q [N, H, D]) -> [N, H * D]: attention of the fills with a past, over all stored KV."""
 
 
 def run_fills(
     decoder: Decoder, fills: list[Fill], store: Store, attend_past: AttendPast, *, gain: Tensor | None = None
 ) -> None:
-    """Compute the keys and values of all fills in order; fills with a past must be last. ``gain`` selects each token's adapter."""
+    """Compute the keys and values of all fills in order. Fills with a past must be last. ``gain`` selects each token's adapter."""
     ids = np.concatenate([fill.token_ids for fill in fills]).astype(np.int64)
     positions = np.concatenate([fill.past + np.arange(len(fill.token_ids)) for fill in fills])
     device = decoder.device
@@ -54,8 +54,8 @@ def run_fills(
 
 
 def run_halved(fills: list[Fill], run: Callable[[list[Fill]], None], *, smaller: Callable[[int], None]) -> None:
-    """Run all fills at once; if memory runs out, run each half by itself. KV that was already stored is stored again, unchanged.
-    ``smaller`` gets the number of tokens that did not fit. A single fill that does not fit raises."""
+    """Run all fills at once. If memory runs out, run each half by itself, which stores KV again, unchanged, if it was already stored.
+    ``smaller`` gets the number of tokens that did not fit. If a single fill does not fit, raise."""
     try:
         run(fills)
         return
@@ -79,7 +79,7 @@ def _attend_fresh(
 
 
 def _equal_length_runs(q: Tensor, k: Tensor, v: Tensor, lengths: list[int], *, window: int, scale: float) -> Tensor:
-    """Attend with one batched call per run of neighbouring fills of the same length."""
+    """Attend with one batched call for each run of neighbouring fills of the same length."""
     outs, start = [], 0
     for length, run in groupby(lengths):
         count = len(list(run))
@@ -93,7 +93,7 @@ def _equal_length_runs(q: Tensor, k: Tensor, v: Tensor, lengths: list[int], *, w
 
 
 def attend_packed(q: Tensor, keys: Tensor, values: Tensor, fills: list[Fill], *, window: int, scale: float) -> Tensor:
-    """Attend with q [Nq, H, D] of all fills' tokens over keys and values [Nk, Hkv, D] of their pasts and tokens; return [Nq, H * D]."""
+    """Attend with q [Nq, H, D] of all fills' tokens to keys and values [Nk, Hkv, D] of their pasts and tokens. Return [Nq, H * D]."""
     num_queries = [len(fill.token_ids) for fill in fills]
     num_keys = [fill.past + len(fill.token_ids) for fill in fills]
     if not runs_flash(q.device, q.dtype):
@@ -107,14 +107,14 @@ def attend_packed(q: Tensor, keys: Tensor, values: Tensor, fills: list[Fill], *,
 
 
 def _attend_one(q: Tensor, keys: Tensor, values: Tensor, *, window: int, scale: float) -> Tensor:
-    """Attend for one fill; its last query and its last key are the same token."""
+    """Attend for one fill. Its last query and its last key belong to the same token."""
     parts = (x.transpose(0, 1)[None] for x in (q, keys, values))
     out = _attend(*parts, mask=end_aligned_mask(len(q), len(keys), window, q.device), scale=scale)
     return out[0].transpose(0, 1).reshape(len(q), -1)
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, *, mask: Tensor | None, scale: float) -> Tensor:
-    """Attend with inputs [B, H, queries, D]; causal if there is no mask."""
+    """Attend with inputs [B, H, queries, D]. Without a mask, the attention is causal."""
     grouped = q.shape[1] != k.shape[1]
     return F.scaled_dot_product_attention(
         q, k, v, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=grouped

@@ -1,9 +1,9 @@
 """Session KV that is kept outside a CPU's dense rows.
 
-Rows that end together are copied together: a bundle has them side by side, in the columns that they had. So saving and restoring
-take one copy per layer for many rows. If all rows end together, as with fast environments, the bundle takes over their memory, and
-if they all come back together it becomes the rows again. A row that is gone leaves a hole in its bundle, which still counts as
-memory; when memory is short, bundles with many holes are copied without them.
+Rows that end together are copied together: a bundle has them side by side, in the same columns as before. So saving and restoring
+many rows takes one copy per layer. If all rows end together, as with fast environments, the bundle takes over their memory. If they
+all come back together, that memory becomes the rows again. A row that leaves its bundle leaves a hole, which still counts as
+memory. When memory is short, bundles with many holes are copied without them.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Bundle:
 
     @property
     def num_tokens(self) -> int:
-        """The bundle's memory without the taken rows, which count where they go."""
+        """The bundle's memory, without the taken rows, which count where they are copied to."""
         return self.num_columns * (self.num_rows - self.num_taken)
 
 
@@ -73,22 +73,22 @@ class Leaving:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Returning:
-    """Kept KV with which a row begins."""
+    """Kept KV that becomes the beginning of a row."""
 
     kept: Kept[KeptRow]
     num_tokens: int  # tokens of the kept KV that are used
     row: int
-    column: int  # where the first token goes
+    column: int  # the column of the first token
 
 
 class KeptRows:
-    """The kept rows of all sessions. Counts are updated on each change: there may be thousands of sessions, and each turn reads them."""
+    """The kept rows of all sessions. Counts are updated on each change, because each turn reads them and there may be many sessions."""
 
     def __init__(self) -> None:
         self._sessions: KeptSessions[KeptRow] = KeptSessions()
-        self._holed: dict[Bundle, None] = {}  # bundles with many holes, in the order in which they got them
+        self._holed: dict[Bundle, None] = {}  # bundles with many holes, oldest first
         self.num_tokens = 0  # memory in use, as tokens of KV
-        self.longest = 0  # columns of the longest row since this was last empty
+        self.longest = 0  # columns of the longest row since there were no rows
 
     def put(self, rows: list[Leaving], planes: list[Plane], *, end: int) -> None:
         """Copy these rows, which all end at column ``end``."""
@@ -114,8 +114,8 @@ class KeptRows:
         self._leave(self._sessions.put(kept))
 
     def take(self, sequence: Sequence) -> tuple[Kept[KeptRow], int] | None:
-        """Take out the KV that the sequence's session left, with the number of tokens that can be used. It no longer counts here. The
-        caller must call ``restore`` or ``put_back``."""
+        """Take out the KV of the sequence's session. Return it with the number of tokens that can be used. It no longer counts as kept.
+        The caller must call ``restore`` or ``put_back``."""
         kept = self._sessions.take(sequence.request.session)
         if kept is None:
             return None
@@ -131,8 +131,8 @@ class KeptRows:
         self._add(kept)
 
     def restore(self, returning: list[Returning], planes: list[Plane], *, home: Bundle | None = None) -> None:
-        """Copy the taken KV into rows, and drop it here. Masks hide any other columns that are copied, or they are overwritten. If given,
-        ``home`` is the bundle whose memory these planes are."""
+        """Copy the taken KV into rows and drop it from the bundles. Other columns that are copied along are masked or overwritten.
+        ``home`` is the bundle whose memory these planes are, if there is one."""
 
         def alike(one: Returning) -> tuple[int, int]:
             return id(one.kept.kv.bundle), one.column - one.kept.kv.start
@@ -158,7 +158,7 @@ class KeptRows:
         self._leave(self._sessions.take(session))
 
     def give_way(self) -> bool:
-        """Free some memory: close the holes of a bundle with many holes, or drop the oldest session. Return whether anything was done."""
+        """Free some memory: close the holes of a bundle with many holes, or drop the oldest session. Return False if nothing is left."""
         if self._holed:
             bundle = next(iter(self._holed))
             del self._holed[bundle]
@@ -195,7 +195,7 @@ class KeptRows:
 
 
 def bundle_of_all(rows: Mapping[int, KeptRow]) -> Bundle | None:
-    """Return the bundle that contains exactly these rows, each in its place, or None."""
+    """Return the bundle that contains exactly these rows, each at its own index, or None."""
     bundles = {id(row.bundle): row.bundle for row in rows.values()}
     if len(bundles) != 1:
         return None
@@ -219,7 +219,7 @@ def _copied(tensor: Tensor, rows: slice | Tensor) -> Tensor:
 
 
 def side_by_side(pairs: list[tuple[int, int]]) -> list[tuple[int, int, int]]:
-    """Group pairs of rows into runs in which both count up; each run has its length.
+    """Group pairs of rows into runs in which both numbers count up. Each run is (first, first, length).
 
     >>> side_by_side([(4, 0), (5, 1), (2, 7), (6, 3)])
     [(2, 7, 1), (4, 0, 2), (6, 3, 1)]
@@ -234,7 +234,7 @@ def side_by_side(pairs: list[tuple[int, int]]) -> list[tuple[int, int, int]]:
 
 
 def places(rows: list[int]) -> slice | Tensor:
-    """Return a slice if the rows are consecutive, because a slice is read without a copy."""
+    """Return a slice if the rows are consecutive, because a slice is read without copying."""
     if rows == list(range(rows[0], rows[0] + len(rows))):
         return slice(rows[0], rows[0] + len(rows))
     return torch.tensor(rows)

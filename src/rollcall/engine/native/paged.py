@@ -1,9 +1,9 @@
 """The CUDA runner: paged KV, full decode steps as CUDA graphs, sampling on the GPU.
 
-A chunk of steps is replayed without the host: the sampled token is fed back on the device, positions and
-draw counters advance there, tokens and log-probs collect in a buffer that is read once per chunk. The host mirrors
-that state exactly (it depends only on the number of steps), so it can change rows between chunks and send the full
-state again. If the rows do not change, the next chunk is queued behind the running one, and the GPU never waits.
+A chunk of steps is replayed without the host: on the device, the sampled token is fed back, positions and draw counters
+advance, and tokens and log-probs collect in a buffer that is read once per chunk. The host mirrors that state exactly,
+because it depends only on the number of steps. So the host can change rows between chunks and send the full state again.
+If the rows do not change, the next chunk is queued behind the running one, and the GPU never waits.
 
 When several completions share a prompt, its blocks are reference-counted, not copied; only the last, partly filled block is copied.
 A session's blocks stay between its requests, also reference-counted. They are freed, oldest first, when rows need the memory.
@@ -43,7 +43,7 @@ from rollcall.plan.choose import FILL_TOKENS
 from rollcall.plan.choose import KV_BLOCK as BLOCK
 
 CHUNK = 16  # steps before the results are read
-AHEAD_ROWS = 4  # with fewer rows, the next request should not wait for a chunk that is not needed
+AHEAD_ROWS = 4  # with fewer rows, a chunk that is not needed must not delay the next request
 PAST = 16  # reading the keys of this many past tokens takes less memory than computing one token
 
 
@@ -58,10 +58,10 @@ class PagedRunner:
         graphs: bool = True,
         served: Served | None = None,
     ):
-        """With ``graphs``, decode steps are captured; without, a debugger can step through them."""
+        """With ``graphs``, decode steps are captured. Without it, a debugger can step through them."""
         if decoder.shape.head_dim % 16:
             raise UnsupportedModel(
-                f"on CUDA the native engine needs heads of a multiple of 16 numbers; this model's have {decoder.shape.head_dim}"
+                f"on CUDA, the native engine needs a head dimension that is a multiple of 16; this model has {decoder.shape.head_dim}"
             )
         self.decoder = decoder
         self._captures = graphs
@@ -81,7 +81,7 @@ class PagedRunner:
         self._rows = RowState(max_running, served=served)
         self._served = served
 
-        # The row state's numbers on the device. Positions are -1 for rows that are past their limit.
+        # The row state's numbers, on the device. The position of a row at its limit is -1.
         self._state = torch.zeros(5, max_running, dtype=torch.int64, device=device)
         self._sampling = torch.zeros(3, max_running, dtype=torch.float32, device=device)
         self._adapter_slots = torch.full((max_running,), -1, dtype=torch.int64, device=device)  # per row
@@ -99,7 +99,7 @@ class PagedRunner:
         return self._pool.num_blocks * BLOCK
 
     def steps(self, remaining: list[int]) -> int:
-        """Continue until the last row ends: reading results costs a round trip, but decoding past a row's end costs almost nothing."""
+        """Continue until the last row ends: reading results costs a round trip, while decoding past a row's end costs almost nothing."""
         return min(CHUNK, max(remaining))
 
     def admit(self, sequences: list[Sequence]) -> int:
@@ -146,7 +146,7 @@ class PagedRunner:
         return True
 
     def carry(self, ended: list[int]) -> bool:
-        """Keep ended rows until a smaller graph fits the rest: they add only a little work to the matrix products."""
+        """Keep ended rows until a smaller graph fits the remaining rows, because they add only little work to the matrix products."""
         if _bucket(self.num_rows - len(ended), self.max_running) < _bucket(self.num_rows, self.max_running):
             return False
         self._rows.limit[ended] = self._rows.position[ended]
@@ -206,7 +206,7 @@ class PagedRunner:
         return blocks
 
     def _num_served(self, kept: Kept[list[int]], sequence: Sequence) -> int:
-        """Return how many tokens of kept KV to use. The sequence writes after them, so they must not end in a block that others read."""
+        """Return how many tokens of kept KV to use. The sequence writes after them, so they must not end in a block with other users."""
         shared = kept.num_shared(sequence)
         is_read = shared % BLOCK and self._pool.is_shared(kept.kv[shared // BLOCK])
         return shared - shared % BLOCK if is_read else shared
@@ -215,7 +215,7 @@ class PagedRunner:
         """Return the kept blocks of the first ``served`` tokens, followed by new blocks."""
         full = -(-served // BLOCK)
         total = -(-min(sequence.length + 1, sequence.limit) // BLOCK)
-        self._pool.give_back(kept.kv[full:])  # free these first: there may be no other free blocks
+        self._pool.give_back(kept.kv[full:])  # free these first, because there may be no other free blocks
         new = self._take(total - full)
         if new is None:
             self._kept.put(replace(kept, ids=kept.ids[:served], kv=kept.kv[:full]))
@@ -225,7 +225,7 @@ class PagedRunner:
     def _blocks_for(
         self, sequence: Sequence, prefixes: dict[PromptKey, list[int]], copies: list[tuple[int, int]]
     ) -> list[int] | None:
-        """Return blocks for the sequence and its next token; full prompt blocks are shared with a sibling."""
+        """Return blocks for the sequence and its next token. Full prompt blocks are shared with a sibling."""
         filled = sequence.length - 1
         total = -(-min(sequence.length + 1, sequence.limit) // BLOCK)
         key = prompt_key(sequence)
@@ -245,7 +245,7 @@ class PagedRunner:
         return siblings[:full] + own
 
     def _grow_tables(self, length: int) -> None:
-        """Grow the block tables and rotary tables to this length. Graphs contain their addresses, so growing drops the graphs."""
+        """Grow the block tables and rotary tables to this length. Graphs contain their addresses, so growing them drops the graphs."""
         width = -(-length // BLOCK)
         if width > self._tables.shape[1]:
             width = 1 << (width - 1).bit_length()
@@ -264,7 +264,7 @@ class PagedRunner:
 
     @torch.inference_mode()
     def _fill(self, fills: list[Fill]) -> None:
-        """Compute each fill once, into the blocks of its first row; ``admit`` has arranged the sharing."""
+        """Compute each fill once, into the blocks of its first row. ``admit`` has already arranged the sharing."""
         batch: list[Fill] = []
         size = 0
         for fill in order_fills(fills):
@@ -282,7 +282,9 @@ class PagedRunner:
             torch.cuda.empty_cache()
             if tokens // 2 < self._fill_tokens:
                 self._fill_tokens = max(1, tokens // 2)
-                say(f"rollout: prompts of {tokens} tokens do not fit at once; at most {self._fill_tokens} from here on")
+                say(
+                    f"rollout: prompts of {tokens} tokens do not fit in memory at once; at most {self._fill_tokens} from now on"
+                )
 
         run_halved(fills, self._run_fill, smaller=smaller)
 
@@ -314,7 +316,7 @@ class PagedRunner:
         return on_device(np.concatenate(slots), self.decoder.device)
 
     def _upload_ends(self) -> None:
-        """Queue after the running chunk: mark rows at their limit, which may have been set since that chunk began."""
+        """Queue an update behind the running chunk: mark rows at their limit, which may have been set since that chunk began."""
         over = self._rows.is_over(self.num_rows)
         if over.any():
             ends = on_device(over, self.decoder.device)
@@ -356,7 +358,7 @@ class PagedRunner:
         return self._graphs[size, truncates]
 
     def _decode_step(self, rows: int, truncates: bool) -> None:
-        """Sample one token for every row, entirely on the device. Shapes and addresses are fixed, because this is captured."""
+        """Sample one token for every row, entirely on the device. Shapes and addresses are fixed, because this code is captured."""
         tokens, position, limit, drawn, seed = (state[:rows] for state in self._state)
         logits = self.decoder.logits(self._hidden(tokens, position, rows))
         temperature = self._sampling[0, :rows]
@@ -465,7 +467,7 @@ class BlockPool:
 
 
 def _bucket(rows: int, most: int) -> int:
-    """Return the graph size: powers of two up to 32, then multiples of 32, so that few graphs serve every batch."""
+    """Return the graph size: a power of two up to 32, then a multiple of 32, so that a few graphs are enough for every batch size."""
     size = 1 << (rows - 1).bit_length() if rows <= 32 else -(-rows // 32) * 32
     return min(size, most) if rows <= most else rows
 

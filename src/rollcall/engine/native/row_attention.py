@@ -1,10 +1,10 @@
 """Attention over a CPU's dense rows, in one of two ways: two batched products, or torch's fused kernel.
 
 Rows end together, so a row with fewer columns than the longest begins later, and a mask hides the columns before it. Rows often have
-almost the same length. A product's scores are masked only in the columns where something is hidden; the fused kernel needs a full mask.
+almost the same length. So products mask their scores only in the columns where something is hidden; the fused kernel needs a full mask.
 
 An ``Extension`` is several new tokens for each row in a set, such as the next turns of sessions. The new tokens are the last tokens of
-their rows. So one call attends for neighbouring rows with the same number of new tokens, however long the rows are.
+their rows. So one call attends for neighbouring rows with the same number of new tokens, even if the rows differ in length.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from rollcall.model.attention import Way
 MOST_SCORES = 1 << 25  # rows x heads x queries x keys in one call
 
 Masks = tuple[tuple[int, Tensor], ...]
-"""Additive, [rows * Hkv or 1, queries or 1, columns], each with its first column. Where there is none, every query sees every column."""
+"""Additive masks [rows * Hkv or 1, queries or 1, columns], each with its first column. Without a mask, queries see every column."""
 
 AttendRows = Callable[[Tensor, Tensor, Tensor, Masks, float], Tensor]
-"""(q [rows * Hkv, queries, D], keys [rows * Hkv, D, columns], values [rows * Hkv, columns, D], masks, scale) -> as q"""
+"""(q [rows * Hkv, queries, D], keys [rows * Hkv, D, columns], values [rows * Hkv, columns, D], masks, scale) -> shaped like q"""
 
 
 def attend_by_products(q: Tensor, keys: Tensor, values: Tensor, masks: Masks, scale: float) -> Tensor:
@@ -81,7 +81,7 @@ class Extension:
         count, dim = len(self.lengths), q.shape[-1]
         kv_heads = len(keys) // count
         own = q[self.start : self.start + count * self.num_new]
-        # The query heads of one KV head are on the query axis: grouped attention without repeating keys.
+        # Put the query heads of a KV head on the query axis: grouped attention without repeating keys.
         by_head = own.view(count, self.num_new, kv_heads, -1, dim).permute(0, 2, 3, 1, 4).float()
         groups = by_head.shape[2]
         most = max(1, MOST_SCORES // (count * q.shape[1] * self.longest))
@@ -113,7 +113,7 @@ class Extension:
 
 
 def plan_extensions(fills: list[Fill]) -> list[Extension]:
-    """Group the fills with a past; fills of equal length must be next to each other."""
+    """Group the fills with a past. Fills of equal length must be next to each other."""
     extensions: list[Extension] = []
     start = 0
     past = [fill for fill in fills if fill.past]

@@ -2,11 +2,11 @@
 
 Rows are kept compact (0..n-1) and end together: a step's tokens go into the same column for all rows, and a row that
 came later starts further right. So a step writes one plain slice, and attention reads plain slices. Where matrix products are
-faster (``attention.cpu_way``), attention is two batched products, and keys are stored transposed for the first product. Otherwise
+faster (``attention.cpu_way``), attention is two batched products, and keys are stored transposed for the first product. Otherwise,
 it is torch's fused kernel, and keys are stored like values. Keys have the same shape either way. Room is counted as rows x columns,
-which is the real memory. KV is float32 for bfloat16 models too: products of so few rows take longer in bfloat16.
+the memory that is really used. KV is float32 even for bfloat16 models, because products of so few rows take longer in bfloat16.
 
-Session KV is kept outside the rows and counts towards the room. It is dropped, oldest first, when rows need the room. Without
+Session KV is kept outside the rows and counts towards the room. When rows need the room, it is dropped, oldest first. Without
 a limit on room, it takes at most ``KEPT_PER_ROW`` times the memory of ``max_running`` rows.
 """
 
@@ -42,10 +42,10 @@ from rollcall.engine.native.sampler import sample, uniforms
 from rollcall.model.attention import Way, cpu_way
 from rollcall.model.decoder import Decoder
 
-KEPT_PER_ROW = 2  # kept conversations per row: one waits for its next turn, the other has just ended a turn
+KEPT_PER_ROW = 2  # kept conversations per row: one waits for its next turn, another has just ended a turn
 CHUNK = 8  # steps before the results are read
 COLUMN_STEP = 32  # rows grow by this many columns
-FILL_TOKENS = 1024  # tokens filled at once: a layer's results for so few tokens stay in the cache
+FILL_TOKENS = 1024  # tokens filled at once: for so few tokens, a layer's results stay in the CPU cache
 TURN = 128  # spare columns before the first and after the last, for the next turns of sessions
 
 
@@ -70,7 +70,7 @@ class RowRunner:
         self._values = _nothing(decoder)  # per layer [rows * Hkv, columns, D]
         self._column = 0  # where the next token of every row goes
         self._chunks: deque[Chunk] = deque()  # sampled but not read
-        self.ahead_from = math.inf  # the host itself computes, so there is nothing to wait for
+        self.ahead_from = math.inf  # never: the host computes the steps itself, so there is nothing to wait for
         self._rows = RowState(max_running, served=served)  # a row starts ``position`` columns back
         self._uniform = np.zeros((max_running, 0), dtype=np.float32)  # the row's draws
         self._kept = KeptRows()
@@ -82,7 +82,7 @@ class RowRunner:
         return self.kv_tokens if self.kv_tokens is not None else self.decoder.max_positions
 
     def steps(self, remaining: list[int]) -> int:
-        """Stop as soon as a row must end, so that no row is decoded past its end: a CPU is short of compute."""
+        """Stop as soon as a row must end, so that no row is decoded past its end, because compute is scarce on a CPU."""
         return min(CHUNK, *remaining)
 
     def admit(self, sequences: list[Sequence]) -> int:
@@ -160,7 +160,7 @@ class RowRunner:
         self.num_rows = last
 
     def _clear_if_broken(self, row: int) -> None:
-        """Clear a row that had a NaN before another takes its place: masked values take part in products, and zero times NaN is NaN."""
+        """Clear a row that had a NaN before another row takes its place: masked values take part in products, and 0 times NaN is NaN."""
         if self._broken[row]:
             for tensor in (*self._keys, *self._values):
                 tensor[self._seats(row)] = 0
@@ -205,12 +205,12 @@ class RowRunner:
             self._kept.forget(session)
 
     def _give_away(self) -> None:
-        """Let go of the memory: rows that leave together take it with them."""
+        """Give up the memory, which the rows that leave together take with them."""
         self._keys, self._values = _nothing(self.decoder), _nothing(self.decoder)
         self._capacity, self._column = (0, 0), 0
 
     def _go_home(self, taken: dict[int, tuple[Kept[KeptRow], int]]) -> Bundle | None:
-        """Reuse the memory of rows that left together and come back together, if they fit into it. There must be no other row."""
+        """Reuse the memory of rows that left together and come back together, if they fit into it. No other rows may be running."""
         bundle = bundle_of_all({row: kept.kv for row, (kept, _) in taken.items()})
         if bundle is None:
             return None
@@ -246,7 +246,7 @@ class RowRunner:
         return self.kv_tokens is None or rows * length + self._kept.num_tokens <= self.kv_tokens
 
     def _make_fit(self, rows: int, length: int) -> bool:
-        """Drop session KV until this many rows and columns fit; return whether they do. Drop nothing if they could never fit."""
+        """Drop session KV until this many rows and columns fit. Return whether they fit. If they could never fit, drop nothing."""
         if self.kv_tokens is not None and rows * length > self.kv_tokens:
             return False
         while not self._fits(rows, length):
@@ -255,11 +255,11 @@ class RowRunner:
         return True
 
     def _make_room(self, *, steps: int, live: tuple[int, int]) -> None:
-        """Make room for every row's past and ``steps`` more columns. ``live`` is the number of rows and columns whose KV is kept; they end
-        at the column of the next token."""
+        """Make room for every row's past and ``steps`` more columns. ``live`` is the number of rows and columns whose KV is kept. These
+        columns end at the column of the next token."""
         lead = int(self._rows.position[: self.num_rows].max())
-        # A session's next turn is longer by more than the sampled tokens. Room before the first column saves a copy of all rows, and rows
-        # that all come back need room after the last column.
+        # A session's next turn is longer by more than the sampled tokens. Spare columns before the first one save a copy of all rows, and
+        # rows that all come back need spare columns after the last one.
         spare = TURN if self._has_sessions else 0
         if not live[0]:
             self._column = max(lead, min(lead + spare, self._capacity[1] - steps - spare))
@@ -288,7 +288,7 @@ class RowRunner:
         keep at least the current capacity."""
         num_rows, num_columns = self._capacity
         rounded, roomy = _rounded(needed), _rounded(needed + spare)
-        # Without a limit, one long row must not lengthen all the rows that there once were.
+        # Without a limit, one long row must not lengthen rows that are no longer in use.
         most = 2 * max(num_rows * num_columns, self.num_rows * roomy) if self.kv_tokens is None else math.inf
         for rows in (max(self.num_rows, num_rows), self.num_rows):
             for columns in (max(roomy, num_columns), roomy, max(rounded, num_columns), rounded, needed):
@@ -297,7 +297,7 @@ class RowRunner:
         return self.num_rows, needed
 
     def _draw_uniforms(self, sequences: list[Sequence], first: int) -> None:
-        """Compute all random numbers that these sequences will ever draw; numbers past a sequence's limit are never used."""
+        """Compute all random numbers that these sequences can draw. Numbers past a sequence's limit are never used."""
         width = max(sequence.request.sampling.max_tokens for sequence in sequences)
         if width > self._uniform.shape[1]:
             self._uniform = np.pad(self._uniform, ((0, 0), (0, width - self._uniform.shape[1])))
@@ -427,7 +427,7 @@ def _rounded(num_columns: int) -> int:
 
 
 class Step(NamedTuple):
-    """The inputs for one more token in every row. Each layer's keys and values end with the new token's column, still to be written."""
+    """The inputs for one more token in every row. Each layer's keys and values end with the new token's column, still to be filled."""
 
     token_ids: Tensor  # [rows]
     positions: Tensor  # [rows]
@@ -445,7 +445,7 @@ def next_logits(decoder: Decoder, step: Step) -> Tensor:
         keys, values = step.keys[index], step.values[index]
         keys[:, :, -1].view(k.shape).copy_(k)
         values[:, -1].view(v.shape).copy_(v)
-        # The query heads of one KV head are on the query axis: grouped attention without repeating keys.
+        # Put the query heads of a KV head on the query axis: grouped attention without repeating keys.
         grouped = q.reshape(keys.shape[0], -1, decoder.shape.head_dim).float()
         mask = step.masks[index]
         out = step.attend(grouped, keys, values, () if mask is None else ((0, mask),), decoder.shape.scale)
@@ -455,7 +455,7 @@ def next_logits(decoder: Decoder, step: Step) -> Tensor:
 
 
 def compiled_logits(decoder: Decoder, step: Step) -> Tensor:
-    """Run ``next_logits`` as one compiled graph with dynamic numbers of rows and columns."""
+    """Run ``next_logits`` as one compiled graph in which the numbers of rows and columns are dynamic."""
     columns = [(tensor, 2) for tensor in (*step.keys, *step.masks) if tensor is not None]
     columns += [(tensor, 1) for tensor in step.values]
     for tensor, dim in columns:

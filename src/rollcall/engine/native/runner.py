@@ -1,4 +1,4 @@
-"""The interface between scheduling and computation: a runner has the KV of the running sequences, row by row."""
+"""The interface between scheduling and computation. A runner stores the KV of the running sequences, row by row."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ class Chunk:
 
 
 class Runner(Protocol):
-    """Rows 0..n-1 are the running sequences; the engine mirrors every change of rows in its own list."""
+    """Rows 0..n-1 are the running sequences. The engine repeats every change of rows in its own list."""
 
     def steps(self, remaining: list[int]) -> int:
-        """Return how many steps to decode before the results are read, given how many tokens each row may still get."""
+        """Return how many steps to decode before the results are read. ``remaining``: how many more tokens each row may get."""
         ...
 
     @property
@@ -33,7 +33,7 @@ class Runner(Protocol):
         ...
 
     def admit(self, sequences: list[Sequence]) -> int:
-        """Append as many of these as fit, in order, with their KV filled in; return how many."""
+        """Append as many of these sequences as fit, in order, and fill their KV. Return how many."""
         ...
 
     def reserve(self, steps: int) -> bool:
@@ -42,16 +42,16 @@ class Runner(Protocol):
 
     @property
     def ahead_from(self) -> float:
-        """With this many rows or more, the engine starts the next chunk before it reads the results of the last."""
+        """With at least this many rows, the engine starts the next chunk before it reads the results of the last one."""
         ...
 
     def carry(self, ended: list[int]) -> bool:
         """Return whether these ended rows may stay for another chunk because they cost next to nothing. They get no more room. If
-        not, they are removed first."""
+        they may not stay, they are removed first."""
         ...
 
     def start(self, steps: int) -> None:
-        """Start sampling this many tokens for every row. If a chunk is already in progress, the rows have not changed since."""
+        """Start sampling this many tokens for every row. If a chunk is already in progress, the rows must not have changed since then."""
         ...
 
     def read(self) -> Chunk:
@@ -59,12 +59,12 @@ class Runner(Protocol):
         ...
 
     def remove(self, row: int) -> None:
-        """Remove a row; the last row moves into its place."""
+        """Remove a row. The last row takes its place."""
         ...
 
     def keep(self, rows: dict[int, Sequence]) -> None:
-        """Keep the KV of these ended rows, which are removed next, for the next request of their session, if there is room.
-        ``admit`` uses it; running rows have priority."""
+        """Keep the KV of these ended rows for the next request of their session, if there is room. The rows are removed next. ``admit``
+        uses the KV; running rows have priority."""
         ...
 
     def forget(self, session: str | None) -> None:
@@ -73,7 +73,7 @@ class Runner(Protocol):
 
 
 class RowState:
-    """Each row's state on the host; every array is [max_running]."""
+    """Each row's state on the host. Every array is [max_running]."""
 
     def __init__(self, max_running: int, *, served: Served | None = None) -> None:
         self._served = served
@@ -135,8 +135,8 @@ def prompt_key(sequence: Sequence) -> PromptKey:
 
 
 def plan_fills(sequences: list[Sequence], first_row: int, *, past: Mapping[int, int]) -> list[Fill]:
-    """Plan one fill for fresh completions of the same prompt, and one for each resumed completion. ``past`` maps rows that already
-    have KV to its number of tokens."""
+    """Plan one fill per prompt for all fresh completions of that prompt, and one fill per resumed completion. ``past`` maps each row that
+    already has KV to its number of tokens."""
     shared: dict[PromptKey, list[int]] = {}
     prompts: dict[PromptKey, Ints] = {}
     fills: list[Fill] = []
@@ -153,12 +153,12 @@ def plan_fills(sequences: list[Sequence], first_row: int, *, past: Mapping[int, 
 
 
 def order_fills(fills: list[Fill]) -> list[Fill]:
-    """Sort fills without a past first, and fills of equal length next to each other."""
+    """Sort the fills: those without a past first, and fills of equal length next to each other."""
     return sorted(fills, key=lambda fill: (fill.past > 0, len(fill.token_ids)))
 
 
 def in_parts(fills: list[Fill], *, num_tokens: int) -> list[list[Fill]]:
-    """Divide the fills in order; each part has at most this many tokens, or a single fill."""
+    """Divide the fills in order. Each part has at most this many tokens, or is a single fill."""
     parts: list[list[Fill]] = []
     left = 0
     for fill in fills:

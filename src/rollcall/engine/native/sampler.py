@@ -1,9 +1,9 @@
-"""Sampling in plain torch: one uniform number per draw selects a token by inverting the cumulative distribution.
+"""Samples in plain torch: one uniform number per draw selects a token by inverting the cumulative distribution.
 
-The number depends only on seed and position: it comes from a counter-based hash, not from a stateful generator. So a completion does not
-depend on its neighbours in the batch, and draws the same numbers if it is redone on a different device or after a restart. The hash is two
-rounds of the splitmix64 finaliser (Steele, Lea and Flood, 2014): the first scatters the seed, so that streams of neighbouring seeds share
-nothing; the second scatters the position within the stream. torch's int64 arithmetic wraps, so CPU and CUDA give the same bits.
+The number depends only on the seed and the position: it comes from a counter-based hash, not from a stateful generator. So a completion
+does not depend on its neighbours in the batch, and draws the same numbers on a different device or after a restart. The hash is two
+rounds of the splitmix64 finaliser (Steele, Lea and Flood, 2014). The first round scatters the seed, so that neighbouring seeds have
+unrelated streams. The second scatters the position in the stream. torch's int64 arithmetic wraps, so CPU and CUDA give the same bits.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 BLOCK = 256  # vocabulary entries per block of the two-level search
-# 64-bit constants as signed integers, because torch has no full unsigned arithmetic.
+# 64-bit constants as signed integers, because torch's unsigned arithmetic is incomplete.
 GAMMA = 0x9E3779B97F4A7C15 - (1 << 64)
 MIX_A = 0xBF58476D1CE4E5B9 - (1 << 64)
 MIX_B = 0x94D049BB133111EB - (1 << 64)
@@ -22,9 +22,9 @@ def sample(
     logits: Tensor, *, uniforms: Tensor, temperature: Tensor | None, top_p: Tensor | None, top_k: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     """Draw one token per row of float32 logits [B, V]. Return tokens [B] int64 and their log-probs [B] float32 under the distribution
-    that was sampled from (greedy: at temperature 1).
+    that was sampled from (for greedy rows: at temperature 1).
 
-    ``temperature`` None means 1 for every row; ``top_p`` / ``top_k`` are None when no row truncates.
+    ``temperature`` None means 1 for every row. ``top_p`` and ``top_k`` are None if no row truncates.
     """
     greedy, scaled = None, logits
     if temperature is not None:
@@ -40,7 +40,7 @@ def sample(
 
 
 def invert_cdf(probs: Tensor, uniforms: Tensor) -> Tensor:
-    """Return the first token whose cumulative probability exceeds the uniform number; never a token with probability zero."""
+    """Return the first token whose cumulative probability exceeds the uniform number, but never a token with probability zero."""
     vocabulary = probs.shape[1]
     if vocabulary <= 4 * BLOCK:
         return _first_above(probs, uniforms)
@@ -56,10 +56,10 @@ def invert_cdf(probs: Tensor, uniforms: Tensor) -> Tensor:
 
 def _first_above(weights: Tensor, thresholds: Tensor) -> Tensor:
     cumulative = weights.cumsum(dim=-1)
-    # Rounding can leave the threshold at or past the total; then choose the last token with a nonzero weight.
+    # Rounding can put the threshold at or past the total. Then choose the last token with a nonzero weight.
     last = cumulative[:, -1:]
     thresholds = torch.minimum(thresholds.clamp(min=0)[:, None], torch.nextafter(last, torch.zeros_like(last)))
-    # NaN weights compare with nothing. The clamp gives the row a valid id and a NaN log-prob, which the caller refuses.
+    # Comparisons with NaN weights are false. The clamp gives the row a valid ID and a NaN log-prob, which the caller refuses.
     return torch.searchsorted(cumulative, thresholds, right=True)[:, 0].clamp_(max=weights.shape[-1] - 1)
 
 
@@ -94,5 +94,5 @@ def _mix(state: Tensor) -> Tensor:
 
 
 def _shift_right(state: Tensor, bits: int) -> Tensor:
-    """Shift logically, because torch's own shift is arithmetic and copies the sign bit."""
+    """Shift logically. torch's own shift is arithmetic, so it copies the sign bit."""
     return (state >> bits) & ((1 << (64 - bits)) - 1)

@@ -1,1 +1,1 @@
-"""The vLLM engine: vLLM samples in a separate process, with packages of its own."""
+"""The vLLM engine: vLLM samples in a separate process that has its own packages."""

@@ -1,4 +1,4 @@
-"""Our side of the vLLM process: a worker (process/worker.py) that runs ``server.py``, and memory that both sides share.
+"""This process's side of vLLM: a worker (process/worker.py) that runs ``server.py``, and memory that both sides share.
 
 Calls block the calling thread. Every wait has a deadline; an error shows the last lines of the process's log.
 """
@@ -30,9 +30,9 @@ ANSWER_S = 300.0
 QUIT_S = 10.0
 LOG_LINES = 15
 ALIGN = 64  # bytes
-LONGEST_SOCKET_FOLDER = 60  # characters; a socket path has at most 107, and vLLM's file name has 37
+LONGEST_SOCKET_FOLDER = 60  # characters; a socket path may have 107, and vLLM's file name takes 37
 SERVER = Path(__file__).with_name("server.py")
-# These may be set for one of our own gangs, but vLLM would take them for its own.
+# These may be set for one of our own gangs, but vLLM would use them for its own processes.
 DROPPED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
@@ -63,12 +63,12 @@ class Child:
         return self.result_of(self.begin(method, deadline_s=deadline_s, **what))
 
     def begin(self, method: str, *, deadline_s: float = ANSWER_S, **what: Any) -> Call:
-        """Start a call. Calls are answered in the order in which they start; an answer need not be read."""
+        """Start a call. Calls are answered in the order in which they start. The answer need not be read."""
         self._last = self._worker.begin(method, what, deadline_s=deadline_s)
         return self._last
 
     def result_of(self, call: Call) -> Any:
-        """Wait for the answer. While vLLM starts or loads, report from time to time what we are waiting for."""
+        """Wait for the answer. While vLLM starts or loads, report the wait from time to time."""
 
         def tell(waited_s: float) -> None:
             if call.method in ("version", "load"):
@@ -94,17 +94,17 @@ class Child:
 
 
 class SharedMemory:
-    """Anonymous memory that parent and child share: it is freed when both are gone, and needs no /dev/shm.
+    """Anonymous memory that parent and child share. It is freed when both are gone, and does not need /dev/shm.
 
     It contains a few parts of an update. A part takes the first gap that is not being read, so the memory stays small."""
 
     def __init__(self) -> None:
         self.fd = os.memfd_create("rollcall-weights")
         self._map: mmap.mmap | None = None
-        self._sizes: dict[int, int] = {}  # where a part begins -> its size in bytes, for the parts still in use
+        self._sizes: dict[int, int] = {}  # offset of a part -> its size in bytes, for the parts still in use
 
     def write(self, tensors: Sequence[tuple[str, Tensor]], *, held: Collection[int] = ()) -> dict[str, Any]:
-        """Write a part without touching the parts that begin at ``held``. Return what the child needs to find and check the
+        """Write a part, but leave the parts that begin at ``held`` unchanged. Return what the child needs to find and check the
         tensors."""
         placed: list[tuple[str, Tensor, int, int]] = []  # name, tensor, where it begins in the part, number of bytes
         size = 0
@@ -133,7 +133,7 @@ class SharedMemory:
             return {"offset": offset, "size": size, "tensors": list(pool.map(lambda one: put(*one), placed))}
 
     def _room_for(self, size: int) -> int:
-        """Return where the first gap of this many bytes begins, on a page boundary."""
+        """Return the offset of the first gap of this many bytes, on a page boundary."""
         page, free = mmap.ALLOCATIONGRANULARITY, 0
         for begin, length in sorted(self._sizes.items()):
             if free + size <= begin:
@@ -152,10 +152,10 @@ def child_environment(*, num_threads: int) -> dict[str, str]:
     if len(tempfile.gettempdir()) > LONGEST_SOCKET_FOLDER:
         kept.setdefault("VLLM_RPC_BASE_PATH", "/tmp")  # where vLLM's processes put their sockets
     return kept | {
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # run the engine in the child itself: we are its only client
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # run the engine in the child itself, because it has only one client
         "VLLM_NO_USAGE_STATS": "1",
         "HF_HUB_OFFLINE": "1",  # everything that vLLM needs comes from this process
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # engines on one host must not bind to the same cores
         "OMP_NUM_THREADS": str(num_threads),
-        "VLLM_USE_FLASHINFER_SAMPLER": "0",  # has no log-probs after top-k and top-p, may need a compiler
+        "VLLM_USE_FLASHINFER_SAMPLER": "0",  # it has no log-probs after top-k and top-p, and may need a compiler
     }

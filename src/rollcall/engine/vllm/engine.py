@@ -1,11 +1,11 @@
-"""The vLLM engine: the engine protocol on this side, vLLM itself in a child process.
+"""The vLLM engine: this process implements the engine protocol, and vLLM itself runs in a child process.
 
-``step`` reads the answer for the steps that were requested before, then requests the next steps at once, so vLLM decodes while
-the caller handles the results. An update or an abort first waits for the requested steps. So it falls between two tokens, and
-every token has the version that it was sampled from.
+``step`` reads the answer for the steps that it requested before. It then requests the next steps at once, so that vLLM decodes while
+the caller handles the results. An update or an abort first waits for the requested steps. So it always falls between two tokens,
+and every token has the version that it was sampled from.
 
-The seed alone decides the draws, whatever else is in the batch. But they differ from the native engine's draws, because vLLM has
-its own generator. We look for stop strings here, in the string that the tokenizer decodes.
+Only the seed decides the draws, not the rest of the batch. They differ from the native engine's draws, because vLLM has its own
+generator. We search for stop strings in this process, in the string that the tokenizer decodes.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from rollcall.process.worker import Call
 PART_BYTES = 128 << 20  # size of a part of an update; two or three parts are in memory at the same time
 SHARED_MEMORY = "/dev/shm"
 STEPS = 8  # tokens that vLLM samples for each completion per call
-LEAST_TEMPERATURE = 0.01  # vLLM raises lower temperatures to this, except 0
+LEAST_TEMPERATURE = 0.01  # vLLM raises lower temperatures to this value, except 0
 
 
 class VllmEngine:
@@ -62,7 +62,7 @@ class VllmEngine:
         self.version = 0
         self.num_preemptions = 0
         self._requests: dict[str, Sequence] = {}  # sequences that have not been returned yet
-        self._ended: list[Sequence] = []  # the ended ones among them
+        self._ended: list[Sequence] = []  # those among them that have ended
         self._rows: dict[str, Sequence] = {}  # sequences that vLLM has, or will get with the next steps
         self._new: list[dict[str, Any]] = []  # rows that vLLM has not seen yet
         self._num_submitted = 0
@@ -94,7 +94,7 @@ class VllmEngine:
 
     @property
     def num_waiting(self) -> int:
-        return len(self._new)  # vLLM's scheduler does not say what it has started
+        return len(self._new)  # vLLM's scheduler does not report which requests it has started
 
     def submit(self, request: Request) -> None:
         check_fits(
@@ -106,8 +106,8 @@ class VllmEngine:
         )
         if request.adapter is not None:
             raise Refused(
-                f"request {request.id!r} names the adapter {request.adapter!r}, and vLLM has only that of the run; leave it out, or use "
-                "rollout.engine=native"
+                f"request {request.id!r} names the adapter {request.adapter!r}, but vLLM has only the run's adapter; leave the adapter "
+                "out, or use rollout.engine=native"
             )
         if 0 < request.sampling.temperature < LEAST_TEMPERATURE:
             raise Refused(
@@ -137,7 +137,7 @@ class VllmEngine:
             self._drop([str(sequence.number)])
 
     def update_weights(self, version: int) -> None:
-        """Send the model's parameters, or the adapter. Running completions continue with the new weights; their KV is recomputed."""
+        """Send the model's parameters, or the adapter. Running completions continue with the new weights, and their KV is recomputed."""
         if self._adapter is None:
             self.load_weights(version, self.model.named_parameters())
             return
@@ -147,8 +147,8 @@ class VllmEngine:
         self.version = version
 
     def load_weights(self, version: int, tensors: Iterable[tuple[str, Tensor]]) -> None:
-        """Like ``update_weights``, but with tensors that come one by one, under their names in transformers; none is kept. A module's
-        tensors should be consecutive, because vLLM keeps them until it has them all."""
+        """Like ``update_weights``, but with tensors that come one by one, under their names in transformers. None of them is kept. A
+        module's tensors should be consecutive, because vLLM keeps them until it has all of them."""
         self._refuse_stale(version)
         self.settle()
         self._wake("weights")
@@ -160,10 +160,10 @@ class VllmEngine:
             raise RefusedUpdateError(f"version {version} of the weights is stale: vLLM has version {self.version}")
 
     def end_session(self, session: str) -> None:
-        """Do nothing: vLLM knows prefixes, not sessions. It keeps unused blocks until it needs them or gets new weights."""
+        """Do nothing, because vLLM has no sessions, only prefixes. It keeps unused blocks until it needs them or gets new weights."""
 
     def sleep(self) -> None:
-        """Release GPU memory while nothing is sampled; the next steps or the next update wake what they need."""
+        """Release GPU memory while nothing is sampled. The next steps or the next update wake what they need."""
         assert not self._rows and self._advancing is None, "an engine at work cannot sleep"
         self.child.ask("sleep")
         self._asleep = {"weights", "kv_cache"}
@@ -240,7 +240,7 @@ class VllmEngine:
 
 
 def in_parts(tensors: Iterable[tuple[str, Tensor]], *, num_bytes: int) -> Iterator[list[tuple[str, Tensor]]]:
-    """Yield the tensors in lists of about this many bytes; no tensor is split."""
+    """Yield the tensors in lists of about this many bytes. No tensor is split."""
     part: list[tuple[str, Tensor]] = []
     size = 0
     for name, tensor in tensors:
@@ -268,6 +268,6 @@ def _row(sequence: Sequence) -> dict[str, Any]:
 
 
 def vllm_seed(seed: int) -> int:
-    """Hash a seed into one for vLLM: vLLM reads -1 as no seed, and torch's CPU generator uses only 32 of the 64 bits."""
+    """Hash a seed into a seed for vLLM: vLLM treats -1 as no seed, and torch's CPU generator uses only 32 of the 64 bits."""
     digest = hashlib.blake2b(seed.to_bytes(8, "little", signed=True), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1

@@ -2,7 +2,7 @@
 
 It imports the standard library, torch and vLLM, but nothing from this package, so it repeats a few lines of process/child.py. It
 answers the calls of the process that started it (``child.py``) one after another, in the same frames, with JSON in both
-directions. When its parent hangs up or is gone, it exits. A call names a method:
+directions. It exits when its parent hangs up or dies. A call names a method:
 
     version  import vLLM
     load     create an engine from a model's config, with meaningless weights until the first update
@@ -37,7 +37,7 @@ import weakref
 import zlib
 from typing import Any
 
-# As in nodes/framing.py: a message's length; then the number of its call, and whether it is a call, an answer or an error.
+# As in nodes/framing.py: the length of a message, then the number of its call and its kind: a call, an answer or an error.
 LENGTH, HEAD = struct.Struct("<Q"), struct.Struct("<IB")
 DONE, RAISED = 2, 3
 
@@ -48,8 +48,8 @@ class Server:
         self.memory_path = f"/proc/{os.getpid()}/fd/{memory_fd}"  # also valid in tensor-parallel processes
         self.spec: dict[str, Any] | None = None
         self.engine: Any = None
-        self.has_weights = False  # or an adapter, if only an adapter is sent
-        self._is_changing = False  # whether an update has been loaded in part
+        self.has_weights = False  # or an adapter, if only adapters are sent
+        self._is_changing = False  # whether part of an update has been loaded
         self.adapter: Any = None  # vLLM's LoRARequest, or None without an adapter
         self._preemptions: dict[str, int] = {}  # per running completion
 
@@ -89,7 +89,7 @@ class Server:
         return vllm.__version__
 
     def do_load(self, spec: dict[str, Any]) -> None:
-        """Create the engine. An engine with the same settings is kept, but its completions, weights and adapter are no longer valid."""
+        """Create the engine. An engine with the same settings is kept, but its completions, weights and adapter become invalid."""
         self.do_begin()
         if self.engine is not None and spec == self.spec:
             self.engine.abort_request(list(self.engine.output_processor.request_states), internal=True)
@@ -134,9 +134,9 @@ class Server:
             self.engine.collective_rpc(end_weights, args=(False,))
 
     def do_part(self, offset: int, size: int, tensors: list[list[Any]]) -> dict[str, Any]:
-        """Load a part. Return the start offsets of the parts that are still being read: their memory must not change."""
+        """Load a part. Return the offsets of the parts that are still being read and whose memory must not change."""
         verify(self.memory_path, offset, size, tensors)
-        if not self._is_changing:  # so far nothing in the engine has changed
+        if not self._is_changing:  # the engine has not been changed yet
             self._is_changing, self.has_weights = True, False
             self.engine.collective_rpc(begin_weights)
         held = self.engine.collective_rpc(take_weights, args=(self.memory_path, offset, size, tensors))
@@ -153,7 +153,7 @@ class Server:
     def do_adapt(self, folder: str) -> None:
         from vllm.lora.request import LoRARequest  # type: ignore[import-not-found]
 
-        # Always use the same id, so running completions continue with the new adapter. Their own request must not load it again.
+        # Always use the same ID, so that running completions continue with the new adapter. Their own requests must not load it again.
         if not self.engine.add_lora(LoRARequest("policy", 1, folder, load_inplace=True)):
             raise RuntimeError(f"vLLM did not load the adapter in {folder}")
         self.adapter = LoRARequest("policy", 1, folder)
@@ -167,7 +167,7 @@ class Server:
         self.engine.wake_up(tags)
 
     def _forget_context(self) -> None:
-        """Drop all keys and values, also for running completions: they are computed again before the next token."""
+        """Drop all keys and values, even of running completions. They are computed again before the next token."""
         if self.engine.reset_prefix_cache(reset_running_requests=True) is False:
             raise RuntimeError("vLLM could not reset its prefix cache")
         self._count_preemptions()  # ignore these: they do not mean that memory is short
@@ -197,7 +197,7 @@ def make_engine(spec: dict[str, Any], folder: str) -> Any:
     size = spec["tensor_parallel_size"]
     args = EngineArgs(
         model=folder,
-        skip_tokenizer_init=True,  # token ids in and out, so that there is no second tokenizer to disagree with
+        skip_tokenizer_init=True,  # token IDs in and out, so no second tokenizer can disagree
         generation_config="vllm",  # only the request decides how to sample
         load_format="dummy" if spec["model"] is None else "auto",
         enable_lora=spec["lora_rank"] > 0,
@@ -207,14 +207,14 @@ def make_engine(spec: dict[str, Any], folder: str) -> Any:
         dtype=spec["dtype"],
         max_model_len=spec["max_positions"],
         max_num_seqs=spec["max_running"],
-        # A prompt in two steps draws a token too early. vLLM (0.32) then rewinds the seed's generator, but a CPU generator cannot rewind.
+        # A prompt that is filled in two steps draws a token too early. vLLM 0.32 then rewinds the generator, which fails on a CPU.
         enable_chunked_prefill=False if current_platform.is_cpu() else None,
         block_size=spec["kv_block"],
         num_gpu_blocks_override=spec["kv_blocks"],
         kv_cache_memory_bytes=spec["kv_bytes"],
-        # The memory is set in tokens above. vLLM only compares this fraction with the free memory of a GPU that a learner may share.
+        # The KV memory is set above. vLLM only compares this fraction with the free memory of the GPU, which a learner may share.
         gpu_memory_utilization=0.01,
-        disable_hybrid_kv_cache_manager=True,  # sliding-window layers take as much memory as the others, so that it can be counted
+        disable_hybrid_kv_cache_manager=True,  # then sliding-window layers take as much memory as the others, and we can count it
         logprobs_mode="processed_logprobs",  # after temperature, top-k and top-p: the distribution that is sampled from
         enforce_eager=spec["enforce_eager"],
         enable_sleep_mode=spec["sleep"],
@@ -249,11 +249,11 @@ def sampling_params(row: dict[str, Any]) -> Any:
 
 
 def verify(path: str, offset: int, size: int, tensors: list[list[Any]]) -> None:
-    """Check that every byte of a part is there and is what was sent. So far the part has changed nothing in the engine."""
+    """Check that all bytes of a part have arrived unchanged. The part has not changed anything in the engine yet."""
     with open(path, "rb") as file:
         if os.fstat(file.fileno()).st_size < offset + size:
             raise ValueError(
-                f"torn: {os.fstat(file.fileno()).st_size} bytes of weights where {offset + size} were sent"
+                f"torn: the memory has {os.fstat(file.fileno()).st_size} bytes of weights, but {offset + size} were sent"
             )
         with (
             mmap.mmap(file.fileno(), size, access=mmap.ACCESS_READ, offset=offset) as memory,
@@ -262,21 +262,21 @@ def verify(path: str, offset: int, size: int, tensors: list[list[Any]]) -> None:
             for name, _, _, begin, length, expected in tensors:
                 with view[begin : begin + length] as part:
                     if zlib.crc32(part) != expected:
-                        raise ValueError(f"torn: {name} is not what was sent")
+                        raise ValueError(f"torn: {name} differs from what was sent")
 
 
 # These run in each process of the engine
 
 
 class Reload:
-    """One reload of the weights by vLLM. vLLM knows fused, divided and repacked layouts, and reads from each tensor what this process
-    needs. It runs in a thread, so that the weights can come part by part: vLLM asks for the next part and waits for it.
+    """Lets vLLM reload the weights. vLLM knows fused, divided and repacked layouts, and reads from each tensor what this process needs.
+    The reload runs in a thread, so that the weights can come part by part: vLLM asks for the next part and waits for it.
 
-    vLLM keeps views of what it still needs from a part: a module's tensors until it has them all, padded tensors until the end. So
-    a part's memory is free when its mapping is gone.
+    vLLM keeps views of the data that it still needs from a part: a module's tensors until it has all of them, padded tensors until the
+    end. So a part's memory is free when its mapping is gone.
 
-    This works around two flaws of the reload in vLLM 0.32: it only logs parameters for which no tensor was sent, and on a CPU
-    an output layer tied to the embeddings keeps a repacked copy of the old embeddings.
+    This works around two flaws of the reload in vLLM 0.32. It only logs parameters for which no tensor was sent. On a CPU, an output
+    layer that is tied to the embeddings keeps a repacked copy of the old embeddings.
     """
 
     def __init__(self, worker: Any) -> None:
@@ -302,9 +302,9 @@ class Reload:
         return [offset for offset, mapping in self._maps.items() if mapping() is not None]
 
     def _until_asked(self) -> None:
-        """Wait until vLLM has read everything that it was given."""
+        """Wait until vLLM has read all parts that it was given."""
         if self._asked.get() == "done":
-            raise self._error or RuntimeError("vLLM has ended its reload before all weights were sent")
+            raise self._error or RuntimeError("vLLM ended its reload before all weights were sent")
 
     def end(self, *, is_whole: bool) -> None:
         self._parts.put(None)
@@ -388,7 +388,9 @@ def main() -> None:
     socket_fd, lifeline_fd, crash_fd, memory_fd = (int(text) for text in sys.argv[1:])
     end_with(lifeline_fd)
     faulthandler.enable(crash_fd)
-    faulthandler.register(signal.SIGUSR1, crash_fd)  # the parent uses it to get a stack trace when the process hangs
+    faulthandler.register(
+        signal.SIGUSR1, crash_fd
+    )  # the parent sends this signal to get a stack trace when the process hangs
     Server(socket_fd, memory_fd).serve()
 
 

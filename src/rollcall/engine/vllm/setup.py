@@ -1,4 +1,4 @@
-"""Checks before vLLM starts: where it is installed, whether it can run this model, how much memory its KV cache gets."""
+"""Checks before vLLM starts: where it is installed, whether it can run this model, and how much memory its KV cache gets."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from rollcall.model.stored.find import adapter_folder, is_model_dir
 
 PYTHON_VARIABLE = "ROLLCALL_VLLM_PYTHON"
 INSTALL = (
-    "make an environment for it with `python3 -m venv .vllm && .vllm/bin/pip install vllm` (on a machine without a GPU: "
-    "scripts/setup_peers.sh .peers vllm) and name its Python in rollout.vllm.python"
+    "create an environment for it with `python3 -m venv .vllm && .vllm/bin/pip install vllm` (on a machine without a GPU: "
+    "scripts/setup_peers.sh .peers vllm), and set rollout.vllm.python to its Python"
 )
 PROBE_S = 60.0
 PROBE = "import importlib.util, sys; sys.exit(importlib.util.find_spec('vllm') is None)"
@@ -33,11 +33,11 @@ CPU_HEAD_DIMS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)  # in vLLM 0
 
 
 class VllmUnavailable(ValueError):
-    """vLLM is not installed where the run file says, or cannot run this model; the message says what to do."""
+    """vLLM is not installed where the run file says, or cannot run this model. The message says what to do."""
 
 
 def find_python(given: str | None) -> str:
-    """Return vLLM's Python: from the run file, from $ROLLCALL_VLLM_PYTHON, or this Python if vLLM is installed here."""
+    """Return vLLM's Python: the one in the run file, the one in $ROLLCALL_VLLM_PYTHON, or this one if vLLM is installed in it."""
     named = given or os.environ.get(PYTHON_VARIABLE)
     source = f"rollout.vllm.python={given}" if given else f"${PYTHON_VARIABLE}={named}"
     if named is None:
@@ -46,13 +46,13 @@ def find_python(given: str | None) -> str:
         return sys.executable
     path = shutil.which(str(Path(named).expanduser()))
     if path is None:
-        raise VllmUnavailable(f"{source} is not a program that can be run; {INSTALL}")
+        raise VllmUnavailable(f"{source} is not a program that this machine can run; {INSTALL}")
     # Only check that it is installed: importing it takes half a minute.
     probe = subprocess.run([path, "-c", PROBE], capture_output=True, text=True, timeout=PROBE_S)
     if probe.returncode:
         why = probe.stderr.strip().splitlines()[-1:] or ["its packages have no vllm"]
         raise VllmUnavailable(f"{source} cannot import vLLM ({why[0]}); {INSTALL}")
-    return os.path.abspath(path)  # not resolved: its link to another Python is what makes it an environment
+    return os.path.abspath(path)  # do not resolve it: a virtual environment's Python is a link to its base Python
 
 
 def make_spec(
@@ -71,14 +71,14 @@ def make_spec(
         base = Path(adapter.base)
         if base.is_absolute() and (not is_model_dir(base) or adapter_folder(base) is not None):
             raise VllmUnavailable(
-                f"model.path={base} is a checkpoint, and with model.lora vLLM reads the model itself, from a model directory; write "
-                "one with `rollcall merge`, or use rollout.engine=native"
+                f"model.path={base} is a checkpoint, but with model.lora, vLLM reads the model itself and needs a model directory; "
+                "create one with `rollcall merge`, or use rollout.engine=native"
             )
     first = next(model.parameters())
     device, dtype = device or first.device, first.dtype
     _refuse(config, section, device=device)
     block = KV_BLOCK[device.type]
-    # KV heads on each GPU; with more GPUs than KV heads, each GPU has one head.
+    # KV heads on each GPU; if there are more GPUs than KV heads, each GPU has one head.
     heads = max(1, config.num_key_value_heads // section.tensor_parallel_size)
     token_bytes: int = 2 * config.num_hidden_layers * heads * _head_dim(config) * dtype.itemsize
     if kv_tokens is None:
@@ -88,7 +88,7 @@ def make_spec(
             kv_tokens = min(int(total * kv_fraction) // token_bytes, whole)
         else:
             kv_tokens = min(max(CPU_KV_BYTES // token_bytes, config.max_position_embeddings), whole)
-    # vLLM keeps one block for itself; a window that begins in the middle of a block reaches into one more.
+    # vLLM reserves one block for itself. A window that begins in the middle of a block needs another one.
     blocks = -(-kv_tokens // block) + 1 + bool(getattr(config, "sliding_window", None))
     return {
         "config": config_fields(model),
@@ -123,7 +123,7 @@ def _refuse(config: Any, section: VllmSection, *, device: torch.device) -> None:
     size, head_dim = section.tensor_parallel_size, _head_dim(config)
     if device.type == "cpu" and head_dim not in CPU_HEAD_DIMS:
         raise VllmUnavailable(
-            f"this model has heads of {head_dim}; on a CPU vLLM has kernels only for {', '.join(map(str, CPU_HEAD_DIMS))}; "
+            f"this model has a head dimension of {head_dim}; on a CPU, vLLM has kernels only for {', '.join(map(str, CPU_HEAD_DIMS))}; "
             "use rollout.engine=native"
         )
     heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
@@ -134,6 +134,6 @@ def _refuse(config: Any, section: VllmSection, *, device: torch.device) -> None:
         )
     if device.type == "cuda" and size > torch.cuda.device_count():
         raise VllmUnavailable(
-            f"rollout.vllm.tensor_parallel_size={size} needs {size} GPUs, and this process sees {torch.cuda.device_count()}; "
-            "give its rollout process more slots in cluster.component_placement (`0-7:0-3` gives each of 4 processes two)"
+            f"rollout.vllm.tensor_parallel_size={size} needs {size} GPUs, but this process sees {torch.cuda.device_count()}; "
+            "give each rollout process more slots in cluster.component_placement (`0-7:0-3` gives each of 4 processes two)"
         )

@@ -1,4 +1,4 @@
-"""Brings weights from the learner to engines in other processes: versioned, checked, over several transports.
+"""Sends weights from the learner to engines in other processes: versioned, with checksums, over several transports.
 
-``transports`` opens the two ends; ``protocol`` says what both promise.
+``transports`` opens the two ends; ``protocol`` defines their contract.
 """

@@ -1,9 +1,9 @@
 """Sends weights to processes on other hosts: a broadcast in a separate process group.
 
-The group meets at the sender's store (``nodes/meeting.py``). It is separate from the learner's group, so it can be created again
+The group meets at the sender's store (``nodes/meeting.py``). It is separate from the learner's group, so that it can be created again
 with other members when a member is lost. Only invited receivers get its secret, over their lines. It uses NCCL if every member
-is on a GPU, otherwise gloo. Two buckets are in flight at a time. Each side computes a bucket's checksum: the sender before it
-leaves, the receiver when it arrives. A large span goes directly from tensor to tensor, small ones are packed.
+is on a GPU, and otherwise gloo. Two buckets are in flight at a time. Each side computes a bucket's checksum: the sender before it
+leaves, the receiver when it arrives. A large span goes directly from tensor to tensor; small spans are packed together.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class _Group:
         return self._group.broadcast([flat], self._options)
 
     def finish(self, work: Any, lines: Mapping[str, Line], deadline: Wait) -> None:
-        """Wait for a broadcast and watch the lines, because the group does not always notice a peer that has given up."""
+        """Wait for a broadcast. Watch the lines as well, because the group does not always notice a peer that has given up."""
         while True:
             try:
                 if self.backend == "gloo":
@@ -82,15 +82,15 @@ class _Group:
                 if work.is_completed():
                     raise
             if deadline.is_over or any(line.is_closed() for line in lines.values()):
-                raise RuntimeError("the broadcast did not end")
+                raise RuntimeError("the broadcast did not finish")
             deadline.tell(f"weights: in a broadcast with {', '.join(lines)}")
 
     def travels_as_is(self, bucket: Bucket) -> bool:
         return len(bucket) == 1 and (self.backend == "nccl" or bucket[0].device.type == "cpu")
 
     def scratch(self, bucket: Bucket) -> list[Tensor]:
-        """Return a buffer for a bucket that cannot be sent directly: one flat tensor, cut like the bucket. It is used again after
-        ``IN_FLIGHT + 2`` buckets."""
+        """Return a buffer for a bucket that cannot be sent directly: one flat tensor, split like the bucket. The buffer is used again
+        after ``IN_FLIGHT + 2`` buckets."""
         device = bucket[0].device if self.backend == "nccl" else torch.device("cpu")
         if not self._scratch:
             size = (IN_FLIGHT + 2, BUCKETS.num_bytes)
@@ -108,7 +108,7 @@ class BroadcastOutlet(Outlet):
         backend, size = "nccl" if on_gpus else "gloo", len(lines) + 1
         self._lines = lines
         address = _own_address(next(iter(lines.values())))
-        listener = listen_at(address)  # listen before the others learn the port
+        listener = listen_at(address)  # listen before the receivers learn the port
         place = Place(address=address, port=listener.getsockname()[1], secret=new_secret())
         self._server = MeetingServer(listener, secret=place.secret)
         told = {"backend": backend, "port": place.port, "secret": place.secret, "size": size}
@@ -189,7 +189,7 @@ class BroadcastInlet(Inlet):
 
 @contextmanager
 def _naming(lines: Mapping[str, Line], deadline: Wait) -> Iterator[None]:
-    """Name the peer that is gone: the collective's error does not, but the log lines do."""
+    """Name the lost peer in the error. The collective's own error does not name it, but the lines know which peer is gone."""
     try:
         yield
     except MissingPeerError:
@@ -200,7 +200,7 @@ def _naming(lines: Mapping[str, Line], deadline: Wait) -> Iterator[None]:
         if gone:
             raise MissingPeerError(f"{', '.join(gone)} is gone in the middle of a weight update ({first})") from error
         raise MissingPeerError(
-            f"the broadcast of weights broke off with {', '.join(lines)}, which may take at most "
+            f"the broadcast of weights with {', '.join(lines)} failed; its time limit is "
             f"{deadline.timeout_s:g} s ({first})"
         ) from error
 
@@ -210,5 +210,5 @@ def _address(name: tuple[Any, ...]) -> str:
 
 
 def _own_address(line: Line) -> str:
-    """Return the address by which the peer reaches this process."""
+    """Return the address at which the peer reaches this process."""
     return _address(line.socket.getsockname())

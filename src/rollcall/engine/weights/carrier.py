@@ -1,7 +1,7 @@
-"""A carrier moves the bytes of an update once sender and receivers have agreed on it.
+"""Carriers move the bytes of an update after the sender and its receivers have agreed on it.
 
-Both ends of a carrier get the same buckets: the sender reads its buckets, the receivers write theirs. Each side returns a checksum
-per bucket; a receiver computes it over its own memory. Creating an end opens it.
+Both ends of a carrier get the same buckets: the sender reads its buckets, and the receivers write theirs. Each side returns a checksum
+per bucket. A receiver computes it over its own memory. Creating an end opens it.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Outlet(Protocol):
     def put(self, buckets: Iterable[Bucket], deadline: Wait) -> list[int]: ...
 
     def close(self) -> None:
-        """Release what Python does not release by itself. Closing twice does nothing."""
+        """Release what Python does not release by itself. A second call does nothing."""
 
 
 class Inlet(Protocol):
@@ -35,7 +35,7 @@ class Inlet(Protocol):
     bucket_size: BucketSize
 
     def each(self, buckets: Iterable[Bucket], deadline: Wait) -> Iterator[int]:
-        """Yield the checksum of each bucket once it has arrived. A few buckets are read from ``buckets`` ahead of that."""
+        """Yield the checksum of each bucket after it has arrived. This takes a few buckets from ``buckets`` in advance."""
         ...
 
     def close(self) -> None:

@@ -1,7 +1,7 @@
-"""Sends only what changed: which elements differ from the previous version, and their new bits.
+"""Sends only the changes to the previous version: which elements differ, and their new bits.
 
-At the learning rates of reinforcement learning most bfloat16 weights keep their bits in an update. For each tensor, the changes are
-the number of changes in each block of 65,536 elements, then for each change its place in the block (two bytes) and its new value.
+At the learning rates of reinforcement learning, most bfloat16 weights keep their bits in an update. The changes of a tensor are first
+the number of changes in each block of 65,536 elements, then for each change its position in the block (two bytes) and its new value.
 A tensor whose changes would take more bytes than the tensor itself is sent in full. The sender keeps a copy of what it sent
 last, so it needs twice the memory of the weights. The checksums cover the full tensors, so they reveal a receiver that started
 from different weights than the sender assumed.
@@ -18,7 +18,7 @@ from torch import Tensor
 from rollcall.engine.weights.layout import Entry, Layout
 from rollcall.engine.weights.protocol import RefusedUpdateError
 
-BLOCK = 1 << 16  # elements; a place in a block takes two bytes
+BLOCK = 1 << 16  # elements; a position in a block takes two bytes
 WHOLE = -1  # in place of a count: the tensor is sent in full
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -79,7 +79,7 @@ def apply(layout: Layout, delta: Delta, *, flat: Sequence[Tensor]) -> None:
 
 
 def _changes(entry: Entry, count: int, part: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the changed places and their new values. Refuse a part that cannot be a delta of this tensor before anything is written."""
+    """Return the changed positions and their new values. Refuse changes that do not fit this tensor, before anything is written."""
     part = part.clone()  # its pieces may not be aligned for the view below
     head = 4 * _num_blocks(entry)
     per_block = part[:head].view(torch.int32).long()
@@ -89,7 +89,7 @@ def _changes(entry: Entry, count: int, part: Tensor) -> tuple[Tensor, Tensor]:
     blocks = torch.arange(len(per_block), device=part.device) * BLOCK
     places = torch.repeat_interleave(blocks, per_block) + offsets
     if int(places.max()) * entry.torch_dtype.itemsize >= entry.num_bytes:
-        raise RefusedUpdateError(f"a change of tensor {entry.name!r} is outside of it")
+        raise RefusedUpdateError(f"a change of tensor {entry.name!r} is outside the tensor")
     return places, part[head + 2 * count :].clone().view(_word(entry))
 
 

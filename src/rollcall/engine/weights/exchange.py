@@ -1,4 +1,4 @@
-"""One update between a sender and its receivers, the same for every carrier.
+"""Performs one update between a sender and its receivers, in the same way for every carrier.
 
 receiver                          sender
 "I have version 3"           ->
@@ -31,12 +31,12 @@ from rollcall.engine.weights.line import Desk, Line, call, hear_all
 from rollcall.engine.weights.protocol import Carrying, Invitation, RefusedUpdateError, refuse_stale
 from rollcall.model.checksum import checksum
 
-Header = Mapping[str, Any]  # what a sender says about an update
+Header = Mapping[str, Any]  # a sender's description of an update
 
 
 @dataclass(slots=True)
 class _Base:
-    """The weights that every receiver has."""
+    """The weights that every receiver currently has."""
 
     version: int
     layout: Layout
@@ -44,7 +44,7 @@ class _Base:
 
 
 class StreamSender:
-    """Sends over one carrier. With ``changes_only`` it sends only changes when every receiver has the last version sent."""
+    """Sends over one carrier. With ``changes_only``, it sends only the changes if every receiver has the last version that was sent."""
 
     def __init__(
         self,
@@ -72,7 +72,7 @@ class StreamSender:
 
     def send(self, tensors: Mapping[str, Tensor] | Parts, *, version: int) -> None:
         if self._is_closed:
-            raise WeightUpdateError("this sender of weights is closed; make a new one and invite its receivers")
+            raise WeightUpdateError("this weight sender is closed; create a new one and invite its receivers")
         deadline = Wait(self._timeout_s)
         try:
             views = tensors if isinstance(tensors, Parts) else view(tensors)
@@ -107,10 +107,12 @@ class StreamSender:
             if not refused:
                 return
         why = "; ".join(f"{name}: {reason}" for name, reason in refused.items())
-        raise RefusedUpdateError(f"weights of version {version} were refused, and again when sent in full: {why}")
+        raise RefusedUpdateError(
+            f"weights of version {version} were refused, and refused again when sent in full: {why}"
+        )
 
     def _attempt(self, views: Views | Parts, *, version: int, deadline: Wait, in_full: bool) -> dict[str, str]:
-        """Make one attempt; return who refused, and why."""
+        """Make one attempt. Return the receivers that refused, each with its reason."""
         assert self._outlet is not None
         ready = hear_all(self._lines, deadline, waiting_for="readiness")
         changes = None
@@ -179,14 +181,14 @@ class LineReceiver(ABC):
 
     @abstractmethod
     def _fit(self, headers: Sequence[Header]) -> None:
-        """Raise if the update cannot be applied here."""
+        """Raise if the update cannot be applied to this receiver."""
 
     @abstractmethod
     def _apply(self, headers: Sequence[Header], deadline: Wait) -> list[list[int]]:
-        """Receive and apply the update; return the checksums of each sender's buckets."""
+        """Receive and apply the update. Return the checksums of each sender's buckets."""
 
     def _update(self, version: int) -> None:
-        """Wait for the update to this version, for as many attempts as the senders make."""
+        """Wait for the update to this version, and take part in as many attempts as the senders make."""
         deadline = Wait(max(invitation.timeout_s for invitation in self._invitations))
         try:
             if not self._ends:
@@ -213,7 +215,7 @@ class LineReceiver(ABC):
                 raise
 
     def _attempt(self, version: int, deadline: Wait) -> tuple[RefusedUpdateError | None, str]:
-        """Return the reason for a refusal, if any, and what the senders do next."""
+        """Return the reason for a refusal, if any, and the senders' next step."""
         lines = [line for line, _ in self._ends]
         for line in lines:
             line.tell({"version": self._held}, deadline)
@@ -227,7 +229,7 @@ class LineReceiver(ABC):
             refusal = error
         if (step := self._answer(refusal, deadline)) != "data":
             return refusal, step
-        self._held = None  # from here on the tensors are a mix of two versions
+        self._held = None  # from now on, the tensors are a mix of two versions
         sums: list[list[int]] = []
         try:
             sums = self._apply(headers, deadline)
@@ -242,20 +244,21 @@ class LineReceiver(ABC):
         return refusal, self._answer(refusal, deadline)
 
     def _answer(self, refusal: Exception | None, deadline: Wait) -> str:
-        """Give all senders the same answer; return what they do next."""
+        """Give all senders the same answer. Return their next step."""
         for line, _ in self._ends:
             line.tell({"refused": None if refusal is None else str(refusal)}, deadline)
         steps = {line.peer: line.hear(deadline)["step"] for line, _ in self._ends}
         if len(set(steps.values())) > 1:  # another receiver, which shares only some of the senders, has refused
             found = ", ".join(f"{sender}: {step}" for sender, step in steps.items())
             raise WeightUpdateError(
-                f"{self.name} cannot continue: another receiver refused the weights, and the senders disagree about what to do next ({found}); run the same command again"
+                f"{self.name} cannot continue: another receiver refused the weights, and the senders disagree about the next step "
+                f"({found}); run the same command again"
             )
         return steps.popitem()[1]
 
 
 class StreamReceiver(LineReceiver):
-    """Receives over one carrier, into tensors that keep their memory."""
+    """Receives over one carrier, into tensors that stay in place."""
 
     def __init__(self, invitation: Invitation, *, name: str, tensors: Mapping[str, Tensor]) -> None:
         self._tensors = dict(tensors)
@@ -286,5 +289,5 @@ class StreamReceiver(LineReceiver):
             views.read()
             delta.apply(views.layout, delta.Delta(counts=counts, payload=payload), flat=views.flat)
             views.write()
-        views.read()  # so the checksums cover the tensors themselves, not what was copied into them
+        views.read()  # so that the checksums cover the tensors themselves, not the data that was copied into them
         return [[checksum(bucket) for bucket in buckets]]

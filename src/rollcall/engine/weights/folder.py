@@ -1,12 +1,12 @@
-"""Sends weights as files in a folder that sender and receivers share. No messages pass between them.
+"""Sends weights as files in a folder that the sender and the receivers share. They exchange no messages.
 
-An update is a few files in safetensors format, so receivers read one while the sender writes the next. Each file is renamed
-into place when it is complete; its metadata contains the update's layout and the file's checksums. Its name contains the
+An update is a few files in safetensors format, so receivers read one while the sender writes the next. Each file is renamed to
+its final name when it is complete; its metadata contains the update's layout and the file's checksums. Its name contains the
 sender's secret and the version, so no receiver takes another sender's files. The files stay until the next update is complete,
 so a receiver that comes later finds them.
 
-Who waits for whom: ``send`` does not wait; ``receive`` waits for the files of its version. The caller of both knows
-that everyone has an update when both have returned.
+Who waits for whom: ``send`` does not wait; ``receive`` waits for the files of its version. When both have returned, their caller
+knows that everyone has the update.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from rollcall.model.checksum import checksum
 from rollcall.model.stored.files import StoredError
 from rollcall.model.stored.safetensors import read_header, write_header
 
-# Spans are in the same order as in the files, and each one's checksum is computed while it is in the cache.
+# Spans are in the same order as in the files, and the checksum of a span is computed while it is in the cache.
 BUCKETS = BucketSize(num_bytes=1 << 20, alone_from=0)
 PART_BYTES, MOST_PARTS = 32 << 20, 16
 LOOK_S = 0.1
@@ -52,7 +52,7 @@ class FolderSender:
             timeout_s=timeout_s,
         )
         self._folder.mkdir(parents=True, exist_ok=True)
-        self._clear()  # remove what a killed sender has left
+        self._clear()  # remove the files of a sender that was killed
 
     @property
     def invitations(self) -> Mapping[str, Invitation]:
@@ -92,7 +92,7 @@ class FolderReceiver:
         refuse_stale(version, due=version, newest=self._newest)
         deadline = Wait(self._invitation.timeout_s)
         refusal: RefusedUpdateError | None = None
-        for _ in range(2):  # a network share may show a file before all of its bytes
+        for _ in range(2):  # a network share may show a file before it shows all of its bytes
             try:
                 self._apply(version, deadline)
             except RefusedUpdateError as error:
@@ -107,7 +107,7 @@ class FolderReceiver:
         """Do nothing: no file is open between updates."""
 
     def _apply(self, version: int, deadline: Wait) -> None:
-        """Copy one file after another into the tensors, then compare what arrived with the files' checksums."""
+        """Copy one file after another into the tensors. Then compare the checksums of what arrived with those in the files."""
         due, sums, number = list[int](), list[int](), 0
         views: Views | None = None
         while views is None or number < len(_parts_of(views)):
@@ -116,7 +116,7 @@ class FolderReceiver:
                 entries, about = read_header(path)
                 layout, due_here = about["layout"], json.loads(about["sums"])
             except (StoredError, ValueError, KeyError, TypeError) as error:
-                raise RefusedUpdateError(f"{path} is not a file of weights ({type(error).__name__}: {error})") from None
+                raise RefusedUpdateError(f"{path} is not a weight file ({type(error).__name__}: {error})") from None
             views = views or fit(layout, self._tensors)
             with path.open("rb", buffering=0) as file:
                 file.seek(min(entry.offset for entry in entries.values()))
@@ -124,30 +124,32 @@ class FolderReceiver:
             due, number = due + due_here, number + 1
         views.write()
         if views.has_copies:
-            views.read()  # so the checksums cover the tensors themselves, not what was copied into them
+            views.read()  # so that the checksums cover the tensors themselves, not the data that was copied into them
             sums = [checksum(bucket) for bucket in views.buckets(BUCKETS)]
         if sums != due:
             raise RefusedUpdateError(f"the checksums of version {version} differ after it was applied")
 
     def _find(self, version: int, number: int, deadline: Wait) -> Path:
         path, pause_s = _path(self._invitation, version, number), LOOK_S / 16
-        # List the folder instead of looking up the name: NFS remembers for a while that a name does not exist.
+        # List the folder instead of looking up the name: NFS caches for a while that a name does not exist.
         while not path.parent.is_dir() or path.name not in os.listdir(path.parent):
             if not deadline.again(f"weights: waiting for {path}", after_s=pause_s):
                 raise MissingPeerError(
-                    f"{self.name} does not find {path} after {deadline.timeout_s:g} s, which {self._invitation.sender} should "
-                    "write; put run.dir on a folder that all nodes share"
+                    f"{self.name} did not find {path} within {deadline.timeout_s:g} s; {self._invitation.sender} should have "
+                    "written it; set run.dir to a folder that all nodes share"
                 )
-            pause_s = min(2 * pause_s, LOOK_S)  # most files come within moments, but do not list a share too often
+            pause_s = min(
+                2 * pause_s, LOOK_S
+            )  # most files arrive within moments, but a share must not be listed too often
         return path
 
 
 def _fill(bucket: Sequence[Tensor], file: FileIO, *, path: Path) -> int:
-    """Read a bucket; return its checksum, computed while it is in the cache."""
+    """Read a bucket. Return its checksum, which is computed while the bucket is in the cache."""
     for span in bucket:
         host = span if span.device.type == "cpu" else torch.empty(len(span), dtype=torch.uint8)
         if file.readinto(host.numpy().data) != len(span):
-            raise RefusedUpdateError(f"{path} is cut short")
+            raise RefusedUpdateError(f"{path} is truncated")
         if host is not span:
             span.copy_(host)
     return checksum(bucket)

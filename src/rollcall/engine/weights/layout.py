@@ -1,8 +1,8 @@
 """Tensors as bytes in an agreed order.
 
-The sender's layout lists its tensors by name, type and shape, each with the order of its dimensions in memory, so that a
-matrix stored by columns is sent as it is in memory. A tensor that has gaps, or whose memory order differs on the two sides, goes
-through a copy. A bucket is what is moved at once; both sides derive the buckets from the layout.
+The sender's layout lists its tensors by name, type and shape, each with the order of its dimensions in memory. So a matrix that is
+stored by columns is sent as it is in memory. A tensor that has gaps, or whose memory order differs on the two sides, is copied
+first. A bucket is the unit that is moved at once. Both sides derive the buckets from the layout.
 """
 
 from __future__ import annotations
@@ -98,16 +98,16 @@ class Layout:
         for name, tensor in tensors.items():
             here = Entry.of(name, tensor)
             if name not in sent:
-                raise RefusedUpdateError(f"tensor {name!r} is missing in the update")
+                raise RefusedUpdateError(f"tensor {name!r} is missing from the update")
             if (sent[name].shape, sent[name].dtype) != (here.shape, here.dtype):
-                raise RefusedUpdateError(f"tensor {name!r} is {sent[name]} in the update and {here} here")
+                raise RefusedUpdateError(f"tensor {name!r} is {sent[name]} in the update and {here} in the receiver")
         if extra := [name for name in sent if name not in tensors]:
-            raise RefusedUpdateError(f"the update has a tensor {extra[0]!r} that is not here")
+            raise RefusedUpdateError(f"the update has a tensor {extra[0]!r} that this receiver does not have")
 
     def buckets(self, size: BucketSize) -> list[list[Span]]:
-        """Divide the entries into buckets, in order: small spans before a large one do not wait for small spans after it."""
+        """Divide the entries into buckets, in order. Small spans before a large one do not wait for small spans after it."""
         found: list[list[Span]] = []
-        shared: list[Span] = []  # small spans that travel together
+        shared: list[Span] = []  # small spans that share a bucket
         room = size.num_bytes
         for index, entry in enumerate(self.entries):
             for start in range(0, entry.num_bytes, size.num_bytes):
@@ -133,7 +133,7 @@ class Views:
     def __init__(self, tensors: Mapping[str, Tensor], layout: Layout) -> None:
         self.layout = layout
         self.flat: list[Tensor] = []
-        self._apart: list[tuple[Tensor, Tensor]] = []  # tensors with another memory order, and their copies
+        self._apart: list[tuple[Tensor, Tensor]] = []  # tensors with a different memory order, and their copies
         for entry in layout.entries:
             tensor = tensors[entry.name].detach().permute(entry.order)
             if not tensor.is_contiguous():

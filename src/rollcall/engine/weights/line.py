@@ -1,9 +1,9 @@
-"""Short messages between a sender and each of its receivers, over a socket: JSON with a length prefix.
+"""Exchanges short messages between a sender and each of its receivers over a socket, as JSON with a length prefix.
 
-A closed line means that the peer is gone; this shows at once. A host that disappears is noticed within ``door.SILENT_S``,
-because its kernel stops answering. A peer that is alive but silent is noticed at the deadline. Every error names the peer. The
-sender listens on a local socket name or on a TCP port, behind a door (``nodes/door.py``): nothing is read as a message before the
-peer has proved that it was invited.
+A closed line means that the peer is gone, which is detected at once. A host that disappears is detected within ``door.SILENT_S``,
+because its kernel stops answering. A peer that is alive but silent is detected at the deadline. Every error names the peer. The
+sender listens on a local socket name or on a TCP port, behind a door (``nodes/door.py``): no message is read before the peer has
+proved that it was invited.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class Line:
                 self.socket.settimeout(deadline.until_word_s)
                 data = self.socket.recv(most)
             except TimeoutError as error:
-                if error.errno:  # the kernel says that the other host does not answer
+                if error.errno:  # the kernel reports that the other host does not answer
                     raise self.gone(error) from None
                 if deadline.is_over:
                     raise self._silent(deadline) from None
@@ -80,7 +80,7 @@ class Line:
         return descriptors[0]
 
     def is_closed(self) -> bool:
-        """Whether the peer has closed the line, even if earlier data from it has not been read yet."""
+        """Return whether the peer has closed the line, even if some of its earlier data is still unread."""
         poll = select.poll()
         poll.register(self.socket, select.POLLRDHUP)
         return bool(poll.poll(0))
@@ -102,11 +102,13 @@ class Line:
         return MissingPeerError(f"{self.peer} is gone in the middle of a weight update{f' ({error})' if error else ''}")
 
     def _silent(self, deadline: Wait) -> MissingPeerError:
-        return MissingPeerError(f"{self.peer} did not answer within the {deadline.timeout_s:g} s of a weight update")
+        return MissingPeerError(
+            f"{self.peer} did not answer within {deadline.timeout_s:g} s, the time limit for a weight update"
+        )
 
 
 def hear_all(lines: Mapping[str, Line], deadline: Wait, *, waiting_for: str) -> dict[str, dict[str, Any]]:
-    """Read one message from each line; the error at the deadline names all missing peers."""
+    """Read one message from each line. At the deadline, raise an error that names all missing peers."""
     heard: dict[str, dict[str, Any]] = {}
     with selectors.DefaultSelector() as selector:
         for name, line in lines.items():
@@ -124,7 +126,7 @@ def hear_all(lines: Mapping[str, Line], deadline: Wait, *, waiting_for: str) -> 
 
 
 class Desk:
-    """The place where a sender listens for its receivers."""
+    """Listens for the receivers of one sender."""
 
     def __init__(
         self, *, sender: str, receivers: Sequence[str], carrying: Carrying, host: str, timeout_s: float
@@ -150,7 +152,7 @@ class Desk:
         self._door = Door(listener, secret=self.invitation.secret)
 
     def welcome(self, deadline: Wait) -> tuple[dict[str, Line], dict[str, dict[str, Any]]]:
-        """Return a line to every receiver, and each receiver's hello."""
+        """Wait for all receivers. Return a line to each of them, and their hellos."""
         lines: dict[str, Line] = {}
         hellos: dict[str, dict[str, Any]] = {}
         while missing := [name for name in self._receivers if name not in lines]:
@@ -167,7 +169,7 @@ class Desk:
             line = Line(connection, peer="a receiver of weights")
             try:
                 hello = line.hear(Wait(min(HELLO_S, deadline.left_s)))
-            except MissingPeerError:  # the peer has given up meanwhile
+            except MissingPeerError:  # the peer gave up in the meantime
                 hello = {}
             name = line.peer = hello.get("name", "")
             if name not in self._receivers:
@@ -202,7 +204,7 @@ def call(invitation: Invitation, *, name: str, deadline: Wait, about: Mapping[st
         read, write = partial(line.read, deadline=deadline), partial(line.write, deadline=deadline)
         if not prove(read, write, secret=invitation.secret):
             raise MissingPeerError(
-                f"the process that listens at the address of {invitation.sender} does not know the invitation's secret"
+                f"the process at the address of {invitation.sender} does not know the invitation's secret"
             )
         line.tell({"name": name, **about}, deadline)
     except BaseException:
@@ -212,7 +214,7 @@ def call(invitation: Invitation, *, name: str, deadline: Wait, about: Mapping[st
 
 
 def decline(invitation: Invitation, *, name: str, timeout_s: float) -> None:
-    """Tell a sender that a lost receiver will not come; called on that receiver's behalf."""
+    """Tell a sender that a lost receiver will not come. Called on behalf of that receiver."""
     call(invitation, name=name, deadline=Wait(timeout_s), about={"gone": True}).close()
 
 

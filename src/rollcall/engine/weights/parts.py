@@ -1,9 +1,9 @@
-"""Sends new weights directly from the processes that have parts of them: every actor sends its own blocks; nobody gathers the model.
+"""Sends new weights directly from the processes that hold parts of them. Every actor sends its own blocks; no process gathers the model.
 
 A sender (``exchange.StreamSender``) gets ``Parts`` (``layout.py``): blocks of the model's tensors, each converted to the engines' dtype
-when its turn comes. A receiver has a line to every sender (``PartsReceiver``) and assembles the blocks, one tensor at a time, in the
+when it is sent. A receiver has a line to every sender (``PartsReceiver``) and assembles the blocks, one tensor at a time, in the
 order in which all senders send. So both sides need memory for a few buckets and about one tensor, however large the model is. The
-receiver need not know how the actor is divided, because each block says where it belongs.
+receiver need not know how the actor is divided, because each block contains its position.
 
 Who waits for whom: as in ``exchange.py``, for each sender. A receiver gives all its senders the same answer. If receivers share only
 some of their senders, a refusal ends the update. All receivers go through the senders in the same order, so they cannot deadlock.
@@ -43,7 +43,7 @@ class PartsReceiver(LineReceiver):
         self._take: Take | None = None
 
     def receive(self, take: Take, *, version: int) -> None:
-        """Wait for the update to this version. ``take`` gets its tensors one by one, and is called again if the update was torn."""
+        """Wait for the update to this version. ``take`` gets its tensors one by one. If the update was torn, ``take`` is called again."""
         self._take = take
         self._update(version)
 
@@ -52,10 +52,10 @@ class PartsReceiver(LineReceiver):
         for header in headers:
             for (name, _, whole), entry in zip(header["parts"], Layout.parse(header["layout"]).entries, strict=True):
                 if name not in found:
-                    raise RefusedUpdateError(f"the update has a tensor {name!r} that is not here")
+                    raise RefusedUpdateError(f"the update has a tensor {name!r} that this receiver does not have")
                 if tuple(whole) != self._wanted[name]:
                     raise RefusedUpdateError(
-                        f"tensor {name!r} is {list(whole)} in the update and {list(self._wanted[name])} here"
+                        f"tensor {name!r} is {list(whole)} in the update and {list(self._wanted[name])} in the receiver"
                     )
                 found[name] += prod(entry.shape)
         for name, count in found.items():
@@ -69,7 +69,7 @@ class PartsReceiver(LineReceiver):
         streams = [_Stream(inlet, header, deadline) for (_, inlet), header in zip(self._ends, headers, strict=True)]
         tensors = self._put_together(streams)
         self._take(tensors)
-        for _ in tensors:  # tensors that ``take`` did not read have to be received too
+        for _ in tensors:  # also receive the tensors that ``take`` did not read
             continue
         return [stream.sums for stream in streams]
 
@@ -101,12 +101,14 @@ class _Stream:
         self._layout = Layout.parse(header["layout"])
         self._about = header["parts"]
         self._buckets = self._layout.buckets(inlet.bucket_size)
-        self._due: dict[str, int] = {}  # tensor -> number of buckets that complete this sender's part of it
+        self._due: dict[
+            str, int
+        ] = {}  # tensor -> the number of buckets after which this sender's part of it is complete
         for number, spans in enumerate(self._buckets, start=1):
             for span in spans:
                 self._due[self._about[span.entry][0]] = number
         self._landed: Iterator[int] = iter(())
-        # Entry -> a buffer for bytes that are not contiguous in their tensor, and their place there.
+        # Entry -> a buffer for bytes that are not contiguous in their tensor, and the block of the tensor to copy them to.
         self._apart: dict[int, tuple[Tensor, Tensor]] = {}
 
     def start(self, room: Callable[[str, torch.dtype], Tensor]) -> None:
@@ -119,7 +121,7 @@ class _Stream:
             self._place(self._buckets[len(self.sums) - 1])
 
     def finish(self) -> None:
-        """Exhaust the carrier's iterator, so that it sees the end."""
+        """Exhaust the carrier's iterator, so that the carrier reaches its end."""
         self.sums.extend(self._landed)
 
     def _bytes(self, index: int, room: Callable[[str, torch.dtype], Tensor]) -> Tensor:

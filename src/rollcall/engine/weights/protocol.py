@@ -1,12 +1,12 @@
-"""The contract of every weight transport: a sender in the learner's process, a receiver in each process with its own copy of the policy.
+"""The contract of every weight transport: one sender in the learner's process, and a receiver in each process with its own policy copy.
 
-An update has a version and checksums. A receiver refuses an update as stale if it is not newer than the receiver's version or is
-not the version that is due. It refuses an update as torn if tensors differ in name, shape or type, or if checksums differ after it
-was applied. The sender then sends the full update again; a second refusal is an error that names the receiver. The contract test
-in tests/weights_contract.py checks each transport.
+An update has a version and checksums. A receiver refuses an update as stale if its version is not the one that is due, or is not newer
+than the receiver's. It refuses an update as torn if tensors differ in name, shape or type, or if checksums differ after it was
+applied. The sender then sends the full update again. A second refusal is an error that names the receiver. The contract test in
+tests/weights_contract.py checks each transport.
 
-Who waits for whom: ``send`` waits for all receivers to be in ``receive`` and for their answers, ``receive`` for the
-sender. Each wait has a deadline, and its error says who is missing. After an error the sender is closed; create a new one and invite again.
+Who waits for whom: ``send`` waits until all receivers are in ``receive``, and for their answers. ``receive`` waits for the
+sender. Each wait has a deadline, and its error names the missing peers. An error closes the sender; create a new one and invite again.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Literal
 
 from rollcall.base.errors import WeightUpdateError
 
-Carrying = Literal["shared_memory", "broadcast", "file"]  # how bytes get across
+Carrying = Literal["shared_memory", "broadcast", "file"]  # how the bytes travel
 
 
 class RefusedUpdateError(WeightUpdateError):
@@ -33,13 +33,13 @@ class Invitation:
     host: str
     port: int  # the port of the sender's TCP listener; 0: the sender listens on ``local``
     local: str  # name of the sender's socket on this host; empty: the sender listens on TCP
-    secret: str = field(repr=False)  # tells invited receivers from strangers
+    secret: str = field(repr=False)  # proves that a receiver was invited
     timeout_s: float  # for one update, from the first to the last message
 
 
 def refuse_stale(came: int, *, due: int, newest: int | None) -> None:
-    """``newest`` is the newest version that the receiver has had."""
+    """Refuse a version that is not due, or not newer than ``newest``, the newest version that the receiver has had."""
     if came != due:
         raise RefusedUpdateError(f"got version {came}, but version {due} is due")
     if newest is not None and due <= newest:
-        raise RefusedUpdateError(f"version {due} is not newer than the {newest} that is here")
+        raise RefusedUpdateError(f"version {due} is not newer than version {newest}, which the receiver has")

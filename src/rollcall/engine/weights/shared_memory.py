@@ -1,9 +1,9 @@
 """Sends weights to processes on the same host.
 
-In host memory, this uses a ring of a few buckets in an anonymous memory file. The sender fills it while each receiver empties it,
-so the ring stays in the cache and costs little memory. The file has no name, so nothing is left behind when a process dies. If
-all receivers can open the sender's GPU memory, they get handles to its tensors (CUDA IPC) and copy from these. In the ring, every
-bucket is one byte on the line, in both directions.
+In host memory, this uses a ring of a few buckets in an anonymous memory file. The sender fills the ring while each receiver empties it,
+so it stays in the cache and takes little memory. The file has no name, so nothing is left behind when a process dies. If all receivers
+can open the sender's GPU memory, they get handles to its tensors (CUDA IPC) and copy from them. With the ring, each bucket takes one
+byte on the line in each direction.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class _RingOutlet(Outlet):
         self._lines = lines
         descriptor = os.memfd_create("rollcall-weights")
         try:
-            # Allocate everything now: a page that is missing later would kill the process.
+            # Allocate all pages now, because a page that cannot be allocated later would kill the process.
             os.posix_fallocate(descriptor, 0, NUM_SLOTS * SLOT_BYTES)
             self._slots = _map(descriptor)
             for line in lines.values():
@@ -94,7 +94,7 @@ class _RingInlet(Inlet):
         there = 0
         for index, bucket in enumerate(buckets):
             if there <= index:
-                # The sender sends nothing else before all buckets are taken, so every byte stands for a bucket.
+                # The sender sends nothing else before all buckets are taken, so every byte announces one bucket.
                 there += len(self._line.read_some(NUM_SLOTS, deadline))
             parts = _parts(self._slots[index % NUM_SLOTS], bucket)
             total = copy_summed(bucket, parts, total_of=bucket)
@@ -103,13 +103,13 @@ class _RingInlet(Inlet):
 
 
 def _map(descriptor: int) -> list[Tensor]:
-    """Return the slots as tensors; the tensors keep the mapping alive."""
+    """Return the slots as tensors, which keep the mapping alive."""
     memory = torch.frombuffer(mmap.mmap(descriptor, NUM_SLOTS * SLOT_BYTES), dtype=torch.uint8)
     return list(memory.split(SLOT_BYTES))
 
 
 def _parts(slot: Tensor, bucket: Bucket) -> Sequence[Tensor]:
-    """Return the places of a bucket's spans in a slot."""
+    """Return the parts of a slot for a bucket's spans."""
     sizes = [len(span) for span in bucket]
     return slot[: sum(sizes)].split(sizes)
 
@@ -125,12 +125,14 @@ class _IpcOutlet(Outlet):
         from torch.multiprocessing.reductions import reduce_tensor
 
         buckets = list(buckets)
-        sums = [checksum(bucket) for bucket in buckets]  # copies the checksums to the host, so all earlier work is done
+        sums = [
+            checksum(bucket) for bucket in buckets
+        ]  # this copies the checksums to the host, and so waits for all earlier work
         spans = [span for bucket in buckets for span in bucket]
         addresses = [span.data_ptr() for span in spans]
         handles = None
         if addresses != self._known:
-            # There is one handle per allocation with many offsets into it; torch counts who has it open.
+            # There is one handle per allocation with many offsets into it; torch counts its users.
             handles = base64.b64encode(pickle.dumps([reduce_tensor(span)[1] for span in spans])).decode()
         for line in self._lines.values():
             line.tell({"handles": handles}, deadline)
@@ -161,7 +163,7 @@ class _IpcInlet(Inlet):
         return iter(sums)
 
     def _open(self, arguments: tuple[Any, ...]) -> Tensor:
-        """Open one of the sender's tensors; its device index may differ from ours."""
+        """Open one of the sender's tensors. Its device index may differ from this process's."""
         import inspect
 
         from torch.multiprocessing.reductions import rebuild_cuda_tensor

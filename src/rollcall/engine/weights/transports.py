@@ -1,7 +1,7 @@
 """Chooses a transport for each receiver and opens its two ends.
 
-``auto`` uses shared memory for receivers on the sender's host and broadcast for the others. On GPUs it uses broadcast for
-all, because NCCL itself uses the links between the GPUs of a host. ``delta`` is ``auto``, but sends only the changes.
+``auto`` uses shared memory for receivers on the sender's host and broadcast for all others. On GPUs, it uses broadcast for all
+receivers, because NCCL uses the links between the GPUs of a host. ``delta`` is like ``auto``, but sends only the changes.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ TIMEOUT_S = 300.0  # for one update
 
 
 def carrying_for(transport: WeightTransport, *, on_host: bool, on_gpu: bool) -> Carrying:
-    """Return how weights get to one receiver."""
-    assert on_host or transport != "shared_memory", "a plan that needs this is refused"
+    """Return how weights travel to one receiver."""
+    assert on_host or transport != "shared_memory", "the plan refuses this"
     if transport == "broadcast" or not on_host:
         return "broadcast"
     return "broadcast" if on_gpu and transport != "shared_memory" else "shared_memory"
@@ -40,9 +40,9 @@ def open_sender(
     on_gpu: bool,
     folder: Path,
 ) -> FanOut:
-    """Open a sender for these receivers; each value says whether the receiver is on this host.
+    """Open a sender for these receivers. Each value says whether the receiver is on this host.
 
-    ``host`` is the address by which they reach this host, or empty if they share only the folder.
+    ``host`` is the address at which they reach this host, or empty if they share only the folder.
     """
     if transport == "file":
         return FanOut([FolderSender(folder, name=name, receivers=tuple(receivers), timeout_s=TIMEOUT_S)])
@@ -74,7 +74,7 @@ def open_receiver(
 
 
 class FanOut:
-    """Several senders that act as one; they send at the same time."""
+    """Several senders that act as one. They send at the same time."""
 
     def __init__(self, senders: Sequence[StreamSender] | Sequence[FolderSender]) -> None:
         self._senders: list[Any] = list(senders)  # only some kinds of sender accept Parts
@@ -85,7 +85,7 @@ class FanOut:
         return {name: invitation for sender in self._senders for name, invitation in sender.invitations.items()}
 
     def send(self, tensors: Mapping[str, Tensor] | Parts, *, version: int) -> None:
-        """Send these tensors to every receiver; return once all receivers have them and have checked them."""
+        """Send these tensors to every receiver. Return when all receivers have them and have checked them."""
         if len(self._senders) == 1:
             self._senders[0].send(tensors, version=version)
             return
@@ -101,6 +101,6 @@ class FanOut:
         raise kind("; ".join(map(str, failures)))
 
     def close(self) -> None:
-        """Disconnect the receivers. Closing twice does nothing."""
+        """Disconnect the receivers. A second call does nothing."""
         for sender in self._senders:
             sender.close()

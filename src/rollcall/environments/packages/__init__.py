@@ -19,7 +19,7 @@ def package(name: str) -> Any:
         if error.name != name:
             raise
         raise ModuleNotFoundError(
-            f"{name} is not installed in {sys.executable}; install it there, or name a Python that has it in environment.python"
+            f"{name} is not installed in {sys.executable}; install it there, or set environment.python to a Python that has it"
         ) from None
 
 

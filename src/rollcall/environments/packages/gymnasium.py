@@ -6,14 +6,14 @@ from typing import Any
 from rollcall.environments.packages import package
 from rollcall.environments.stepwise import Observation, StepResult
 
-# The package's own text environments by name prefix: the words for actions 0, 1, 2..., and the task for the model.
+# Gymnasium's built-in text environments, by name prefix: the words for actions 0, 1, 2..., and the task for the model.
 KNOWN = {
     "FrozenLake": ("left down right up", "Go from S to the goal G over frozen F, not into a hole H. You are at []."),
     "CliffWalking": ("up right down left", "Go to T, not over the cliff C. You are at x."),
     "Taxi": ("south north east west pickup dropoff", "You drive the taxi []. Bring the passenger at <> to ()."),
     "Blackjack": ("stick hit", "Get closer to 21 than the dealer. You see (your sum, the dealer's card, usable aces)."),
 }
-# Terminals mark a place by colour. Text marks it with signs around it.
+# Terminal output highlights a position with colour. In plain text, we put signs around the character instead.
 COLOUR = re.compile(r"\x1b\[([\d;]+)m(.+?)\x1b\[0m")
 SIGNS = {"34;1": "<{}>", "35": "({})"}
 
@@ -32,11 +32,15 @@ class Text:
         words, known = next((KNOWN[name] for name in KNOWN if make["id"].startswith(name)), ("", ""))
         space = self._env.action_space
         if not isinstance(space, gymnasium.spaces.Text | gymnasium.spaces.Discrete):
-            raise ValueError(f"{make['id']} has actions of {space}; only Discrete and Text can be written as words")
+            raise ValueError(
+                f"{make['id']} has the action space {space}; only Discrete and Text actions can be written as text"
+            )
         start, count = (int(space.start), int(space.n)) if isinstance(space, gymnasium.spaces.Discrete) else (0, 0)
         named = (actions or words.split() or list(map(str, range(start, start + count)))) if count else []
         if len(named) != count:
-            raise ValueError(f"{make['id']} has {count} actions, and actions names {len(named)}; name each")
+            raise ValueError(
+                f"{make['id']} has {count} actions, but `actions` lists {len(named)}; list a word for each"
+            )
         self._numbers = {word.lower(): start + place for place, word in enumerate(named)}  # empty if actions are text
         self._task, self._choices = task or known, f"Choose one: {', '.join(named)}." if named else ""
 
@@ -47,7 +51,7 @@ class Text:
     def step(self, text: str, token_ids: list[int]) -> StepResult:
         said = [self._numbers[word] for word in re.findall(r"\w+", text.lower()) if word in self._numbers]
         if self._numbers and not said:
-            return StepResult(f"That is no action. {self._choices}", metrics={"no_action": 1.0})
+            return StepResult(f"That is not an action. {self._choices}", metrics={"no_action": 1.0})
         observed, reward, is_over, is_cut, _ = self._env.step(said[-1] if said else text.strip())
         return StepResult(self._written(observed), float(reward), bool(is_over or is_cut))
 

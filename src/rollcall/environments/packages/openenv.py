@@ -11,24 +11,26 @@ TEXTS = ("text", "message", "content", "output", "echoed_message", "prompt", "st
 
 
 class Server:
-    """``action``: the action's field for the model's text; without it, the model writes the action as JSON.
+    """``action``: the action's field that takes the model's text. If empty, the model writes the action as JSON.
     ``observation``: the field that the model reads; defaults to a common text field, or to all fields as JSON."""
 
     def __init__(self, url: str, *, action: str = "", observation: str = "") -> None:
         if not url.startswith(("http://", "https://", "ws://", "wss://")):
-            raise ValueError(f"url={url!r} is not an address; write for example http://127.0.0.1:8000")
+            raise ValueError(f"url={url!r} is not an address; use, for example, http://127.0.0.1:8000")
         self._url, self._action, self._observation = f"{url.rstrip('/')}/ws", action, observation
         self._client: Any = None
         self._socket: Any = None
 
     async def reset(self, row: dict[str, Any]) -> Observation:
         if self._socket is None or self._socket.closed:
-            aiohttp = package("aiohttp")  # installed with Ray, but may be missing in the server's Python
+            aiohttp = package("aiohttp")  # installed with Ray, but environment.python may lack it
             self._client = self._client or aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(connect=20))
             try:
                 self._socket = await self._client.ws_connect(self._url, max_msg_size=32 << 20)
             except (aiohttp.ClientError, TimeoutError) as error:
-                raise RuntimeError(f"no OpenEnv server answers at {self._url} ({error}); start it there") from None
+                raise RuntimeError(
+                    f"no OpenEnv server answers at {self._url} ({error}); start one, or correct url"
+                ) from None
         columns = {name: row[name] for name in row if name not in ("prompt", "answer", "environment", "index")}
         answer = await self._ask("reset", data={"seed": row.get("index"), **columns})
         return Observation(self._text(answer["observation"]))
@@ -53,7 +55,9 @@ class Server:
         await self._socket.send_str(json.dumps({"type": kind, **message}, default=str))
         answer = await self._socket.receive()
         if not isinstance(answer.data, str):
-            raise RuntimeError(f"the OpenEnv server at {self._url} went away during {kind} ({self._socket.close_code})")
+            raise RuntimeError(
+                f"the OpenEnv server at {self._url} closed the connection during {kind} ({self._socket.close_code})"
+            )
         said = json.loads(answer.data)
         if said["type"] == "error" and (kind != "step" or said["data"].get("code") != "VALIDATION_ERROR"):
             raise RuntimeError(f"the OpenEnv server at {self._url} refused {kind}: {said['data'].get('message')}")

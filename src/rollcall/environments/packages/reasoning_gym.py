@@ -43,7 +43,7 @@ class Task:
         self._num_tried += 1
         score = self._score(text)
         if score < 1 and self._num_tried < self._tries:
-            return StepResult(f"That scores {score:g} of 1. Try again. {self._advice}")
+            return StepResult(f"That scores {score:g} out of 1. Try again. {self._advice}")
         return StepResult(reward=score, done=True, metrics={"tries": float(self._num_tried)})
 
     def _score(self, text: str) -> float:

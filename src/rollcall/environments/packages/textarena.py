@@ -11,8 +11,8 @@ from rollcall.environments.stepwise import Observation, StepResult
 
 
 class Game:
-    """``game``: a textarena ID. ``player``: the model's player number. ``opponent``: ``module:function`` that receives the text a player
-    sees and returns its move; by default, it picks a random move that the text lists. ``options``: the game's own options."""
+    """``game``: a textarena ID. ``player``: the model's player number. ``opponent``: the ``module:function`` that gets the text that a
+    player sees and returns its move. The default picks a random move that the text lists. ``options``: the game's own options."""
 
     def __init__(self, game: str, *, player: int = 0, opponent: str = f"{__name__}:listed_move", options: Any = None):
         self._textarena, self._player = package("textarena"), player
@@ -49,12 +49,14 @@ class Game:
         player, shown = self._plain.get_observation()
         roles, own = self._plain.state.role_mapping, (player, self._textarena.ObservationType.PLAYER_ACTION)
         shown = [(by, text) for by, text, kind in shown if (by, kind) != own]
-        return "\n".join(text if by < 0 else f"[{roles.get(by, by)}] {text}" for by, text in shown)  # below 0: game
+        return "\n".join(
+            text if by < 0 else f"[{roles.get(by, by)}] {text}" for by, text in shown
+        )  # a negative ID is the game itself
 
 
 def listed_move(seen: str) -> str:
     """Pick a random move from the last line that lists moves in square brackets."""
     moves = [found for line in seen.splitlines() if (found := re.findall(r"\[[^\[\]\n]{1,40}\]", line))]
     if not moves:
-        raise ValueError(f"the text lists no moves in brackets ({seen[-200:]!r}); give an opponent: module:function")
+        raise ValueError(f"the text lists no moves in brackets ({seen[-200:]!r}); set opponent to a module:function")
     return random.choice(moves[-1])

@@ -3,7 +3,7 @@
     taskset.py ──play, stop──▶ this process, in the Python that has verifiers ──▶ verifiers' Env: harnesses, tools, scoring
                                       verifiers' harness ──OpenAI API──▶ the episode's endpoint
 
-verifiers plays an episode as in its own evaluations. Only the model's address is ours.
+verifiers plays an episode as in its own evaluations. We only replace the model's address.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ class _Server:
             playing.cancel()
 
     async def play(self, number: int, given: dict[str, Any]) -> dict[str, Any]:
-        """Return an episode's value, which is empty if the episode was cancelled."""
+        """Play an episode. Return its reward and metrics, or an empty dict if it was cancelled."""
         playing = self._playing[number] = asyncio.ensure_future(self._play(given))
         try:
             await asyncio.wait({playing})
@@ -119,7 +119,7 @@ def _part(name: str = "") -> Any:
 
 
 def _env_config(setup: dict[str, Any]) -> Any:
-    """Resolve the user's verifiers `[env]` block. By default, a role is played on this machine as a plain chat."""
+    """Resolve the user's verifiers `[env]` block. By default, each role is played on this machine as a plain chat."""
     config = dict(setup["config"])
     usual = {
         "harness": {"id": "null"},
@@ -134,7 +134,7 @@ def _env_config(setup: dict[str, Any]) -> Any:
 
 
 def _worth(episode: Any) -> dict[str, Any]:
-    """Return the mean reward over the episode's traces. There is one trace per role."""
+    """Return the metrics and the mean reward over the episode's traces. There is one trace per role."""
     errors = [*episode.errors, *(error for trace in episode.traces for error in trace.errors)]
     if not episode.ok and errors:
         raise RuntimeError(f"{errors[-1].type}: {errors[-1].message}")

@@ -236,8 +236,8 @@ def pick_num_splits(num_rows: int, *, num_kv_heads: int, max_blocks: int) -> int
 
 
 def pick_tiles(k_cache: torch.Tensor) -> AttentionTiles:
-    """Return the fastest tiles on an H200 with 256 rows of 384 keys. In float32, which only tests use, tiles are at most 8 KB, so
-    that several stages of several programs fit in one multiprocessor's shared memory."""
+    """Return the fastest tiles on an H200 with 256 rows of 384 keys. In float32, which only tests use, tiles have at most 8 KB, so
+    that several stages of several programs fit in the shared memory of one multiprocessor."""
     _, block_size, _, head_dim = k_cache.shape
     if k_cache.element_size() == 2:
         return AttentionTiles(min(block_size, 64), 4, 2) if head_dim > 64 else AttentionTiles(min(block_size, 32), 2, 3)

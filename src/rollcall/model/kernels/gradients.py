@@ -115,7 +115,7 @@ class _Take(torch.autograd.Function):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shared:
-    """Which token is read at each position."""
+    """The index of the token that is read at each position, and its inverse."""
 
     index: Tensor  # [places]
     starts: Tensor  # [tokens + 1]

@@ -1,6 +1,6 @@
 """PyTorch distributed checkpoints (DCP): ``.metadata`` says where each block of each tensor is in the ``.distcp`` files.
 
-Each block is a ``torch.save`` file inside the larger file. The metadata is a pickle and is read like any other
+Each block is a ``torch.save`` file inside the larger file. The metadata is a pickle and is read like any other pickle
 (``torch_file.py``). A checkpoint often contains more than the model; only the tensors under ``model`` (or ``state_dict``) count.
 """
 
@@ -69,7 +69,8 @@ def _model_names(described: Mapping[str, Stub], paths: Mapping[str, Any], *, pat
     if len(prefixes) != 1:
         groups = ", ".join(sorted({str(route[0]) for route in routes.values()})[:8])
         raise StoredError(
-            f"{path}: it is not clear which tensors are the model's; there are {groups}. They must be under one key {' or '.join(MODEL_KEYS)}"
+            f"{path}: it is not clear which tensors belong to the model; there are {groups}. Put the model's tensors under one key "
+            f"{' or '.join(MODEL_KEYS)}"
         )
     (prefix,) = prefixes
     return {
@@ -98,17 +99,21 @@ def _tensor(
             continue
         info = places.get((key, start))
         if info is None:
-            raise StoredError(f"{folder / METADATA} does not say where {key} at {list(start)} is; restore the file")
+            raise StoredError(
+                f"{folder / METADATA} does not say where the block of {key} at {list(start)} is; restore the file"
+            )
         file = folder / str(info["relative_path"])
         if file.parent != folder or file.name == "..":
             raise StoredError(f"{folder / METADATA} names {file}, which is not in its folder; restore the file")
         if info.get("transform_descriptors"):
-            raise StoredError(f"{file}: {key} is stored compressed or encrypted, which is not read; save it without")
+            raise StoredError(
+                f"{file}: {key} is stored compressed or encrypted, which is not supported; save it as plain data"
+            )
         inner, content = open_torch_file(file, offset=int(info["offset"]), length=int(info["length"]))
         tensor = inner.tensor(content, name=key)
         if tensor is None or (tensor.shape, tensor.dtype) != (shape, dtype):
             raise StoredError(
-                f"{inner.what} does not hold the block of {key} that {folder / METADATA} describes: the files do not belong together"
+                f"{inner.what} does not contain the block of {key} that {folder / METADATA} describes: the files do not belong together"
             )
         records.setdefault(file, []).extend(inner.records.values())
         pieces.append(tensor.piece(start=start))

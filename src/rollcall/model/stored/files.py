@@ -1,4 +1,4 @@
-"""What is known about a stored file before it is read. Does not import torch, because `rollcall plan` uses it too."""
+"""Facts about a stored file that are known before it is read. Does not import torch, because `rollcall plan` uses this module too."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from typing import Any
 
 
 class StoredError(ValueError):
-    """Stored weights cannot be used; the message names the file and says what to do."""
+    """Stored weights cannot be used. The message names the file and says what to do."""
 
 
 @contextmanager
 def plain_damage(sentence: str, *, advice: str = "restore the file") -> Iterator[None]:
-    """Turn any error that a damaged or malicious file causes in the block into a one-sentence StoredError."""
+    """Turn any error that a damaged or malicious file causes in the block into a StoredError of one sentence."""
     try:
         yield
     except StoredError:
@@ -29,7 +29,7 @@ def plain_damage(sentence: str, *, advice: str = "restore the file") -> Iterator
 def refuse_pipe(path: Path) -> None:
     """Refuse a pipe or a device, because opening it could block forever."""
     if path.exists() and not path.is_file():
-        raise StoredError(f"{path} is not a regular file; put the file itself there")
+        raise StoredError(f"{path} is not a regular file; replace it with the file itself")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,5 +71,5 @@ def read_fully(fd: int, data: memoryview, offset: int, *, file: object) -> None:
     """Fill ``data`` with the bytes at ``offset``."""
     while data:
         if not (num := os.preadv(fd, [data], offset)):
-            raise StoredError(f"{file} ends at byte {offset:,}, inside a tensor: it was cut off; restore the file")
+            raise StoredError(f"{file} ends at byte {offset:,}, inside a tensor: it is truncated; restore the file")
         data, offset = data[num:], offset + num

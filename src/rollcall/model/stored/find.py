@@ -1,7 +1,7 @@
 """Finds the weights and the config at a path by file names, and reads the manifests of our own checkpoints.
 
 A manifest is written last and lists every file in its checkpoint with size and checksum. A sharded checkpoint's files may be
-on other nodes: the manifest records the node (``node``) and the path there (``place``).
+on other nodes: the manifest then records the node (``node``) and the path on it (``place``).
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def read_manifest(checkpoint: Path) -> Manifest:
     """Read the manifest. Use ``missing_file`` to check that its files exist."""
     path = checkpoint / MANIFEST
     if not path.exists():
-        raise StoredError(f"{path} does not exist, so {checkpoint} is not a complete checkpoint; use another")
+        raise StoredError(f"{path} does not exist, so {checkpoint} is not a complete checkpoint; use another one")
     files = {}
     with plain_damage(f"{path} cannot be read", advice="restore it, or use another checkpoint"):
         fields = json.loads(read_small(path))
@@ -74,7 +74,7 @@ def read_manifest(checkpoint: Path) -> Manifest:
                 raise ValueError(f"it names the file {name}, which is not in the checkpoint")
             inside, place, node, host = checkpoint / name, facts.get("place"), facts.get("node"), facts.get("host")
             files[name] = StoredFile(
-                # A gathered file is in the checkpoint folder; otherwise it is where its node wrote it.
+                # A gathered file is in the checkpoint folder; otherwise, it is at the path where its node wrote it.
                 path=Path(place) if place is not None and not inside.exists() else inside,
                 size=int(facts["size"]),
                 blake2b=str(facts["blake2b"]),
@@ -86,7 +86,7 @@ def read_manifest(checkpoint: Path) -> Manifest:
 
 
 def missing_file(files: Iterable[StoredFile]) -> str:
-    """Describe the first file that is missing or has the wrong size; empty if none. Checksums are compared when files are read."""
+    """Describe the first file that is missing or has the wrong size. Return "" if there is none. Checksums are compared on reading."""
     for file in files:
         if not file.path.is_file():
             return f"{file} does not exist here"
@@ -102,7 +102,7 @@ def checkpoints_of(folder: Path) -> list[Path]:
 
 
 def newest_checkpoint(folder: Path) -> Path | None:
-    """Return the newest complete checkpoint in a ``checkpoints/`` folder, judging by file sizes. Warns about torn ones it skips.
+    """Return the newest complete checkpoint in a ``checkpoints/`` folder, judging by file sizes. Warn about each torn one.
 
     Files on other nodes are not checked: ``open_checkpoint`` reports which of them must be copied.
     """
@@ -139,7 +139,7 @@ def verl_folder(path: Path) -> Path | None:
 
 
 def is_model_dir(path: Path) -> bool:
-    """Whether transformers can open this directory by itself. A directory with shards is not a model dir, even with a config."""
+    """Return whether transformers can open this directory by itself. A directory with shards does not count, even with a config."""
     sharded = any(any(path.glob(name)) for name in SHARDS)
     return (path / "config.json").is_file() and not sharded
 

@@ -28,7 +28,7 @@ def open_checkpoint(checkpoint: Path) -> Stored:
     """Open the model in one checkpoint, sharded or not."""
     manifest = read_manifest(checkpoint)
     of_model = {name: file for name, file in manifest.files.items() if name.startswith("model/")}
-    if why := missing_file(of_model.values()):  # the tokenizer must be there too
+    if why := missing_file(of_model.values()):  # the tokenizer must be present too
         raise StoredError(
             f"{checkpoint} is not complete: {why}; restore the file, or copy it from its node with `rollcall gather`"
         )
@@ -49,15 +49,15 @@ def open_checkpoint(checkpoint: Path) -> Stored:
 
 
 def open_stored(path: Path) -> Stored:
-    """Open the tensors stored at ``path``. For a run directory or a ``checkpoints/`` folder, use the newest complete checkpoint."""
+    """Open the tensors stored at ``path``. For a run directory or a ``checkpoints/`` folder, open the newest complete checkpoint."""
     if not path.is_dir():
         there = ", ".join(one.name for one in checkpoints_of(path.parent))
-        raise StoredError(f"{path} is not a directory; " + (f"its folder has {there}" if there else f"give {KNOWN}"))
+        raise StoredError(f"{path} is not a directory; " + (f"its folder has {there}" if there else f"use {KNOWN}"))
     if not is_model_dir(path):
         if (checkpoint := checkpoint_of(path)) is not None:
             return open_checkpoint(checkpoint)
         if checkpoints_of(path) or checkpoints_of(path / "checkpoints"):
-            raise StoredError(f"{path} has no complete checkpoint; use another")
+            raise StoredError(f"{path} has no complete checkpoint; use another run")
     if (folder := verl_folder(path)) is not None:
         return open_verl(folder)
     if (path / METADATA).is_file():

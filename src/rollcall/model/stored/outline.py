@@ -12,7 +12,7 @@ from rollcall.config.yaml import read_small
 from rollcall.model.hub import first_line
 from rollcall.model.stored.files import StoredError
 
-ROTARY = ".rotary_emb.inv_freq"  # a buffer that a model computes itself but some writers store
+ROTARY = ".rotary_emb.inv_freq"  # a buffer that a model computes by itself, but that some writers store
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,13 +23,13 @@ class Outline:
     written: dict[str, tuple[int, ...]]
 
     def like(self, names: Iterable[str]) -> Outline:
-        """Return the outline with the tensor names of a model directory if the stored ``names`` use them."""
+        """Return the outline with a model directory's tensor names if ``names``, the stored names, use them."""
         apart = any(name in self.written and name not in self.shapes for name in names)
         return replace(self, shapes=self.written) if apart else self
 
 
 def outline_of(folder: Path) -> Outline | None:
-    """Build the outline with transformers; None if it does not know this kind of model. Code in the folder is not run."""
+    """Build the outline with transformers, or return None if it does not know this kind of model. Code in the folder is not run."""
     import torch
     import transformers
     from transformers.core_model_loading import revert_weight_conversion
@@ -71,8 +71,8 @@ _FAMILIES: dict[Any, tuple[str, bool | str, bool | str, bool | str]] = {
 
 
 def known_outline(fields: Mapping[str, Any]) -> Outline | None:
-    """Build the outline of a Llama, Mistral, Qwen2 or Qwen3 model from config.json alone, since transformers takes seconds to import
-    (a test compares the two). Returns None if the config leaves something open: use ``outline_of`` then. ``fields`` must come from
+    """Build the outline of a Llama, Mistral, Qwen2 or Qwen3 model from config.json without transformers, which takes seconds to import.
+    A test compares the two. Return None if the config leaves something open; use ``outline_of`` then. ``fields`` must come from
     ``read_model_config``, which checks the sizes."""
     family = str(fields.get("model_type"))
     if (

@@ -46,7 +46,7 @@ def open_model_dir(folder: Path) -> Stored:
     stored = open_parts(files, origin=str(folder), folder=folder, kind="model directory", named=named)
     if missing := next((name for name in named or () if name not in stored.tensors), None):
         file = folder / (named or {})[missing]
-        raise StoredError(f"{file} does not hold {missing}, although {folder / INDEX} says so; restore the file")
+        raise StoredError(f"{file} does not contain {missing}, although {folder / INDEX} says so; restore the file")
     return stored
 
 
@@ -67,8 +67,8 @@ def open_parts(
     facts: Mapping[str, Any] | None = None,
     named: Mapping[str, str] | None = None,
 ) -> Stored:
-    """Open the tensors whose blocks are in ``files``. A file without the ``parts`` key contains full tensors. ``named`` is the index,
-    if there is one: the file to take each tensor from."""
+    """Open the tensors whose blocks are in ``files``. A file without the ``parts`` key contains full tensors. ``named`` is the index, if
+    there is one. It maps each tensor to the file that it is read from."""
     kinds: dict[str, tuple[DType, tuple[int, ...], StoredFile]] = {}
     pieces: dict[str, list[Piece]] = {}
     for file in files:
@@ -78,7 +78,7 @@ def open_parts(
             first = kinds.setdefault(name, (dtype, whole, file))
             if first[:2] != (dtype, whole):
                 raise StoredError(
-                    f"{file} says that {name} is {dtype} {list(whole)}, and {first[2]} that it is {first[0]} {list(first[1])}: the "
+                    f"{file} says that {name} is {dtype} {list(whole)}, but {first[2]} says that it is {first[0]} {list(first[1])}: the "
                     "files do not belong to one checkpoint"
                 )
             pieces.setdefault(name, []).append(piece)
@@ -92,7 +92,7 @@ def open_parts(
 def _blocks(file: StoredFile) -> Iterable[tuple[str, tuple[int, ...], DType, Piece]]:
     """Yield each block in a part: the tensor's name, full shape and dtype, and the block's location."""
     entries, metadata = read_header(file.path)
-    with plain_damage(f"{file}: its metadata does not say which blocks it holds"):
+    with plain_damage(f"{file}: its metadata does not say which blocks it contains"):
         parts = json.loads(metadata["parts"]) if "parts" in metadata else None
         for key, entry in entries.items():
             about = (
@@ -104,7 +104,7 @@ def _blocks(file: StoredFile) -> Iterable[tuple[str, tuple[int, ...], DType, Pie
 
 
 def read_header(path: Path) -> tuple[dict[str, _Entry], dict[str, str]]:
-    """Read a file's list of tensors and its metadata. Refuses an incomplete file."""
+    """Read a file's list of tensors and its metadata. Refuse an incomplete file."""
     entries: dict[str, _Entry] = {}
     refuse_pipe(path)
     with plain_damage(f"{path} is not a whole safetensors file"):
@@ -122,7 +122,7 @@ def read_header(path: Path) -> tuple[dict[str, _Entry], dict[str, str]]:
 def write_header(
     file: BinaryIO, tensors: Iterable[tuple[str, torch.dtype | DType, Sequence[int]]], *, metadata: Mapping[str, str]
 ) -> None:
-    """Write a header. ``tensors`` gives each tensor's name, dtype and shape, in the order of the data that follows."""
+    """Write a header. ``tensors`` contains each tensor's name, dtype and shape, in the order of the data that follows."""
     header: dict[str, Any] = {"__metadata__": dict(metadata)}
     start = 0
     for name, dtype, shape in tensors:
@@ -146,7 +146,7 @@ def weight_files(folder: Path) -> tuple[list[Path], dict[str, str] | None]:
         if outside := next((path for path in paths if path.parent != folder), None):
             raise StoredError(f"{folder / INDEX} names {outside}, which is not in its folder; restore the file")
         if missing := next((path for path in paths if not path.is_file()), None):
-            raise StoredError(f"{missing} does not exist, and {folder / INDEX} names it; restore the file")
+            raise StoredError(f"{missing} does not exist, but {folder / INDEX} names it; restore the file")
         return paths, named
     paths = sorted(folder.glob("*.safetensors"))
     for path in paths:
@@ -155,6 +155,6 @@ def weight_files(folder: Path) -> tuple[list[Path], dict[str, str] | None]:
             there = len([one for one in paths if one.name.endswith(f"-of-{count}.safetensors")])
             if there != int(count):
                 raise StoredError(
-                    f"{folder} has {there} of the {int(count)} files that {path.name} belongs to; restore the others"
+                    f"{folder} has {there} of the {int(count)} files that {path.name} belongs to; restore the missing files"
                 )
     return paths, None

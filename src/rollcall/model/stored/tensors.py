@@ -1,6 +1,6 @@
 """A set of stored tensors: which bytes in which files make up each tensor, and how to read a block of it.
 
-torch takes seconds to import and is not needed to copy tensors between files, so it is imported where a tensor is read.
+torch takes seconds to import and is not needed to copy tensors between files, so it is imported only where a tensor is read.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from rollcall.model.stored.files import StoredError, StoredFile, read_fully
 if TYPE_CHECKING:
     import torch
 
-PIECE_BYTES = 64 << 20  # how much of a tensor is in host memory at once
+PIECE_BYTES = 64 << 20  # the most of a tensor that is in host memory at once
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +90,7 @@ class StoredTensor:
 
 @dataclass(frozen=True, kw_only=True)
 class Stored:
-    """A set of stored tensors. ``files`` contains every file that a piece refers to, and any others with a recorded checksum."""
+    """A set of stored tensors. ``files`` contains every file with a piece, and any other files that have a recorded checksum."""
 
     origin: str  # the path it was opened from, for messages
     tensors: Mapping[str, StoredTensor]
@@ -137,7 +137,7 @@ class Stored:
             yield begin, self.read(name, start=(first + begin, *columns), shape=(count, *rest))
 
     def are_equal(self, name: str, other: str) -> bool:
-        """Whether two tensors are equal byte for byte, so that NaN equals itself."""
+        """Return whether two tensors are equal byte for byte, so that NaN equals itself."""
         import torch
 
         first, second = self.tensors[name], self.tensors[other]
@@ -186,7 +186,7 @@ def read_into(file: Path, tensor: torch.Tensor, *, offset: int) -> None:
 def refuse_gaps(tensor: StoredTensor, *, origin: str) -> None:
     """Refuse pieces that do not cover their tensor exactly once."""
     if not tensor.pieces and prod(tensor.shape):
-        raise StoredError(f"{origin}: no file holds {tensor.name}; the set is incomplete")
+        raise StoredError(f"{origin}: no file contains {tensor.name}; the set is incomplete")
     for piece in tensor.pieces:
         rank_fits = len(piece.start) == len(piece.shape) == len(tensor.shape)
         if not rank_fits or any(
@@ -199,13 +199,13 @@ def refuse_gaps(tensor: StoredTensor, *, origin: str) -> None:
     if twice := _overlapping(tensor.pieces):
         first, second = twice
         raise StoredError(
-            f"{first.file} and {second.file} hold the same block of {tensor.name}: they do not belong to one set"
+            f"{first.file} and {second.file} contain the same block of {tensor.name}: they do not belong together"
         )
     held, whole = sum(piece.num_elements for piece in tensor.pieces), prod(tensor.shape)
     if held != whole:
         files = ", ".join(sorted({str(piece.file) for piece in tensor.pieces})[:3])
         raise StoredError(
-            f"{origin}: the files hold {held:,} of the {whole:,} elements of {tensor.name} ({files}, ...): a file is missing "
+            f"{origin}: the files contain only {held:,} of the {whole:,} elements of {tensor.name} ({files}, ...): a file is missing "
             "or belongs to another set"
         )
 
@@ -216,7 +216,7 @@ def _overlapping(pieces: Iterable[Piece]) -> tuple[Piece, Piece] | None:
     if len(some) < 2:
         return None
     cut = [dim for dim in range(len(some[0].shape)) if len({(one.start[dim], one.shape[dim]) for one in some}) > 1]
-    # Usually the tensor is cut along a single dimension; then it is enough to compare neighbours.
+    # Usually, the tensor is cut along a single dimension. Then it is enough to compare neighbours.
     pairs = zip(some, some[1:], strict=False) if len(cut) == 1 else combinations(some, 2)
     for a, b in pairs:
         if all(p < q + m and q < p + n for p, n, q, m in zip(a.start, a.shape, b.start, b.shape, strict=True)):
@@ -228,7 +228,7 @@ def other_tensors(*, wanted: Mapping[str, Sequence[int]], found: Mapping[str, Se
     """Describe how the found tensors differ from the model's in names and shapes; empty if they match.
 
     >>> other_tensors(wanted={"norm": (7,), "head": (7,)}, found={"head": (9,)})
-    '1 tensor is missing (norm); 1 tensor is of another shape (head is [9], not [7])'
+    '1 tensor is missing (norm); 1 tensor is of a different shape (head is [9], not [7])'
     """
     misshaped = [
         f"{name} is {list(found[name])}, not {list(shape)}"
@@ -238,7 +238,7 @@ def other_tensors(*, wanted: Mapping[str, Sequence[int]], found: Mapping[str, Se
     faults = (
         (wanted.keys() - found.keys(), "missing"),
         (found.keys() - wanted.keys(), "not part of the model"),
-        (misshaped, "of another shape"),
+        (misshaped, "of a different shape"),
     )
     return "; ".join(first_tensors(names, fault) for names, fault in faults if names)
 
@@ -253,7 +253,7 @@ def first_tensors(names: Collection[str], fault: str) -> str:
 
 
 def refuse_whole_numbers(types: Mapping[str, DType], names: Iterable[str], *, origin: str) -> None:
-    """Refuse weights that are not floating-point (int8, bool, complex): they would be cast, but are quantised, damaged or not weights.
+    """Refuse weights that are not floating-point (int8, bool, complex). They would be cast, but are quantised, damaged or not weights.
 
     >>> from rollcall.model.stored.tensors import DTYPES
     >>> refuse_whole_numbers({"norm": DTYPES["int8"], "step": DTYPES["int64"]}, ["norm"], origin="model.path=m")
@@ -277,7 +277,7 @@ def stored_of(
     kind: str,
     facts: Mapping[str, Any] | None = None,
 ) -> Stored:
-    """Build the set and check that pieces cover every tensor exactly. Readers must check that pieces lie inside their files."""
+    """Build the set. Check that the pieces cover every tensor exactly. Readers must check that pieces lie inside their files."""
     by_path = {file.path: file for file in files}
     by_name = {tensor.name: tensor for tensor in tensors}
     if not by_name:

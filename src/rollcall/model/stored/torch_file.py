@@ -45,7 +45,7 @@ _ALLOWED = {
         "_rebuild_wrapper_subclass",
     },
 }  # fmt: skip
-# The modules of these differ between versions, but all are in torch.distributed.
+# The modules of these names differ between versions, but all are in torch.distributed.
 _ALLOWED_DISTRIBUTED = {
     # for DTensor
     "DTensor", "DTensorSpec", "TensorMeta", "DeviceMesh", "Shard", "_StridedShard", "Replicate", "Partial", "_Partial",
@@ -57,7 +57,7 @@ _ALLOWED_DISTRIBUTED = {
 
 
 class Stub:
-    """Stands in for an object or the result of a call and keeps the arguments and state. Its class has the name from the pickle."""
+    """Replaces an object or the result of a call, and keeps its arguments and state. Its class has the name from the pickle."""
 
     args: tuple[Any, ...]
     state: Any = None
@@ -89,7 +89,7 @@ def attributes(state: Any) -> dict[str, Any]:
 
 
 def is_named(value: Any, name: str) -> bool:
-    """Whether a value is the class or function with this name, or an instance of it."""
+    """Return whether a value is the class or function with this name, or an instance of it."""
     own = value if isinstance(value, type) else type(value)
     return issubclass(own, Stub) and own.__name__ == name
 
@@ -107,7 +107,7 @@ class _Unpickler(pickle.Unpickler):
         ):
             return _stub_class(name)
         raise StoredError(
-            f"{self._what} refers to {module}.{name}, but only tensors are read from a pickle, and no code was run. Save it again with "
+            f"{self._what} refers to {module}.{name}, but only tensors are read from a pickle. No code was run. Save the file again with "
             "only tensors, such as a state dict"
         )
 
@@ -153,7 +153,7 @@ class TorchFile:
     records: dict[str, CheckedRange]
 
     def tensor(self, value: Any, *, name: str) -> TorchTensor | None:
-        """Convert a pickled value to a tensor, or return None if it is something else. Malformed arguments may raise any error."""
+        """Convert a pickled value to a tensor, or return None if it is something else. Malformed arguments may raise any exception."""
         while isinstance(value, Stub) and type(value).__name__.startswith("_rebuild_parameter"):
             value = value.args[0]
         if not isinstance(value, Stub) or not type(value).__name__.startswith("_rebuild_tensor"):
@@ -179,33 +179,35 @@ def dtype_of(value: Any) -> DType | None:
 
 
 def whole_numbers(value: Any) -> tuple[int, ...]:
-    """Convert a shape or an offset: a tuple, a list, or a ``torch.Size`` call."""
+    """Convert a shape or an offset, given as a tuple, a list, or a ``torch.Size`` call."""
     return tuple(map(int, value.args[0] if is_named(value, "Size") else value))
 
 
 def open_torch_file(path: Path, *, offset: int = 0, length: int | None = None) -> tuple[TorchFile, Any]:
-    """Open a ``torch.save`` file, possibly inside a larger file, and return it with its unpickled content."""
+    """Open a ``torch.save`` file, possibly inside a larger file. Return it with its unpickled content."""
     what = str(path) if length is None else f"{path} (bytes {offset:,} to {offset + length:,})"
     refuse_pipe(path)
     with (
         plain_damage(
-            f"{what} is not a whole file of torch.save in its zip format",
-            advice="it was cut off, or is of another kind; restore the file",
+            f"{what} is not a complete torch.save file in its zip format",
+            advice="it is truncated or has a different format; restore the file",
         ),
         path.open("rb") as file,
     ):
         size = os.fstat(file.fileno()).st_size
         if offset < 0 or offset + (length or 0) > size:
-            raise StoredError(f"{path} has {size:,} bytes, too few: it was cut off; restore the file")
+            raise StoredError(f"{path} has {size:,} bytes, too few: it is truncated; restore the file")
         end = size if length is None else offset + length
         with mmap.mmap(file.fileno(), end, access=mmap.ACCESS_READ) as data:
             infos = zipfile.ZipFile(_Rest(data, offset)).infolist()  # type: ignore[arg-type]
             records = {info.filename: _record(data, info, offset=offset) for info in infos}
             root = next((name.removesuffix("data.pkl") for name in records if name.endswith("/data.pkl")), None)
             if root is None:
-                raise StoredError(f"{what} is not a file of torch.save: it has no data.pkl; restore the file")
+                raise StoredError(f"{what} is not a torch.save file: it has no data.pkl; restore the file")
             if f"{root}byteorder" in records and _content(data, records[f"{root}byteorder"], what=what) != b"little":
-                raise StoredError(f"{what} was written on a big-endian machine; save it again on another")
+                raise StoredError(
+                    f"{what} was written on a big-endian machine; save it again on a little-endian machine"
+                )
             content = _content(data, records[f"{root}data.pkl"], what=what)
     prefix = f"{root}data/"
     own = {name.removeprefix(prefix): record for name, record in records.items() if name.startswith(prefix)}
@@ -213,7 +215,7 @@ def open_torch_file(path: Path, *, offset: int = 0, length: int | None = None) -
 
 
 class _Rest:
-    """What follows the offset, as a file: newer versions of zipfile refuse an archive with other bytes before it."""
+    """The bytes after the offset, as a file: newer versions of zipfile refuse an archive with other bytes before it."""
 
     def __init__(self, data: mmap.mmap, offset: int) -> None:
         self._data, self._offset, self._at = data, offset, 0
@@ -249,10 +251,12 @@ def _record(data: mmap.mmap, info: zipfile.ZipInfo, *, offset: int) -> CheckedRa
 
 def _content(data: mmap.mmap, record: CheckedRange, *, what: str) -> bytes:
     if record.size > MOST_PICKLE_BYTES:
-        raise StoredError(f"{what}: a pickle of {record.size:,} bytes is not one of tensors; restore the file")
+        raise StoredError(
+            f"{what}: a pickle of {record.size:,} bytes is too large for a list of tensors; restore the file"
+        )
     content = data[record.offset : record.offset + record.size]
     if record.crc32 and zlib.crc32(content) != record.crc32:
         raise StoredError(
-            f"{what}: its list of tensors is not as it was written (its checksum differs); restore the file"
+            f"{what}: its list of tensors has changed since it was written (its checksum differs); restore the file"
         )
     return content

@@ -1,9 +1,9 @@
 """Checkpoints from verl's FSDP trainer: ``model_world_size_W_rank_R.pt`` for each process, config and tokenizer in ``huggingface/``.
 
 Each file is a state dict of DTensors: the process's block of each tensor, and the mesh. A mesh has one or more dimensions (ddp, fsdp,
-tp). For each of them, a placement says whether the tensor is sharded along one of its own dimensions or replicated. A tensor that is
+tp). For each of them, a placement says whether the tensor is sharded along one of its own dimensions, or replicated. A tensor that is
 not a DTensor is complete in each process: a buffer, or any tensor in a run without sharding. If several processes have the same
-block, the first copy is read, and the others must have the same checksum.
+block, the first copy is read, and the other copies must have the same checksum.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class _Cut:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Local:
-    """One process's share of a tensor; ``cut`` is None for a plain tensor."""
+    """One process's share of a tensor. ``cut`` is None for a plain tensor."""
 
     rank: int
     tensor: TorchTensor
@@ -68,7 +68,7 @@ class _Local:
 
     @property
     def layout(self) -> Any:
-        """The properties that all processes must agree on."""
+        """The properties on which all processes must agree."""
         if self.cut is None:
             return self.tensor.dtype, self.tensor.shape
         return self.tensor.dtype, [size for size, _ in self.cut.mesh], self.cut.cuts, self.cut.shape
@@ -93,7 +93,7 @@ def open_verl(folder: Path) -> Stored:
             there = {one.rank for one in locals_}
             lacking = next(file for rank, file in enumerate(files) if rank not in there)
             raise StoredError(
-                f"{locals_[0].tensor.file} contains {name}, but {lacking.path} does not: they are not files of one checkpoint"
+                f"{locals_[0].tensor.file} contains {name}, but {lacking.path} does not: they do not belong to one checkpoint"
             )
     config = next((one for one in (folder / "huggingface", folder) if (one / "config.json").is_file()), None)
     step = next(
@@ -121,25 +121,27 @@ def _rank_files(folder: Path) -> list[Path]:
     if len(found) != 1:
         sizes = " and ".join(map(str, sorted(found))) or "an unknown number of"
         raise StoredError(
-            f"{folder} holds shards of {sizes} processes; keep those of one checkpoint, named model_world_size_W_rank_R.pt"
+            f"{folder} contains shards of {sizes} processes; keep only those of one checkpoint, named model_world_size_W_rank_R.pt"
         )
     ((size, ranks),) = found.items()
     first = next((rank for rank in range(size) if rank not in ranks), None)
     if first is not None:
         raise StoredError(
-            f"{folder} lacks model_world_size_{size}_rank_{first}.pt: it has {len(ranks)} of the {size} shards; copy the others from "
-            "their nodes"
+            f"{folder} lacks model_world_size_{size}_rank_{first}.pt: it has {len(ranks)} of the {size} shards; copy the missing shards "
+            "from their nodes"
         )
     return [ranks[rank] for rank in range(size)]
 
 
 def _locals(file: TorchFile, content: Any, *, rank: int) -> Iterable[tuple[str, _Local]]:
     if not isinstance(content, dict):
-        raise StoredError(f"{file.path} does not hold a state dict; give the model's shards")
+        raise StoredError(f"{file.path} does not contain a state dict; use the model's shards")
     meshes: dict[int, Mesh] = {}  # the tensors in a file share mesh objects
     for name, value in content.items():
         if not isinstance(name, str):
-            raise StoredError(f"{file.path}: a tensor has no name but a {type(name).__name__}; give the model's shards")
+            raise StoredError(
+                f"{file.path}: a tensor has a {type(name).__name__} instead of a name; use the model's shards"
+            )
         if isinstance(value, int | float | str | type(None)):
             continue  # not a tensor, so not a weight
         cut = None
@@ -150,15 +152,13 @@ def _locals(file: TorchFile, content: Any, *, rank: int) -> Iterable[tuple[str, 
                 spec, value = fields["_spec"].fields, fields["_local_tensor"]
                 mesh = spec["mesh"]
                 if (own := mesh.fields.get("_rank", rank)) != rank:
-                    raise StoredError(
-                        f"{file.path} is the shard of rank {own}, by what it holds; restore the file of rank {rank}"
-                    )
+                    raise StoredError(f"{file.path} contains the shard of rank {own}; restore the file of rank {rank}")
                 if id(mesh) not in meshes:
                     meshes[id(mesh)] = _mesh_of(mesh.fields, rank=rank, file=file)
                 cut = _cut(spec["placements"], meshes[id(mesh)], shape=whole_numbers(shape))
             tensor = file.tensor(value, name=name)
         if tensor is None:
-            raise StoredError(f"{file.path}: {name} is neither a tensor nor a DTensor; give the model's shards")
+            raise StoredError(f"{file.path}: {name} is neither a tensor nor a DTensor; use the model's shards")
         yield name, _Local(rank=rank, tensor=tensor, cut=cut)
 
 
@@ -176,8 +176,8 @@ def _joined(name: str, locals_: list[_Local]) -> StoredTensor:
         start, wanted = ((0,) * len(shape), shape) if one.cut is None else one.cut.block()
         if wanted != one.tensor.shape:
             raise StoredError(
-                f"{one.tensor.file}: its share of {name} is {list(one.tensor.shape)}, and rank {one.rank} of its mesh has {list(wanted)}: "
-                "the file belongs to another checkpoint"
+                f"{one.tensor.file}: its share of {name} is {list(one.tensor.shape)}, but rank {one.rank} of its mesh should have "
+                f"{list(wanted)}: the file belongs to another checkpoint"
             )
         if 0 in wanted:
             continue
@@ -185,7 +185,7 @@ def _joined(name: str, locals_: list[_Local]) -> StoredTensor:
         same, _ = taken.setdefault(start, (one, piece))
         if None not in (sums := (same.tensor.crc32, one.tensor.crc32)) and sums[0] != sums[1]:
             raise StoredError(
-                f"{same.tensor.file} and {one.tensor.file} should hold the same numbers of {name}, and they do not: they do not belong "
+                f"{same.tensor.file} and {one.tensor.file} should contain the same values of {name}, but do not: they do not belong "
                 "to one checkpoint"
             )
     pieces = tuple(piece for _, piece in taken.values())
@@ -193,7 +193,7 @@ def _joined(name: str, locals_: list[_Local]) -> StoredTensor:
 
 
 def _mesh_of(mesh: dict[str, Any], *, rank: int, file: TorchFile) -> Mesh:
-    """Build the mesh from these fields, as ``rank`` sees it. Raises any kind of error if the fields cannot be read."""
+    """Build the mesh from these fields, as ``rank`` sees it. Fields that cannot be read raise any kind of error."""
     ranks: Any = mesh.get("mesh", mesh.get("_rank_map", mesh.get("_flatten_rank_map")))
     if tensor := file.tensor(ranks, name="a mesh"):
         ranks = tensor.numbers()
@@ -227,7 +227,7 @@ def _pairs(shape: Any, stride: Any) -> tuple[tuple[int, int], ...]:
 
 
 def _cut(placements: Any, mesh: Mesh, *, shape: tuple[int, ...]) -> _Cut:
-    """Build the cut from pickled ``placements``. Raises any kind of error if they cannot be read."""
+    """Build the cut from pickled ``placements``. Placements that cannot be read raise any kind of error."""
     cuts = tuple(_placement(one, num_dims=len(shape)) for one in placements)
     if len(cuts) != len(mesh):
         raise ValueError(f"{len(cuts)} placements for a mesh of {len(mesh)} dimensions")
