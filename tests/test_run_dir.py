@@ -165,7 +165,7 @@ def test_a_run_directory_is_as_good_as_its_run_file(tmp_path: Path) -> None:
     again = read_config(moved, overrides=["trainer.steps=2"])
     assert again.run.dir == moved and again.trainer.steps == 2 and finish(again)["steps"] == 2
     (moved / "run.yaml").write_text("cluster: {env: {HF_TOKEN: <redacted>}}")
-    with pytest.raises(ConfigError, match="has no secrets"):
+    with pytest.raises(ConfigError, match="contains no secrets"):
         read_config(moved)
 
 
