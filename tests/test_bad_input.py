@@ -668,7 +668,7 @@ def test_a_directory_that_is_no_run_is_left_alone(tmp_path: Path) -> None:
     config = make_run(tmp_path)
     config.run.dir.mkdir()
     (config.run.dir / "thesis.txt").write_text("years of work")
-    with pytest.raises(ConfigError, match="has files in it but no run.yaml"):
+    with pytest.raises(ConfigError, match="contains files but no run.yaml"):
         finish(config)
     assert [path.name for path in config.run.dir.iterdir()] == ["thesis.txt"]
 

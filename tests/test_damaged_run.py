@@ -112,7 +112,7 @@ def test_a_damaged_run_file_is_named_by_train_and_eval_and_recover_does_without(
 
 
 def test_a_state_without_the_next_draw_is_named() -> None:
-    with pytest.raises(ValueError, match="step-2: its state does not say which draw comes next"):
+    with pytest.raises(ValueError, match="step-2: its state does not contain the next draw"):
         Cursor.of({"next_draw": "x"}, where="step-2")
 
 
