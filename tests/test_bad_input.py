@@ -322,7 +322,7 @@ def test_a_run_that_may_open_few_files_is_refused_before_anything_is_loaded(
     monkeypatch.setattr("resource.getrlimit", lambda kind: (64, 64))
     config = parse_config({"run": {"dir": str(tmp_path / "run")}})
     for begin in (train, partial(try_run, num_rows=1)):
-        with pytest.raises(ValueError, match=r"allows a process 64 open files \(ulimit -Hn\), and a run needs 256"):
+        with pytest.raises(ValueError, match=r"allows a process 64 open files \(ulimit -Hn\), but a run needs 256"):
             begin(config)
     assert not (tmp_path / "run").exists()
 
