@@ -28,7 +28,7 @@ sys.path.insert(0, str(ROOT / "tests"))
 MODES = ("collocated", "disaggregated")
 FAULTS = ("worker killed", "worker stopped", "node lost and back", "controller killed")
 STEP = 3
-NOTICED = re.compile(r"is lost; the others do its work")  # as roles/ words it
+NOTICED = re.compile(r"is lost; the other workers take over its work")  # as roles/ words it
 
 
 def main() -> None:

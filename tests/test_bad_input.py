@@ -147,7 +147,7 @@ def test_an_environment_ends_when_the_model_cannot_be_read(tmp_path: Path, monke
 def test_prompts_that_become_the_same_tokens_are_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     rows = [{"prompt": f"1+{letter}=", "answer": "1"} for letter in ("1", "a", "b", "c")]
     load_inputs(make_run(tmp_path, "model.path=builtin:arithmetic", rows=rows))
-    assert "2 prompts are the same to the model as another one, whose text differs" in caplog.text
+    assert "2 prompts are identical to another for the model, although the texts" in caplog.text
 
 
 def test_prompts_that_the_tokenizer_cannot_write_are_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -165,9 +165,9 @@ def test_prompts_that_repeat_and_prompts_of_both_files_are_told(
     (tmp_path / "val.jsonl").write_text('{"prompt": "b=", "answer": "b"}\n{"prompt": "zz=", "answer": "z"}\n')
     rows = [{"prompt": f"{letter}=", "answer": letter} for letter in "aabca"]
     load_inputs(make_run(tmp_path, f"data.val={tmp_path}/val.jsonl", rows=rows))
-    assert "2 of its 5 prompts are the same as an earlier one; leave" in caplog.text
+    assert "2 of its 5 prompts are the same as an earlier one; remove" in caplog.text
     assert (
-        "val.jsonl: 1 of its 2 prompts is in data.train too, so the evaluation scores what the run trains on"
+        "val.jsonl: 1 of its 2 prompts is in data.train too, so the evaluation scores prompts that the run trains on"
         in caplog.text
     )
     caplog.clear()
@@ -195,7 +195,7 @@ def test_data_of_overlong_prompts_only_is_refused(tmp_path: Path) -> None:
 def test_prompts_that_cannot_fit_the_models_positions_are_refused_before_training(tmp_path: Path) -> None:
     rows = [*letter_rows(40), {"id": "long", "prompt": "1" * 250 + "=", "answer": "a"}]
     config = make_run(tmp_path, "data.shuffle=false", "rollout.max_response_tokens=8", rows=rows)
-    with pytest.raises(ConfigError, match=r"prompt of 251 tokens.*makes 259 positions, and the model has 256"):
+    with pytest.raises(ConfigError, match=r"prompt of 251 tokens.*makes 259 positions, but the model has 256"):
         finish(config)
     assert not config.run.dir.exists()
     assert (
@@ -322,7 +322,7 @@ def test_a_run_that_may_open_few_files_is_refused_before_anything_is_loaded(
     monkeypatch.setattr("resource.getrlimit", lambda kind: (64, 64))
     config = parse_config({"run": {"dir": str(tmp_path / "run")}})
     for begin in (train, partial(try_run, num_rows=1)):
-        with pytest.raises(ValueError, match=r"allows a process 64 open files \(ulimit -Hn\), and a run needs 256"):
+        with pytest.raises(ValueError, match=r"allows a process 64 open files \(ulimit -Hn\), but a run needs 256"):
             begin(config)
     assert not (tmp_path / "run").exists()
 
@@ -426,7 +426,7 @@ def test_weights_that_diverge_in_the_last_step_are_neither_saved_nor_exported(
 def test_divergence_in_another_process_is_told_as_one_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def copy(self: Trained) -> None:
         told = WorkerError("actor rank 1 on node 0 raised", role="actor", ranks=[1], node_ranks=[0])
-        raise told from NonFiniteError("the actor's lm_head.weight hold NaN or infinite values")
+        raise told from NonFiniteError("the actor's lm_head.weight contain NaN or infinite values")
 
     monkeypatch.setattr(Trained, "copy_parts", copy)
     with pytest.raises(
@@ -592,13 +592,13 @@ def test_a_run_directory_is_not_continued_by_another_run(finished: Config, overr
 
 
 CHANGES: dict[str, tuple[Callable[[list[dict[str, Any]]], list[dict[str, Any]]], str]] = {
-    "a-row-more": (lambda rows: [*rows, {**rows[0], "id": "new"}], "it had 16 rows and has 17 now[.]"),
-    "a-row-less": (lambda rows: rows[1:], "it had 16 rows and has 15 now; 15 rows are different, the first is 'row-1'"),
+    "a-row-more": (lambda rows: [*rows, {**rows[0], "id": "new"}], "it had 16 rows and now has 17[.]"),
+    "a-row-less": (lambda rows: rows[1:], "it had 16 rows and now has 15; 15 rows are different; the first is 'row-1'"),
     "other-text": (lambda rows: [{**row, "prompt": row["prompt"].replace("=", "+")} for row in rows], "16 rows are"),
-    "an-answer": (lambda rows: [*rows[:3], {**rows[3], "answer": "z"}, *rows[4:]], "1 row is different, .* 'row-3'"),
-    "a-column": (lambda rows: [*rows[:5], {**rows[5], "price": [2]}, *rows[6:]], "1 row is different, .* 'row-5'"),
+    "an-answer": (lambda rows: [*rows[:3], {**rows[3], "answer": "z"}, *rows[4:]], "1 row is different; .* 'row-3'"),
+    "a-column": (lambda rows: [*rows[:5], {**rows[5], "price": [2]}, *rows[6:]], "1 row is different; .* 'row-5'"),
     "columns-moved": (lambda rows: [{**row, "price": [10 - row["price"][0]]} for row in rows], "16 rows are"),
-    "other-order": (lambda rows: rows[::-1], "16 rows are different, the first is 'row-15'"),
+    "other-order": (lambda rows: rows[::-1], "16 rows are different; the first is 'row-15'"),
 }
 
 
@@ -622,17 +622,19 @@ def test_rows_that_changed_since_the_run_began_are_refused_before_its_first_chec
         assert journal_bytes(config) == before, name
     write_rows(tmp_path / f"{split}.jsonl", priced())
     (config.run.dir / "data.json").write_text('{"train": 1')
-    with pytest.raises(CheckpointError, match="data.json is not as Rollcall writes it .*; restore the file"):
+    with pytest.raises(CheckpointError, match="data.json is damaged .*; restore the file"):
         finish(config)
     code = json.loads((config.run.dir / "code.json").read_text())
     (config.run.dir / "code.json").write_text(json.dumps(code | {"format": 1}))
     with pytest.raises(
-        CheckpointError, match="code.json has the format 1: an earlier version .* began this run; finish"
+        CheckpointError, match="code.json has format 1: a version of Rollcall before .* began this run; finish"
     ):
         finish(config)
     (config.run.dir / "code.json").write_text(json.dumps(code))
     (config.run.dir / "data.json").unlink()
-    with pytest.raises(CheckpointError, match="has no data.json: an earlier version .* began this run; finish it with"):
+    with pytest.raises(
+        CheckpointError, match="has no data.json: a version of Rollcall before .* began this run; finish it with"
+    ):
         finish(config)
 
 
@@ -644,7 +646,7 @@ def test_another_number_of_held_out_rows_is_compared_in_those_that_the_run_had(t
     for most in (2, 6):
         config = limited(most)
         write_rows(tmp_path / "val.jsonl", CHANGES["other-text"][0](priced()))
-        with pytest.raises(DataError, match=f"data.val=.*: {min(most, 4)} rows are different, the first is 'row-0'"):
+        with pytest.raises(DataError, match=f"data.val=.*: {min(most, 4)} rows are different; the first is 'row-0'"):
             finish(config)
     assert finish(limited(6))["steps"] == 2
 
@@ -666,7 +668,7 @@ def test_a_directory_that_is_no_run_is_left_alone(tmp_path: Path) -> None:
     config = make_run(tmp_path)
     config.run.dir.mkdir()
     (config.run.dir / "thesis.txt").write_text("years of work")
-    with pytest.raises(ConfigError, match="has files in it but no run.yaml"):
+    with pytest.raises(ConfigError, match="contains files but no run.yaml"):
         finish(config)
     assert [path.name for path in config.run.dir.iterdir()] == ["thesis.txt"]
 

@@ -29,7 +29,7 @@ CLUSTER = "cluster={num_gpus_per_node: 2, accelerator: cpu}"
         ),
         (
             ["trainer.elastic={min_nodes: 1}"],
-            "trainer.elastic is set but not used: the run has one node, and this is for clusters of several",
+            "trainer.elastic is set but not used: the run has only one node",
         ),
         (
             ["cluster={ray_address: 'head:6379'}"],

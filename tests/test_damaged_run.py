@@ -80,7 +80,9 @@ def test_a_forged_trained_step_is_named_and_can_be_set_aside(run: Path, line: by
 
 def test_a_draw_far_beyond_all_others_is_damage_and_not_counted_up_to(run: Path) -> None:
     add_line(run / "journal" / "trained.jsonl", b'{"step": 9, "draws": [1000000000000], "version": 9}')
-    with pytest.raises(ValueError, match=r"trained\.jsonl names draw 1000000000000, and the run has 5 trained draws"):
+    with pytest.raises(
+        ValueError, match=r"trained\.jsonl names draw 1000000000000, but the run has only 5 trained draws"
+    ):
         audit(run)
 
 
@@ -110,7 +112,7 @@ def test_a_damaged_run_file_is_named_by_train_and_eval_and_recover_does_without(
 
 
 def test_a_state_without_the_next_draw_is_named() -> None:
-    with pytest.raises(ValueError, match="step-2: its state does not say which draw comes next"):
+    with pytest.raises(ValueError, match="step-2: its state does not contain the next draw"):
         Cursor.of({"next_draw": "x"}, where="step-2")
 
 

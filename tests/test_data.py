@@ -435,7 +435,9 @@ def test_a_small_parquet_file_that_unpacks_to_more_than_memory_is_refused(
     pyarrow.parquet.write_table(table, tmp_path / "rows.parquet")
     assert len(load(str(tmp_path / "rows.parquet")).prompts) == 99
     monkeypatch.setattr("rollcall.loop.data.rows._UNPACKED_BYTES", 1 << 20)
-    with pytest.raises(DataError, match=r"rows\.parquet unpacks to more than 1 MiB by row 17: it repeats a long text"):
+    with pytest.raises(
+        DataError, match=r"rows\.parquet unpacks to more than 1 MiB by row 17, because it repeats a long text"
+    ):
         load(str(tmp_path / "rows.parquet"))
 
 

@@ -562,7 +562,7 @@ def test_attempts_at_a_row_whose_columns_have_changed_are_not_joined_with_new_on
         finish(config)
     write_rows(tmp_path / "train.jsonl", rows(2, 1))
     scripted(Scripted(letters_game))
-    with pytest.raises(DataError, match="2 rows are different, the first is 'train:1'"):
+    with pytest.raises(DataError, match="2 rows are different; the first is 'train:1'"):
         finish(config)
     write_rows(tmp_path / "train.jsonl", rows(1, 2))
     finish(config)

@@ -143,7 +143,7 @@ def test_what_cannot_be_evaluated_is_refused_before_anything_is_loaded(
 
 
 def test_a_model_directory_without_data_and_a_folder_that_is_neither_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="says nothing about data; add --data FILE"):
+    with pytest.raises(ConfigError, match="does not name any data; add --data FILE"):
         plan(save_model(tmp_path / "model"))
     (tmp_path / "empty").mkdir()
     with pytest.raises(

@@ -382,7 +382,7 @@ def test_the_cluster_is_implied_and_a_run_file_that_says_another_is_refused(shar
         with_folder(
             parse_config({"run": run, "rollout": {"weights": "broadcast"}}), share, num_nodes=3, rank_weights=None
         )
-    with pytest.raises(ConfigError, match="must not hold that folder"):
+    with pytest.raises(ConfigError, match="must not contain that folder"):
         with_folder(parse_config({"run": {"dir": str(share)}}), share, num_nodes=3, rank_weights=None)
     with pytest.raises(ConfigError, match="is not a list of numbers"):
         read_weights("2,x")

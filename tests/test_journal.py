@@ -258,7 +258,7 @@ def test_trained_steps_survive_and_replays_count_once(tmp_path: Path) -> None:
 def test_training_a_draw_twice_or_a_step_differently_is_refused(tmp_path: Path) -> None:
     with Journal(tmp_path) as journal:
         journal.mark_trained(0, draws=[0, 1], version=1)
-        with pytest.raises(JournalError, match="draw 1 was already trained in step 0, and step 1 contains it"):
+        with pytest.raises(JournalError, match="draw 1 was already trained in step 0, but step 1 contains it"):
             journal.mark_trained(1, draws=[1, 2], version=2)
         with pytest.raises(JournalError, match=r"step 0 was trained on draws \[0, 1\]"):
             journal.mark_trained(0, draws=[0], version=1)

@@ -925,7 +925,7 @@ def test_an_evaluation_of_a_run_that_has_not_begun_has_its_first_adapter(tmp_pat
     sampler.engine.close()
     expected = merged_of(str(base), adapter).state_dict()
     assert all(torch.equal(tensor, expected[name]) for name, tensor in sampler.model.state_dict().items())
-    with pytest.raises(ConfigError, match=r"model.path=.* is given, and model.lora.path=.* add model.lora=null"):
+    with pytest.raises(ConfigError, match=r"model.path=.* is given, but model.lora.path=.* add model.lora=null"):
         plan_serving(str(tmp_path / "run.yaml"), overrides=[f"model.path={base}"])
     assert plan_serving(str(tmp_path / "run.yaml"), overrides=[f"model.path={base}", "model.lora=null"]).lora is None
 

@@ -167,9 +167,7 @@ def test_an_optimizer_without_all_its_parts_is_refused(saved: Path, tmp_path: Pa
     manifest = json.loads((folder / "manifest.json").read_text())
     del manifest["files"]["actor/part-00000-of-00001.safetensors"]
     (folder / "manifest.json").write_text(json.dumps(manifest))
-    with pytest.raises(
-        CheckpointError, match="saved/actor lacks .* not all parts of one save; move the checkpoint away"
-    ):
+    with pytest.raises(CheckpointError, match="saved/actor lacks .* so this checkpoint is incomplete; move it away"):
         read_learner(learner_of(Gang.alone()), folder)
 
 
@@ -403,7 +401,7 @@ def test_a_node_that_is_gone_makes_its_checkpoints_incomplete_by_name(
     (lost,) = (file for file in nodes[1].folder.rglob("part-*"))
     lost.unlink()
     assert str(lost) in saving.missing(path) and "does not exist on any node" in saving.missing(path)
-    with pytest.raises(CheckpointError, match=f"step-000002 is not complete: .*{lost.name}"):
+    with pytest.raises(CheckpointError, match=f"step-000002 is incomplete: .*{lost.name}"):
         saving.read(path)
     with caplog.at_level(logging.WARNING):
         found = store.latest(missing=saving.missing)

@@ -125,7 +125,7 @@ def test_status_shows_the_phases_of_a_run_and_who_has_it(killed: Config) -> None
     plain = CliRunner().invoke(app, ["status", str(killed.run.dir)]).stdout
     assert (
         "last     killed; its controller ended in rollout of step 4 (begun at" in plain
-        and "is gone" in plain
+        and "has ended" in plain
         and "waited for local" in plain
     )
     text = CliRunner().invoke(app, ["recover", str(killed.run.dir)]).stdout
@@ -159,7 +159,9 @@ def test_status_of_a_folder_without_a_runs_files_is_refused(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     done = CliRunner().invoke(app, ["status", folder])
-    assert done.exit_code == 1 and f"{folder} is not a run directory; give the run.dir of a run" in done.stderr
+    assert (
+        done.exit_code == 1 and f"{folder} is not a run directory; give the directory of a run (run.dir)" in done.stderr
+    )
 
 
 def test_a_folder_that_is_no_run_is_refused(tmp_path: Path) -> None:

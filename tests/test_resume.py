@@ -337,15 +337,13 @@ def test_a_run_goes_on_only_with_the_model_that_it_began_with(tmp_path: Path, ov
     for why, change in OTHER_MODELS.items():
         change(model)
         with pytest.raises(
-            ModelFilesError, match=rf"model.path=.* is not the model .* began with \({why}\): put it back"
+            ModelFilesError, match=rf"model.path=.* is not the model .* began with \({why}\): restore the original"
         ):
             finish(config)
         shutil.copytree(whole, model, dirs_exist_ok=True)
     noted = (config.run.dir / "base.json").read_text()
     (config.run.dir / "base.json").write_text("{")
-    with pytest.raises(
-        CheckpointError, match="base.json is not as Rollcall writes it .* restore the file, or choose another run.dir"
-    ):
+    with pytest.raises(CheckpointError, match="base.json is damaged .* restore the file, or choose another run.dir"):
         finish(config)
     (config.run.dir / "base.json").write_text(noted)
     finish(config)
@@ -369,7 +367,7 @@ def test_a_run_goes_on_only_with_the_reward_model_and_the_adapter_that_it_began_
     refuse_changed_base(config.run.dir, {**facts, "samples": before}, path="m")
     for folder in (judge, adapter):
         save_file({"w": torch.arange(9.0).flip(0)}, folder / "model.safetensors")
-        with pytest.raises(ModelFilesError, match=rf"began with \(other weights in {folder}\): put it back"):
+        with pytest.raises(ModelFilesError, match=rf"began with \(other weights in {folder}\): restore the original"):
             refuse_changed_base(config.run.dir, {**facts, "samples": sampled_weights(config)}, path="m")
         save_file({"w": torch.arange(9.0)}, folder / "model.safetensors")
 
@@ -393,7 +391,7 @@ def test_changed_code_of_a_reward_is_told_once_and_the_run_goes_on(
     (tmp_path / "my_grades.py").write_text("def grade(text): return -float(len(text))\n")
     [line] = told(2)
     assert "the code of reward has changed since the run" in line
-    assert "last ran (my_grades): groups that the journal has keep the scores of the old code" in line
+    assert "last ran (my_grades): groups in the journal keep the scores of the old code" in line
     assert line in (tmp_path / "run/events.jsonl").read_text()
     assert told(3) == [], "it ran with this code before"
 

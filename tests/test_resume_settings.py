@@ -187,7 +187,7 @@ def test_a_start_that_was_killed_as_it_wrote_its_run_file_is_started_again(tmp_p
     (tmp_path / "run" / ".tmp-run.yaml-0a1b2c3d").touch()
     assert told(tmp_path) == []
     (tmp_path / "run" / "mine.txt").touch()
-    with pytest.raises(ConfigError, match="has files in it but no run.yaml"):
+    with pytest.raises(ConfigError, match="contains files but no run.yaml"):
         told(tmp_path)
 
 

@@ -137,7 +137,7 @@ def test_a_model_whose_files_beside_the_weights_are_damaged_is_written_again(
     for name in ("adapter_config.json", "config.json", "tokenizer.json", PROBE):
         (model / name).write_bytes(whole[name][:-2])
         assert newest_model_of(config)[1] == "checkpoint of step 1"
-        assert f"{name} is not a whole JSON file" in caplog.text
+        assert f"{name} is not a complete JSON file" in caplog.text
         (model / name).write_bytes(whole[name])
         assert newest_model_of(config)[1] == "trained model"
     for name in ("adapter_config.json", "config.json", "tokenizer.json"):
@@ -165,7 +165,7 @@ def test_a_run_directory_is_as_good_as_its_run_file(tmp_path: Path) -> None:
     again = read_config(moved, overrides=["trainer.steps=2"])
     assert again.run.dir == moved and again.trainer.steps == 2 and finish(again)["steps"] == 2
     (moved / "run.yaml").write_text("cluster: {env: {HF_TOKEN: <redacted>}}")
-    with pytest.raises(ConfigError, match="has no secrets"):
+    with pytest.raises(ConfigError, match="contains no secrets"):
         read_config(moved)
 
 
@@ -249,12 +249,12 @@ def test_a_large_run_is_told_before_it_fills_the_disk(tmp_path: Path, monkeypatc
         return size_words(local, checkpoint=2 * GIB, model=GIB // 2)
 
     assert words("shared") == (
-        f"{run_dir} will hold a model of 0.5 GiB and 3 checkpoints of 2.0 GiB: up to 8.5 GiB in {run_dir} while it saves, and its disk "
-        "has 100.0 GiB for it"
+        f"{run_dir} will hold a model of 0.5 GiB and 3 checkpoints of 2.0 GiB: up to 8.5 GiB in {run_dir} during a save, and "
+        "100.0 GiB are available on its disk"
     )
     assert words("local") == (
-        f"{run_dir} will hold a model of 0.5 GiB and each node its parts of 3 checkpoints of 2.0 GiB: up to 0.5 GiB in {run_dir} while "
-        "it saves, and its disk has 100.0 GiB for it"
+        f"{run_dir} will hold a model of 0.5 GiB and each node its parts of 3 checkpoints of 2.0 GiB: up to 0.5 GiB in {run_dir} during "
+        "a save, and 100.0 GiB are available on its disk"
     )
     free = 7 * GIB
     assert "too little. Lower trainer.keep_last" in str(words("shared"))

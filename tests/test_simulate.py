@@ -120,7 +120,7 @@ def test_what_belongs_to_gpus_is_not_rehearsed(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setattr(module, "_run", lambda config, root: {"steps": 2, "logprob_mismatch": 0.0})
     with speaking(said.append):
         assert simulate(config).ok
-    assert "rollout.engine=vllm is rehearsed with the native engine" in said
+    assert "rollout.engine=vllm is replaced by the native engine in the rehearsal" in said
 
 
 def test_a_run_that_fails_is_a_verdict_with_the_reason_and_the_nodes_are_stopped(

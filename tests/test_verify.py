@@ -147,7 +147,7 @@ def test_what_may_differ_beside_the_weights_passes(model: Path) -> None:
 def test_another_precision_passes_only_when_it_was_asked_for(trained: Path, model: Path) -> None:
     with pytest.raises(VerifyError, match=r"in bfloat16, and it was trained in float32.*--dtype bfloat16 --verify"):
         verify(trained / "bfloat16", model / PROBE)
-    with pytest.raises(VerifyError, match="in float32, and it was to be stored in bfloat16"):
+    with pytest.raises(VerifyError, match="in float32, but it was supposed to be stored in bfloat16"):
         verify(model, dtype="bfloat16")
     result = verify(trained / "bfloat16", model / PROBE, dtype="bfloat16")
     assert 1e-4 < result.difference < result.tolerance and "stored in bfloat16" in result.words
@@ -184,7 +184,7 @@ def test_code_that_comes_with_a_model_is_not_run(model: Path) -> None:
     config["auto_map"] = {"AutoModelForCausalLM": "own_code.Model"}
     (model / "config.json").write_text(json.dumps(config))
     (model / "own_code.py").write_text("raise SystemExit('it ran')")
-    with pytest.raises(VerifyError, match="asks to run code that comes with it"):
+    with pytest.raises(VerifyError, match="wants to run code from its own files"):
         verify(model)
 
 

@@ -122,7 +122,7 @@ def test_without_an_address_the_browser_sees_401(browser: Any, tmp_path: Path) -
         opened = context.new_page()
         for path in ("/", "/api/runs", "/page/main.js"):
             answer = opened.goto(f"http://127.0.0.1:{served.server.port}{path}")
-            assert answer.status == 401 and "needs the address" in opened.inner_text("body")
+            assert answer.status == 401 and "Open this page with the newest address" in opened.inner_text("body")
         context.close()
 
 
@@ -302,7 +302,7 @@ def test_groups_are_filtered_and_the_worst_come_first(page: Any, tmp_path: Path)
         page.select_option("select[aria-label='show']", "zero")
         until(page, "location.hash.includes('only=zero') && document.querySelectorAll('.entry').length === 2")
         page.select_option("select[aria-label='show']", "truncated")
-        page.wait_for_selector("text=No group fits")
+        page.wait_for_selector("text=No group matches")
 
 
 def test_a_hostile_completion_harms_nothing(page: Any, tmp_path: Path) -> None:
@@ -418,10 +418,10 @@ def test_the_timeline_shows_a_killed_worker_and_the_cluster_its_slots(
         last = read_live(run_dir)
         assert last is not None
         write_live(run_dir, replace(last, time_s=last.time_s - 2 * WAIT_MS))
-        page.wait_for_selector("text=nothing runs now")
+        page.wait_for_selector("text=nothing is running now")
         assert not page.query_selector_all(".slot.busy") and "ended" in page.inner_text(".slots")
         with hold(run_dir):  # its disk is full
-            page.wait_for_selector("text=it goes on, but this was not written since")
+            page.wait_for_selector("text=the run continues, but has written no report since")
             assert "not known" in page.inner_text(".slots")
 
 

@@ -135,7 +135,7 @@ FAULTS: dict[str, Callable[[Run], AbstractContextManager[None]]] = {
 }
 
 # What the run says of each: a fault that nobody took notice of was none.
-LOST = r"is lost; the others do its work|continues from the newest checkpoint"
+LOST = r"is lost; the other workers take over its work|continues from the newest checkpoint"
 NOTICED = {
     "worker killed": LOST,
     "worker stopped": r"(?s)is stopped \(state T\).*Thread \d",

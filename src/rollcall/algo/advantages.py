@@ -20,8 +20,8 @@ ROUNDING = 1e-12  # relative to the size of the rewards; a smaller difference be
 
 
 def all_equal(values: NDArray[np.floating], *, size: float = 0.0) -> bool:
-    """Whether the values are equal up to rounding, or fewer than two. ``size`` is the largest number that went into their sums, in
-    case its terms cancelled out.
+    """Whether the values are equal up to rounding, or fewer than two. ``size`` is the largest number in the sums that they come from,
+    because its terms may have cancelled out.
 
     >>> all_equal(np.array([0.1 + 0.2 + 0.3, 0.3 + 0.2 + 0.1])), all_equal(np.array([0.6, 0.6000001]))
     (True, False)

@@ -252,7 +252,7 @@ def _group_advantages(
     masks: Masks,
     kl: PerToken | None,
 ) -> list[list[TokenAdvantages]]:
-    """Compute one number per attempt from its group alone, and put it on each of the attempt's loss tokens."""
+    """Compute one number per attempt, only from its group, and put it on each loss token of the attempt."""
     compare, out = COMPARE[algorithm.name], []
     for i, (rewards_G, masks_G) in enumerate(zip(rewards, masks, strict=True)):
         if kl is not None:

@@ -1,4 +1,4 @@
-"""From a group's rewards to its advantages: which attempts count, which rewards the advantage sees, and how each algorithm
+"""Turns a group's rewards into advantages: decides which attempts count and which rewards the advantage uses, and how each algorithm
 compares them within a group."""
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from rollcall.base.types import Completion, Doubles, EndReason, Floats, Group, L
 from rollcall.config import Algorithm, EnvironmentBase, GroupAlgorithm
 from rollcall.config.environments import Treatment
 
-# These compute one number per completion from its group alone. The other algorithms look at the full batch.
+# These compute one number per completion from its group. The other algorithms use the full batch.
 COMPARE: dict[str, Callable[[Doubles], Floats]] = {
     "grpo": adv.group_normalized,
     "dr_grpo": adv.group_centered,
@@ -49,7 +49,7 @@ def _treatment_of(completion: Completion, environment: EnvironmentBase | None) -
 
 
 def compared(group: Group, environment: EnvironmentBase | None) -> Group:
-    """Return the group without its dropped attempts: these attempts are compared with each other."""
+    """Return the group without its dropped attempts. The remaining attempts are compared with each other."""
     places = [place for place, treatment in enumerate(treatments_of(group, environment)) if treatment != "drop"]
     if len(places) == len(group.completions):
         return group

@@ -1,7 +1,7 @@
-"""An append-only file of complete records, such as the journal, the events or the metrics.
+"""An append-only file of complete records, such as those of the journal, the events and the metrics.
 
-A failed write leaves no partial record behind. A torn tail left by a killed process is moved to ``torn/``.
-Errors are raised as OSError; the caller decides whether to wait (``base/patience.py``).
+A failed write leaves no partial record behind. If a killed process left a torn tail, it is moved to ``torn/``.
+Errors are raised as OSError, and the caller decides whether to wait (``base/patience.py``).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ LARGEST_COUNT = 1 << 40
 
 class AppendFile:
     def __init__(self, path: Path, *, good_end: Callable[[bytes], int]) -> None:
-        """``good_end`` returns the offset at which the last complete record in the file's bytes ends."""
+        """``good_end`` takes the file's bytes and returns the offset at which the last complete record ends."""
         self.path = path
         self._new = not path.exists()
         data = b"" if self._new else path.read_bytes()
@@ -35,18 +35,20 @@ class AppendFile:
             os.ftruncate(self._fd, self._end)
 
     def append(self, record: bytes) -> None:
-        """Write the full record, or raise an OSError and write nothing."""
+        """Write the record completely. Raises OSError if that fails, and then leaves the file unchanged."""
         try:
             write_at(self._fd, record, self._end)
         except OSError as error:
-            if error.errno == errno.ESTALE:  # the server forgot the file handle; opening the file by name still works
+            if (
+                error.errno == errno.ESTALE
+            ):  # the file server dropped the handle, but the file can still be opened by name
                 fresh = self._open()
                 os.close(self._fd)
                 self._fd = fresh
             try:
                 os.ftruncate(self._fd, self._end)
             except OSError as problem:
-                # Harmless: the next record overwrites it, and readers treat it as a torn tail.
+                # This is harmless: the next record overwrites it, and readers treat it as a torn tail.
                 warn(f"{self.path}: a partial record remains after offset {self._end}: {problem.strerror}")
             raise
         self._unsynced.append((self._end, record))
@@ -56,7 +58,7 @@ class AppendFile:
         return os.open(self.path, os.O_RDWR | os.O_CREAT, 0o644)
 
     def sync(self) -> None:
-        """Sync all appended records. If the disk refuses, raise; all of them are then still unsynced."""
+        """Sync all appended records. Raises if the disk refuses; all of them then count as unsynced."""
         kept_records, kept_new = self._unsynced, self._new
         try:
             with ExitStack() as kept:
@@ -66,8 +68,8 @@ class AppendFile:
             raise
 
     def begin_sync(self, kept: ExitStack) -> Callable[[], None]:
-        """Return a function that flushes everything appended so far to disk; call it again if it raises. It works even after
-        this object is closed, because ``kept`` keeps a file descriptor open for it."""
+        """Return a function that flushes everything appended so far to disk. Call the function again if it raises. It works even after
+        this object is closed, because ``kept`` holds its file descriptor."""
         records, self._unsynced = self._unsynced, []
         new, self._new = self._new, False
         fd = os.dup(self._fd) if records else None
@@ -80,7 +82,7 @@ class AppendFile:
             if fd is not None:
                 try:
                     if failed:
-                        # After a failed write, the kernel marks the page as clean and may drop it.
+                        # Write again, because the kernel marks pages as clean after a failed write and may drop them.
                         for offset, record in records:
                             write_at(fd, record, offset)
                     os.fsync(fd)
@@ -93,7 +95,7 @@ class AppendFile:
         return flush
 
     def forget_unsynced(self) -> None:
-        """Drop the buffered records. For files that are never synced."""
+        """Drop the records that are kept for ``sync``. Use this for files that are never synced."""
         self._unsynced.clear()
 
     def close(self) -> None:
@@ -115,12 +117,12 @@ def parse_row(line: bytes | str) -> dict[str, Any] | None:
 
 
 def is_count(value: Any) -> TypeGuard[int]:
-    """Whether the value is a valid step, draw or version number in such a file."""
+    """Whether the value is a valid step, draw or version number."""
     return isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= LARGEST_COUNT
 
 
 def write_at(fd: int, data: bytes | memoryview, offset: int) -> None:
-    """Write all of the bytes: a single system call may write only some of them."""
+    """Write all bytes. A single system call may write only some of them."""
     view = memoryview(data)
     while view:
         written = os.pwrite(fd, view, offset)

@@ -1,9 +1,9 @@
-"""Atomic writes: a reader sees either the old content or the new, never a partial file.
+"""Atomic writes: a reader sees either the old or the new content, never a partial file.
 
-Each write goes to a temporary file next to the target, whose name begins with ``TEMPORARY``, and is renamed when it is
-complete. A failed write removes its temporary file; only a killed writer leaves one behind.
+Each write goes to a temporary file next to the target, whose name begins with ``TEMPORARY``. When complete, the file is renamed to the
+target. A failed write removes its temporary file; only a killed writer leaves one behind.
 
-Also lock files, which one process at a time can hold.
+The module also has lock files, which only one process at a time can hold.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.E
 
 
 def write_atomic(path: Path, data: str | bytes, *, durable: bool = True, private: bool = False) -> None:
-    """``durable``: the file survives a power cut. ``private``: only the owner can read the file, at any time."""
+    """Write the file atomically. ``durable``: it survives a power cut. ``private``: only the owner can ever read it."""
     with replacing(path, durable=durable, private=private) as file:
         file.write(data.encode() if isinstance(data, str) else data)
 
@@ -72,11 +72,11 @@ def create_atomic(path: Path, data: bytes) -> bool:
 
 @contextmanager
 def staging(final: Path) -> Iterator[Path]:
-    """Yield a new folder next to ``final``, to be filled and then moved with ``swap_in``. Leftovers are removed at the end."""
+    """Yield a new folder next to ``final``. The block fills it and moves it with ``swap_in``; otherwise it is removed."""
     tmp = _temporary(final)
     try:
         tmp.mkdir(parents=True)
-        with plain_disk_errors(tmp):  # checked before the folder is removed, which frees space
+        with plain_disk_errors(tmp):  # checks for a full disk before the removal below frees space
             yield tmp
     finally:
         shutil.rmtree(tmp, ignore_errors=True)
@@ -106,7 +106,7 @@ def fsync_tree(root: Path) -> None:
 
 
 def fsync(path: Path) -> None:
-    """Flush a file or a directory entry list to disk."""
+    """Flush a file, or the entries of a directory, to disk."""
     fd = os.open(path, os.O_RDONLY)
     try:
         os.fsync(fd)
@@ -115,20 +115,20 @@ def fsync(path: Path) -> None:
 
 
 def take_lock(path: Path) -> IO[bytes] | None:
-    """Lock the file and return it; closing it releases the lock. Returns None if another process holds the lock. The holder may remove
-    the file along with its folder."""
+    """Lock the file and return it. Closing it releases the lock. Returns None if another process holds the lock. The holder may remove
+    the file together with its folder."""
     while True:
         file = path.open("ab")
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            # The last holder may have removed the file between open and lock; another process could then lock a new one.
+            # The last holder may have removed the file after we opened it; another process could then lock a new file.
             if os.path.samestat(os.fstat(file.fileno()), os.stat(path)):
                 return file
-        except (BlockingIOError, PermissionError):  # PermissionError: on some network file systems
+        except (BlockingIOError, PermissionError):  # some network file systems raise PermissionError
             file.close()
             return None
         except FileNotFoundError:
-            pass  # removed: look again
+            pass  # the file was removed, so try again
         except BaseException:
             file.close()
             raise

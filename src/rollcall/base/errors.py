@@ -1,6 +1,6 @@
-"""Errors that several packages use. Errors of a single package are defined next to the code that raises them.
+"""Errors that several packages use. A package defines its other errors next to the code that raises them.
 
-Each message says what was given, what was needed and what to do.
+Each message says what was given, what is needed and what to do.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ class ConfigError(ValueError):
 
 
 class PlacementError(ValueError):
-    """The placement cannot work; the message says what was given, what it adds up to, and what to write."""
+    """The placement cannot work; the message says what was given, what follows from it, and what to write."""
 
 
 class SizesUnknown(ValueError):
-    """The model's sizes are unknown here; the message says why and how to provide them."""
+    """The model's sizes cannot be found on this machine; the message says why and how to provide them."""
 
 
 class ModelFilesError(ValueError):
@@ -39,7 +39,7 @@ class JournalError(RuntimeError, ValueError):
 class CheckpointError(RuntimeError, ValueError):
     """A checkpoint cannot be written; the message says where and what to do.
 
-    ``errno`` comes from the underlying disk error, if any: unlike an exception's cause, it is passed between processes.
+    ``errno`` is that of the underlying disk error, if any. Unlike an exception's cause, it is passed between processes.
     """
 
     def __init__(self, message: str, *, errno: int | None = None) -> None:
@@ -59,10 +59,10 @@ class MemoryShortError(RuntimeError):
 
 
 class BatchTooLargeError(MemoryShortError):
-    """A micro-batch that all ranks run together does not fit in memory: another attempt with a smaller one may succeed."""
+    """A micro-batch that all ranks run together does not fit in memory. Another attempt with a smaller one may succeed."""
 
     def __init__(self, message: str, section: str, tokens: int) -> None:
-        """``tokens`` is the size that the next attempt should try for this section (actor or critic)."""
+        """``tokens`` is the size that the next attempt should use for this section (actor or critic)."""
         super().__init__(message, section, tokens)
         self.section, self.tokens = section, tokens
 
@@ -75,7 +75,7 @@ def is_out_of_memory(error: BaseException) -> bool:
     torch: Any = sys.modules.get("torch")
     if isinstance(error, MemoryError) or (torch is not None and isinstance(error, torch.OutOfMemoryError)):
         return True
-    # Failed allocations of pinned host memory, or by CUDA itself, raise other error classes.
+    # A failed allocation of pinned host memory, or in CUDA itself, raises another error class.
     plain = (RuntimeError,) if torch is None else (RuntimeError, torch.AcceleratorError)
     words = ("out of memory", "ALLOC_FAILED", "can't allocate memory", "not enough memory")
     return type(error) in plain and any(word in str(error) for word in words)
@@ -92,7 +92,7 @@ def in_one_line(error: BaseException) -> str:
 
 @contextmanager
 def short_of_memory(sentence: Callable[[str], str]) -> Iterator[None]:
-    """If an allocation fails in the block, raise a MemoryShortError with ``sentence(torch's message)`` and no traceback."""
+    """If an allocation fails in the block, raise ``MemoryShortError(sentence(message))`` without a traceback."""
     try:
         yield
     except Exception as error:
@@ -102,7 +102,7 @@ def short_of_memory(sentence: Callable[[str], str]) -> Iterator[None]:
 
 
 class RestartsSpentError(RuntimeError):
-    """Too many failures in too short a time; the message has the latest reason and the traceback of the first failure."""
+    """Too many failures in too short a time; the message contains the latest reason and the traceback of the first failure."""
 
 
 class WeightUpdateError(RuntimeError):
@@ -110,7 +110,7 @@ class WeightUpdateError(RuntimeError):
 
 
 class MissingPeerError(WeightUpdateError, TimeoutError):
-    """A peer did not show up, did not answer by the deadline, or is gone."""
+    """A peer did not connect, did not answer by the deadline, or was lost."""
 
 
 # The cluster
@@ -125,7 +125,7 @@ class NoRoomError(ClusterError):
 
 
 class WorkerError(ClusterError):
-    """A worker raised an exception. The message has its role, rank, node and traceback; ``__cause__`` is the exception."""
+    """A worker raised an exception. The message contains its role, rank, node and traceback; ``__cause__`` is the exception."""
 
     def __init__(self, message: str, *, role: str, ranks: Sequence[int], node_ranks: Sequence[int]) -> None:
         super().__init__(message)
@@ -139,7 +139,7 @@ class WorkerLostError(WorkerError):
 
 
 class WorkerDiedError(WorkerLostError):
-    """A worker's process, or its node, is gone."""
+    """A worker's process or its node has died."""
 
 
 class WorkerTimeoutError(WorkerLostError, TimeoutError):

@@ -6,7 +6,7 @@
     payload = header length (u32) | JSON header | prompt ids (i4) | token ids (i4) | log-probs (f4) | masks (u1)
               for episodes also: prompts of the episodes and their branches (i4) | branches: token ids, log-probs, masks
 
-All numbers are little-endian and arrays are raw, so a reader gets exactly the sampled values, bit for bit.
+All numbers are little-endian, and arrays are raw, so a reader gets exactly the sampled values.
 """
 
 from __future__ import annotations
@@ -38,16 +38,16 @@ from rollcall.base.types import (
     Turn,
 )
 
-# Bytes above 0x7f cannot occur in the ASCII header, which makes a false match while resynchronising unlikely; the
-# checksum makes it harmless.
+# The ASCII header cannot contain bytes above 0x7f, so a false match during a resynchronisation is unlikely. The checksum makes it
+# harmless.
 MAGIC = b"\x93RCGRP\x01\x9a"
 _HEAD = struct.Struct("<8sQI")
 HEAD_BYTES = _HEAD.size
 _HEADER_LENGTH = struct.Struct("<I")
-LARGEST_RECORD = 1 << 30  # bytes; a corrupt length must not fill a reader's memory
-_PIECE = 1 << 20  # bytes that are searched at once for the next record
+LARGEST_RECORD = 1 << 30  # in bytes; a corrupt length must not fill a reader's memory
+_PIECE = 1 << 20  # bytes that are searched at a time for the next record
 
-# Errors raised when reading an intact record that another program wrote.
+# Errors that can occur when reading an intact record that another program wrote.
 NOT_A_GROUP = (
     ValueError,
     LookupError,
@@ -69,7 +69,7 @@ _OF_EPISODE = ("reward", "metrics", "ended", "error", "opening", "attributes")
 
 def encode(group: Group, *, again: bool = False, attempt: int | None = None) -> bytes:
     """Encode one record. ``again``: the group already has a record, and only its scores are new. ``attempt``: the group contains
-    only one completion, whose index in the full group this is."""
+    only one completion, and this is its index in the whole group."""
     completions = group.completions
     episodes = [one.episode for one in completions if one.episode is not None]
     header = {
@@ -119,7 +119,7 @@ def _segments(row: Completion | Branch) -> list[list[int]]:
 
 
 def _episode_header(episode: Episode) -> dict[str, Any]:
-    """Return everything except the arrays."""
+    """Return everything in the episode except the arrays."""
     return {
         "num_prompt_tokens": None if episode.prompt_ids is None else len(episode.prompt_ids),
         "turns": [asdict(turn) for turn in episode.turns],
@@ -229,7 +229,7 @@ def records(data: bytes) -> Iterator[tuple[int, memoryview]]:
 
 
 def stream_records(file: BinaryIO, *, start: int = 0, end: int) -> Iterator[tuple[int, memoryview]]:
-    """Like ``records``, but for the bytes from ``start`` to ``end`` of a file. Only one record is in memory at a time, because a
+    """Like ``records``, but for the bytes from ``start`` to ``end`` of a file. Keeps only one record in memory at a time, because a
     step with long completions can take gigabytes."""
     while start + HEAD_BYTES <= end:
         file.seek(start)

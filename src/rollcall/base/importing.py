@@ -12,7 +12,7 @@ from typing import Any
 
 @contextmanager
 def uncollected() -> Iterator[None]:
-    """Turn off the garbage collector, which would scan the loaded modules again and again: a quarter of an import's time."""
+    """Turn off the garbage collector, whose scans of the loaded modules take a quarter of an import's time."""
     was_on = gc.isenabled()
     gc.disable()
     try:
@@ -29,13 +29,13 @@ def calm_transformers() -> None:
 
     logging.set_verbosity_error()
     logging.disable_progress_bar()
-    enable_progress_bars()  # the line above turns these off too, and a download takes minutes
+    enable_progress_bars()  # the line above turns these off too, but downloads take minutes
 
 
 def load_named(path: str, *, key: str, what: str, example: str) -> Any:
     """Import ``module:name``, where ``what`` is "function" or "class". Raises a ValueError that explains what is wrong.
 
-    Only the standard library is imported here, because processes that run user code have to start fast.
+    This module imports only the standard library, because processes that run user code must start fast.
     """
     module_name, colon, attribute = path.partition(":")
     if not colon or not module_name or not attribute:

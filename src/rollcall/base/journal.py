@@ -1,11 +1,11 @@
-"""Stores finished groups on disk before training uses them. Resume, the rollout and update phases and the viewer read them.
+"""Stores finished groups on disk before training uses them. The resume, the phases and the viewer read them from there.
 
 There is one file per step, ``<step:06d>.groups``, with records (``group_record.py``) in the order in which the groups finished.
-``append`` passes the record to the operating system before it returns, so killing the process loses no appended group; ``sync`` also
-protects against power loss. ``trained.jsonl`` says which draws each step was trained on. ``<step:06d>.attempts`` contains attempts
+``append`` passes the record to the operating system before it returns, so a kill loses no appended group; ``sync`` also protects against
+power loss. ``trained.jsonl`` says which draws each step was trained on. ``<step:06d>.attempts`` contains attempts
 from groups whose other attempts were still running; only a resume reads it.
 
-One process writes; any number may read. Nothing is ever deleted here: a half-written tail is moved to ``torn/``.
+Only one process writes; any number may read. The journal never deletes anything: a half-written tail is moved to ``torn/``.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from rollcall.base.types import Group
 from rollcall.base.wait import warn
 
 GROUPS, ATTEMPTS = "groups", "attempts"
-_MAX_OPEN = 16  # files for the steps that rollout fills at the same time; older ones are closed and reopened if needed
+_MAX_OPEN = 16  # files that rollout fills at the same time; the oldest is closed, and reopened if needed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,7 +40,7 @@ class TrainedStep:
 
 
 class _Ledger:
-    """The steps trained so far. Refuses an entry that would train a draw twice or replay a step differently."""
+    """The steps trained so far. Raises for an entry that trains a draw twice or replays a step differently."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -60,7 +60,7 @@ class _Ledger:
         for draw in entry.draws:
             if self._step_of.get(draw, entry.step) != entry.step:
                 raise JournalError(
-                    f"{self.path}: draw {draw} was already trained in step {self._step_of[draw]}, and step {entry.step} contains it "
+                    f"{self.path}: draw {draw} was already trained in step {self._step_of[draw]}, but step {entry.step} contains it "
                     "again; no prompt may be trained twice: choose another run.dir"
                 )
 
@@ -73,12 +73,12 @@ class _Ledger:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Scan:
     payloads: list[memoryview]
-    good_end: int  # where the next record goes
-    damage: list[tuple[int, int]]  # [start, end) of bytes in the middle that are not valid records
+    good_end: int  # offset for the next record
+    damage: list[tuple[int, int]]  # [start, end) of invalid bytes between valid records
 
 
 class Journal(AbstractContextManager["Journal"]):
-    """``guard`` is called before each write, and raises if this process may no longer write."""
+    """The journal of a run. ``guard`` is called before each write, and raises if this process must no longer write."""
 
     def __init__(self, dir: Path, *, guard: Callable[[], None] = lambda: None) -> None:
         self.dir = Path(dir)
@@ -97,14 +97,14 @@ class Journal(AbstractContextManager["Journal"]):
             ) from error
 
     def append(self, group: Group, *, again: bool = False) -> None:
-        """Write a finished group; once this returns, the group outlives the process. ``again``: the group already has a
-        record, and only its scores are new; the new record replaces the old one."""
+        """Write a finished group. Once this returns, the group outlives the process. ``again``: the group already has a
+        record, only its scores are new, and the new record replaces the old one."""
         what = f"the group of draw {group.draw}, step {group.step}"
         self._append(self._path(group.step), encode(group, again=again), what=what)
 
     def append_attempts(self, attempts: Iterable[tuple[int, Group]]) -> None:
-        """Write attempts from unfinished groups, with one write per step. Each given group contains a single completion, and
-        comes with the completion's index in the full group."""
+        """Write attempts of unfinished groups, with one write per step. Each given group contains a single completion, and
+        comes with the completion's index in the whole group."""
         records: dict[int, list[bytes]] = {}
         for place, group in attempts:
             records.setdefault(group.step, []).append(encode(group, attempt=place))
@@ -113,7 +113,8 @@ class Journal(AbstractContextManager["Journal"]):
             self._append(self._path(step, ATTEMPTS), b"".join(found), what=what)
 
     def read_attempts(self, step: int) -> dict[int, dict[int, Group]]:
-        """Return draw -> index in the group -> the attempt, as a group of one. Damaged attempts are skipped and made again."""
+        """Return draw -> index in the group -> the attempt, as a group of one completion. Skips damaged attempts, which are made
+        again."""
         found: dict[int, dict[int, Group]] = {}
         for payload in _scan_groups(_read_bytes(self._path(step, ATTEMPTS))).payloads:
             try:
@@ -134,15 +135,15 @@ class Journal(AbstractContextManager["Journal"]):
         persist(write, path=path, what=what, refuse=JournalError)
 
     def sync(self) -> None:
-        """Wait until everything appended so far is on the physical disk. Call this before training on it.
+        """Wait until everything appended so far is on the physical disk. Call this before training on the groups.
 
-        Other threads may append meanwhile: nothing slow happens under the lock.
+        Other threads may append meanwhile, because nothing slow happens under the lock.
         """
         self._sync()
         self._guard()
 
     def _sync(self, only: Path | None = None) -> None:
-        with self._syncing, ExitStack() as kept:  # records that another thread is syncing are not on disk yet
+        with self._syncing, ExitStack() as kept:  # wait for records that another thread is syncing
             with self._lock:
                 wanted = [file for path, file in self._files.items() if only in (None, path)]
                 flushes = [(file.path, file.begin_sync(kept)) for file in wanted]
@@ -155,8 +156,8 @@ class Journal(AbstractContextManager["Journal"]):
                 persist(guarded, path=path, what="buffered records to the disk", refuse=JournalError)
 
     def read(self, step: int) -> list[Group]:
-        """Read the step's groups in draw order, up to a torn tail, which the next ``append`` moves aside and reports. Damage in the
-        middle is reported and skipped."""
+        """Read the step's groups in draw order. Stops at a torn tail, which the next ``append`` moves aside and reports. Skips and
+        reports damage in the middle."""
         path = self._path(step)
         scan = _scan_groups(_read_bytes(path))
         for start, end in scan.damage:
@@ -198,11 +199,11 @@ class Journal(AbstractContextManager["Journal"]):
             self._ledger.add(entry)
 
     def trained(self) -> dict[int, TrainedStep]:
-        """Return step -> what it was trained on, for every step ever trained. Replays count once."""
+        """Return every step that was ever trained, with its draws. Replays count once."""
         return self._read_trained().entries
 
     def _read_trained(self) -> _Ledger:
-        """Read up to a torn line. The next ``mark_trained`` moves that line aside and reports it."""
+        """Read the file up to a torn line, which the next ``mark_trained`` moves aside and reports."""
         data = _read_bytes(self._trained_path)
         ledger = _Ledger(self._trained_path)
         for number, line in enumerate(data[: lines_end(data)].splitlines(), start=1):
@@ -244,7 +245,7 @@ class Journal(AbstractContextManager["Journal"]):
 
 
 def _scan_groups(data: bytes) -> _Scan:
-    """Find the valid records. Other bytes count as damage if a valid record follows, otherwise as a torn tail."""
+    """Find the valid records. Other bytes are damage if a valid record follows them, and otherwise a torn tail."""
     payloads, damage, end = [], [], 0
     for start, payload in records(data):
         if start > end:
@@ -256,17 +257,17 @@ def _scan_groups(data: bytes) -> _Scan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepFile:
-    """A step's groups or attempts as they are on disk, with nothing repaired."""
+    """A step's groups or attempts as they are on disk, without repairs."""
 
     path: Path
     step: int
-    draws: tuple[int, ...]  # of all complete records, in order, with repeats, but without groups that were scored again
+    draws: tuple[int, ...]  # of all complete records, in order and with repeats, except groups that were scored again
     places: tuple[tuple[int, int], ...]  # of attempts: draw and index in the group, with repeats
     num_bad_bytes: int  # torn or damaged
 
 
 def inspect(dir: Path, kind: str = GROUPS) -> list[StepFile]:
-    """Inspect the journal's files of this kind in step order, for reports and repairs."""
+    """Return the journal's files of this kind in step order, for reports and repairs."""
     found = []
     for step, path in _step_files(dir, kind):
         data = _read_bytes(path)

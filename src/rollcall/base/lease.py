@@ -1,16 +1,16 @@
 """Decides who may write to a run directory: one controller at a time, on any host.
 
 The lease is a file next to the run directory (so that ``--fresh`` can move the directory), ``.<name>.lease-<number>``. It contains the
-holder and a counter that the holder advances every ``BEAT_S``. The highest number counts. A controller takes the lease by creating the
-file with the next number, using ``link``: if several try, only one succeeds, even on NFS. A released lease stays, marked as free, so
-numbers never decrease. Other hosts' clocks and file times are never compared.
+holder and a counter, which the holder advances every ``BEAT_S``. The highest number counts. A controller takes the lease by creating the
+file with the next number, using ``link``: if several try, only one succeeds, even on NFS. A released lease file stays and is marked as
+free, so numbers never decrease. Clocks and file times of other hosts are never compared.
 
-A second controller takes over when the first is provably gone: at once if its process ran on this host and has exited, otherwise when
-the counter has not moved for ``WATCH_S`` by the second controller's own clock. Otherwise it refuses and names the holder. A holder that
-was frozen meanwhile finds the next number and stops: ``check`` is called before each journal write and before each checkpoint is moved
-into place.
+A second controller takes over only if the first is provably gone: at once if its process ran on this host and has exited, otherwise when
+its counter has not moved for ``WATCH_S`` by the second controller's own clock. Otherwise the second controller refuses to start and names
+the holder. A holder that was frozen meanwhile finds the next number and stops: ``check`` is called before each write to the journal and
+before each checkpoint is moved into place.
 
-The file is written in place: a full disk must not make a holder look dead or hide that it is waiting.
+The file is overwritten in place, so that a full disk cannot make a holder look dead or hide that it is waiting.
 """
 
 from __future__ import annotations
@@ -38,18 +38,18 @@ from rollcall.base.wait import waiting, warn
 BEAT_S = 2.0
 WATCH_S = 20.0
 LOOK_S = 0.5  # between two looks at another controller's counter
-SURE_S = WATCH_S / 2  # no other controller can have taken over this soon after a beat
-_LENGTH, _LONGEST_WAIT = 4096, 500  # bytes in a lease file; characters in it for what the holder waits for
+SURE_S = WATCH_S / 2  # for this long after a beat, no other controller can have taken over
+_LENGTH, _LONGEST_WAIT = 4096, 500  # bytes in a lease file; characters of the text that says what the holder waits for
 _KINDS = {"owner": str, "host": str, "pid": int, "place": str, "process_start": int, "since": str, "released": bool,
           "waits": str, "waits_since": int}  # fmt: skip
 
 
 class Heartbeat:
-    """Tells whether another process is alive, by a counter that it advances in a shared file. Pass each reading to ``see``; a new
-    owner restarts the watch. Only this process's clock is used: file times and other hosts' clocks cannot be trusted."""
+    """Tells whether another process is alive by the counter that it advances in a shared file. Pass each reading to ``see``. A new owner
+    restarts the watch. Uses only this process's clock, because file times and other hosts' clocks cannot be trusted."""
 
     def __init__(self) -> None:
-        self.has_moved = False  # since its owner was first seen
+        self.has_moved = False  # since this owner was first seen
         self._seen: tuple[str | None, int | None] = (None, None)
         self._since = time.monotonic()
 
@@ -75,13 +75,13 @@ class Holder:
     owner: str
     host: str
     pid: int
-    place: str  # boot and process-id namespace in which ``pid`` is valid; "": unknown
-    process_start: int  # in ticks since boot; 0: unknown
-    since: str  # by the holder's own clock, for people to read
+    place: str  # boot and process-id namespace in which ``pid`` is valid; "" if unknown
+    process_start: int  # in ticks since boot; 0 if unknown
+    since: str  # by the holder's own clock; only for display
     number: int
     counter: int
     released: bool
-    waits: str = ""  # what the holder waits for; empty: it is not waiting
+    waits: str = ""  # what the holder waits for; empty if it is not waiting
     waits_since: int = 0  # unix time
 
     @property
@@ -90,7 +90,7 @@ class Holder:
 
     @property
     def is_gone(self) -> bool:
-        """Whether the holder is provably gone: it released the lease, or its process was on this host and has exited."""
+        """Whether the holder is provably gone: it has released the lease, or it ran on this host and has exited."""
         return self.released or (self.is_here and not Process(pid=self.pid, started=self.process_start).is_alive())
 
     def __str__(self) -> str:
@@ -114,7 +114,7 @@ class Lease:
         self._thread.start()
 
     def check(self) -> None:
-        """Raise if another controller has the lease. Costs nothing while the last beat is recent."""
+        """Raise LeaseLostError if another controller has the lease. Reads no file while the last beat is recent."""
         if self._lost is None and _now() - self._beaten > SURE_S:
             self._look()
         if self._lost is not None:
@@ -159,8 +159,8 @@ class Lease:
         os.fsync(self._fd)  # on a shared folder, so that other hosts see it
 
     def _look(self) -> None:
-        """Check whether another controller has taken over, which removes this file. On a shared folder, opening the file shows
-        that at once, while a directory listing may be a minute old."""
+        """Check whether another controller has taken over and so removed this file. On a shared folder, opening the file shows
+        this at once, while a directory listing may be a minute old."""
         is_there = True
         try:
             try:
@@ -208,7 +208,7 @@ def _take(run_dir: Path) -> Lease:
             warn(f"run.dir={run_dir}: {holder} is gone; taking over")
         me = _myself(number=holder.number + 1 if holder else 1)
         path, data = _path(run_dir, me.number), _encode(me, counter=0, released=False)
-        # If the folder is not writable, a new run is refused at once, while a resumed run waits.
+        # If the folder is not writable, a new run raises at once, and a resumed run waits.
         if holder is None:
             with refusing(run_dir, folder=run_dir.parent):
                 made = create_atomic(path, data)
@@ -219,7 +219,7 @@ def _take(run_dir: Path) -> Lease:
                 if number < me.number:
                     path.unlink(missing_ok=True)
             return Lease(run_dir, me)
-        # Another controller was faster: look again.
+        # Another controller was faster, so look again.
 
 
 def _watch(run_dir: Path, holder: Holder) -> None:
@@ -245,7 +245,7 @@ def _refuse(run_dir: Path, holder: Holder) -> None:
 
 
 def read_holder(run_dir: Path) -> Holder | None:
-    """Return the last holder of the lease, which is ``released`` if nobody holds it now."""
+    """Return the last holder of the lease. It is ``released`` if nobody holds the lease now."""
     while files := sorted(_files(run_dir), key=lambda item: -item[1]):
         for path, number in files:
             try:
@@ -264,7 +264,7 @@ def _read(path: Path, number: int) -> Holder:
             raise TypeError("not what a holder writes")
         return Holder(**{**fields, "counter": int(fields["counter"]), "number": number})
     except (ValueError, KeyError, TypeError, RecursionError):
-        # Written by another version of this program, or truncated by a power loss: we can only see whether it changes.
+        # Another version wrote this, or a power loss truncated it. We can only see whether it changes.
         return Holder(
             owner=text.hex(), host="unknown", pid=0, place="", process_start=0, since="unknown", number=number,
             counter=0, released=False,
@@ -305,12 +305,12 @@ def _myself(*, number: int) -> Holder:
 
 
 def _now() -> float:
-    """Read a clock that keeps counting while the machine sleeps, if there is one."""
+    """Read the clock. If the system has one, use a clock that also counts while the machine sleeps."""
     return time.clock_gettime(getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC))
 
 
 def _place() -> str:
-    """Return the boot and namespace in which this host's process ids are valid; empty if the system does not say."""
+    """Return the boot and namespace in which this host's process ids are valid. Empty if they are unknown."""
     try:
         return f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()} {os.readlink('/proc/self/ns/pid')}"
     except OSError:

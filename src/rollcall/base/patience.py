@@ -1,8 +1,9 @@
 """Writes that survive a full or read-only disk.
 
-``persist`` performs a write. While the disk refuses it, ``persist`` reports that (at once, then every ``SAY_EVERY_S``; one line for all
-writes waiting for the disk) and retries every ``RETRY_S``. It gives up after ``DEADLINE_S``, after Ctrl-C, or when a process that was
-told to stop has no time left. The calling thread waits. A write must be repeatable: it leaves nothing half-done behind when it raises.
+``persist`` performs a write. While the disk refuses it, ``persist`` retries every ``RETRY_S`` and warns at once and then every
+``SAY_EVERY_S``, with one line for all writes that wait for the same disk. It gives up after ``DEADLINE_S``, after Ctrl-C, or when a
+process that was asked to stop has no time left. The calling thread waits. The write is repeated, so it must leave nothing half-done when
+it raises.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ RETRY_S = 1.0
 SAY_EVERY_S = 10.0
 PASSING = frozenset(
     (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.EIO, errno.ESTALE)
-)  # errors that a person can fix while the write waits
+)  # errors that a user can fix while the write waits
 
 
 class DiskError(RuntimeError, ValueError):
@@ -38,11 +39,11 @@ class DiskError(RuntimeError, ValueError):
 
 
 class NodeDiskError(OSError):
-    """An error on a node's local disk; the file name has the form HOST:PATH."""
+    """An error on a node's local disk. The file name has the form HOST:PATH."""
 
 
 def persist(action: Callable[[], T], *, path: Path, what: str, refuse: Callable[[str], Exception] = DiskError) -> T:
-    """Return what ``action`` returns, once the disk allows it. ``path`` and ``what`` ("the group of draw 3") are for messages."""
+    """Call ``action`` until the disk allows it, and return its result. ``path`` and ``what`` ("the group of draw 3") are for messages."""
     disk: object = None  # the disk that refused the write, if any
     began, wait = time.monotonic(), Wait()
     while True:
@@ -74,7 +75,7 @@ def persist(action: Callable[[], T], *, path: Path, what: str, refuse: Callable[
             return result
 
 
-_said: dict[object, float] = {}  # when a write waiting for this disk last reported it: one speaks for all
+_said: dict[object, float] = {}  # the time of the last warning for each disk; one write warns for all
 _lock = threading.Lock()
 
 
@@ -94,7 +95,7 @@ def _is_word_due(disk: object) -> bool:
 
 
 def disk_fault(error: BaseException, *, near: Path) -> OSError | None:
-    """Return the temporary disk error behind ``error``, or None if it has another cause. ``near`` is where the write went."""
+    """Return the temporary disk error that caused ``error``, or None if it has another cause. ``near`` is the path of the write."""
     link: BaseException | None = error
     seen: set[int] = set()
     while link is not None and id(link) not in seen:
@@ -108,7 +109,7 @@ def disk_fault(error: BaseException, *, near: Path) -> OSError | None:
         if found and (number := int(found[1] or errno.ENOSPC)) in PASSING:
             return OSError(number, os.strerror(number), str(near))
         link = link.__cause__ or (None if link.__suppress_context__ else link.__context__)
-    # A serialiser may not name the reason. A worker's error does not count: free space does not bring back a dead worker.
+    # A serialiser may hide the reason. A worker's error does not count, because free space does not bring back a dead worker.
     if isinstance(error, RuntimeError) and not isinstance(error, OSError) and not _is_a_report(error):
         if (free := free_bytes(near)) is not None and free < 4096:
             return OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(near))
@@ -117,7 +118,7 @@ def disk_fault(error: BaseException, *, near: Path) -> OSError | None:
 
 @contextmanager
 def refusing(run_dir: Path, *, folder: Path) -> Iterator[None]:
-    """Wrap a run's first writes: a disk error in ``folder`` is refused at once, with a message that names the folder."""
+    """Wrap a run's first writes. A disk error in ``folder`` raises ConfigError at once, with a message that names the folder."""
     try:
         yield
     except OSError as error:
@@ -129,7 +130,7 @@ def refusing(run_dir: Path, *, folder: Path) -> Iterator[None]:
 
 @contextmanager
 def plain_disk_errors(path: Path) -> Iterator[None]:
-    """Raise a disk error as its original OSError, even if a serialiser raised something else: an OSError can be passed
+    """Raise a disk error as its original OSError, even if a serialiser raised something else, because an OSError can be passed
     between processes."""
     try:
         yield
@@ -144,12 +145,12 @@ def plain_disk_errors(path: Path) -> Iterator[None]:
 
 
 def _is_a_report(error: BaseException) -> bool:
-    """Whether the error quotes other errors, such as a worker's traceback. Only its cause counts."""
+    """Whether the error's text quotes other errors, such as a worker's traceback. For such an error, only its cause counts."""
     return type(error).__module__.startswith(("rollcall.", "ray."))
 
 
 def free_bytes(path: Path) -> int | None:
-    """Return the free bytes on the path's disk, or None if the system does not say. The path need not exist yet."""
+    """Return the free bytes on the path's disk, or None if they are unknown. The path need not exist."""
     for folder in (path, *path.parents):
         try:
             return shutil.disk_usage(folder).free

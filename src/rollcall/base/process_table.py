@@ -1,7 +1,7 @@
-"""The processes on this host, as psutil lists them, and this process's limit on open files.
+"""Reads this host's processes through psutil, and sets this process's limit on open files.
 
-Records on disk identify a process by its id and its start time since boot. psutil reports the start and the boot as wall-clock times.
-Both shift when somebody sets the clock, but their difference does not.
+Records on disk identify a process by its id and its start time since boot. psutil reports both the start and the boot as wall-clock
+times. Both shift when somebody sets the clock, but their difference does not.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Process:
 
 
 def living() -> Iterator[psutil.Process]:
-    """Yield all processes except zombies and those that the kernel hides; ``info`` has the parent (``ppid``) and user (``uids``)."""
+    """Yield all visible processes except zombies. ``info`` contains the parent (``ppid``) and the user (``uids``)."""
     for process in psutil.process_iter(["ppid", "status", "uids"]):
         if process.info["status"] not in (None, *DEAD):
             yield process
@@ -70,7 +70,7 @@ def status_of(pid: int) -> str:
 
 
 def command_of(pid: int) -> str:
-    """Return the command line, or the title that the process set for itself; empty if there is no such process."""
+    """Return the command line, or the title that the process gave itself. Empty if there is no such process."""
     try:
         return " ".join(psutil.Process(pid).cmdline())
     except psutil.Error:
@@ -87,7 +87,7 @@ def session_of(pid: int) -> int | None:
 def environment_of(pid: int) -> dict[str, str] | None:
     """Return the variables that the process was started with; None if it has exited or belongs to another user.
 
-    psutil stops reading at an empty entry, and ``redact.hide_from_proc`` leaves such entries.
+    Does not use psutil, which stops at an empty entry, because ``redact.hide_from_proc`` leaves such entries.
     """
     try:
         lines = os.fsdecode(Path(f"/proc/{pid}/environ").read_bytes()).split("\0")
@@ -107,8 +107,8 @@ def allow_files(count: int) -> int:
 
 
 def refuse_few_files() -> None:
-    """Refuse to start if the limit on open files is too low: the run would fail later, in places that cannot say why."""
+    """Raise an error if the limit on open files is too low. Otherwise the run would fail later with an unclear error."""
     if (limit := allow_files(0)) < 256:  # a run with two reward processes opens 60
         raise ValueError(
-            f"this shell allows a process {limit} open files (ulimit -Hn), and a run needs 256; start it in a shell that allows more"
+            f"this shell allows a process {limit} open files (ulimit -Hn), but a run needs 256; start it in a shell that allows more"
         )

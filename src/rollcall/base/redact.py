@@ -1,9 +1,9 @@
 """Keeps secrets out of everything that is printed, logged or saved.
 
-A secret is the value of a variable whose name says so (``is_secret``), or a value passed to ``remember``: the cluster's token, a key in
-a run file, a key that came with a job. A password or token in a URL is always a secret. ``guard_streams`` redacts everything that the
-``rollcall`` command writes to stdout and stderr, and removes terminal control sequences. Code that writes files calls ``redact`` or
-``redact_env`` itself.
+A secret is the value of a variable with a secret's name (``is_secret``), or a value passed to ``remember``: the cluster's token, a key in
+a run file, or a key that came with a job. A password or token in a URL is always a secret. ``guard_streams`` redacts everything that the
+``rollcall`` command writes to stdout and stderr, and also removes terminal control sequences. Code that writes files must call ``redact``
+or ``redact_env`` itself.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ LONGEST_SECRET = 1 << 16  # characters, including the name; a PEM key has a few 
 LONGEST_LINE = 1 << 20  # characters that are buffered until their line ends
 
 _ENDINGS = ("KEY", "TOKEN", "SECRET", "PASSWORD", "PASSWD")
-_NOT_THE_VALUE = ("PATH", "FILE", "DIR", "URL")  # HF_TOKEN_PATH says where a secret is, but is not a secret
+_NOT_THE_VALUE = ("PATH", "FILE", "DIR", "URL")  # HF_TOKEN_PATH says where a secret is, but is not a secret itself
 # A variable and its value, as printed by a shell or `env`.
 _ASSIGNMENT = re.compile(r"\b([A-Z][A-Z0-9_]*)=(\"[^\"\n]*\"|'[^'\n]*'|[^\s'\",;]+)")
 _EXAMPLE = re.compile(r"\.\.\.|VALUE[\].]*")  # placeholders in help texts: TOKEN=..., [KEY=VALUE]... or [KEY=VALUE...]
@@ -67,7 +67,7 @@ def is_secret(name: str) -> bool:
 
 
 def remember(values: Iterable[str]) -> None:
-    """Redact these values in this process from now on. A URL's password is also redacted on its own."""
+    """Redact these values in this process from now on. If a value is a URL, its password is also redacted by itself."""
     for value in values:
         passwords = (match[0][len(match[1]) : -1] for match in _URL_PASSWORD.finditer(value))
         _remembered.update(each for each in (value, *passwords) if len(each) >= SHORTEST and each != REDACTED)
@@ -85,13 +85,13 @@ def hide_from_proc(names: Iterable[str]) -> None:
         name, _, value = entry.partition(b"=")
         if name in hidden and value:
             if name in os.environb:
-                os.putenv(name, os.environb[name])  # a copy elsewhere, which C code sees from now on
+                os.putenv(name, os.environb[name])  # makes a copy, which C code reads from now on
             ctypes.memset(place + len(name) + 1, 0, len(value))
         place += len(entry) + 1
 
 
 def redact(text: str) -> str:
-    """Remove the secrets that this process knows, secret values in ``SOME_KEY=value``, and passwords in URLs from the text.
+    """Remove from the text the secrets that this process knows, secret values in ``SOME_KEY=value``, and passwords in URLs.
 
     >>> redact("cannot read s3://me:hunter2@host/rows.jsonl")
     'cannot read s3://me:<redacted>@host/rows.jsonl'
@@ -105,7 +105,7 @@ def redact(text: str) -> str:
 
 
 def redact_end(text: str, count: int) -> str:
-    """Return the last ``count`` characters, redacted. They never contain the tail of a secret that begins earlier."""
+    """Return the last ``count`` characters, redacted. They cannot contain the end of a secret that begins before them."""
     return redact(text[-(count + LONGEST_SECRET) :])[-count:]
 
 
@@ -151,8 +151,8 @@ def redact_env(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def redact_run(run: dict[str, Any]) -> dict[str, Any]:
-    """Redact the secrets in ``cluster.env``, ``cluster.node_env`` and URLs in paths from a run file's sections. Prompts,
-    templates and stop strings do not change: a URL there is ordinary text."""
+    """Redact the secrets in a run file's sections: in ``cluster.env``, in ``cluster.node_env``, and in URLs among the paths. Prompts,
+    templates and stop strings stay unchanged, because a URL in them is ordinary text."""
 
     def shown(section: dict[str, Any], *keys: str) -> dict[str, Any]:
         return {**section, **{key: redact_urls(section[key]) for key in keys if section.get(key)}}
@@ -166,8 +166,8 @@ def redact_run(run: dict[str, Any]) -> dict[str, Any]:
 
 
 def secrets_of_run(raw: Mapping[str, Any]) -> dict[str, str]:
-    """Return the secrets among a run file's cluster variables, by name. The sections need not be valid: a mapping written as a
-    string, as a list of ``NAME=value`` or in the wrong place contains the same secrets."""
+    """Return the secrets among a run file's cluster variables, by name. The sections need not be valid: variables written as a
+    string, as a list of ``NAME=value`` or in the wrong place contain the same secrets."""
     return {name: value for name, value in _assignments(raw.get("cluster"), "") if is_secret(name)}
 
 
@@ -195,7 +195,7 @@ def guard_streams() -> None:
     """From now on, keep secrets and terminal control sequences out of this process's ``sys.stdout`` and ``sys.stderr``."""
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
-        if stream is None:  # closed: no file that is opened later may get its descriptor number
+        if stream is None:  # the stream is closed; no file that is opened later may get its descriptor number
             stream = open(os.devnull, "w")  # noqa: SIM115
             os.set_inheritable(stream.fileno(), True)
         if not isinstance(stream, GuardedStream):
@@ -207,8 +207,8 @@ class OutputError(OSError):
 
 
 class GuardedStream:
-    """A text stream that redacts secrets and removes terminal control sequences from what is written to it. Otherwise it behaves
-    like the stream that it wraps. ``styled`` is for a trusted writer: it keeps escape codes."""
+    """A text stream that redacts secrets and removes terminal control sequences from everything written to it. Otherwise it behaves
+    like the stream that it wraps. ``styled`` returns a stream for a trusted writer, which keeps escape codes."""
 
     def __init__(self, stream: TextIO, *, is_styled: bool = False) -> None:
         self._stream, self._is_styled = stream, is_styled
@@ -232,7 +232,7 @@ class GuardedStream:
         try:
             action(*args)
         except BrokenPipeError:
-            raise  # the reader has stopped reading
+            raise  # the reader has closed the pipe
         except OSError as error:
             name = "standard error" if self._stream is sys.__stderr__ else "standard output"
             text = f"cannot write to {name} ({error.strerror}); free space on its disk, or redirect it elsewhere"
@@ -255,8 +255,8 @@ def harmless(text: str) -> str:
 
 
 class Redactor:
-    """Redacts text that arrives in pieces. A line is buffered until it ends, so that a secret is redacted as a whole. If a line gets
-    very long, all but its last ``LONGEST_SECRET`` characters are passed on."""
+    """Redacts text that arrives in pieces. Buffers a line until it ends, so that a secret is redacted as a whole. If a line gets very
+    long, passes on all but its last ``LONGEST_SECRET`` characters."""
 
     def __init__(self) -> None:
         self._held = ""
@@ -265,7 +265,7 @@ class Redactor:
         text = self._held + piece
         cut = max(text.rfind("\n"), text.rfind("\r")) + 1
         if len(text) - cut > LONGEST_LINE:
-            text = redact(text)  # before the cut, which may be inside a secret
+            text = redact(text)  # redact before the cut, which may be inside a secret
             cut = len(text) - LONGEST_SECRET
         self._held = text[cut:]
         return redact(text[:cut])

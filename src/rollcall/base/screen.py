@@ -1,4 +1,5 @@
-"""The console that commands draw on. Only its own escape codes pass: text from files, users and models cannot control the terminal."""
+"""The console that commands draw on. Only its own escape codes reach the terminal; those in text from files, users and models are
+removed."""
 
 from __future__ import annotations
 

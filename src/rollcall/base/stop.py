@@ -1,13 +1,14 @@
-"""Stops a run on a signal: SIGTERM (Slurm, Kubernetes, `rollcall job stop`), SIGUSR1, which Slurm's `--signal` sends in advance,
-and SIGHUP, which a closed SSH session sends. Under `nohup`, SIGHUP stays ignored.
+"""Stops a run on a signal: SIGTERM (Slurm, Kubernetes, `rollcall job stop`), SIGUSR1, which Slurm's `--signal` sends before the time
+limit, and SIGHUP, which a closed SSH session sends. Under `nohup`, SIGHUP stays ignored.
 
-The first signal is a request. Before a run trains there is nothing to save, so the command exits right away, as with Ctrl-C.
-While a run trains (``waiting``), the controller stops at the end of its step. If the grace period ends before that, ``Stopped``
-is raised in the main thread wherever it is, but not within ``shielded``, where weights or a checkpoint are half-written.
+The first signal is a request. Before training there is nothing to save, so the command exits right away, as with Ctrl-C.
+During training (``waiting``), the controller stops at the end of its step. If the grace period ends before that, ``Stopped``
+is raised in the main thread, wherever it is, except within ``shielded``, where weights or a checkpoint are half-written.
 A second signal kills the process at once. Ctrl-C is different: it ends a run without saving (``noting_interrupts``).
 
-Signal handlers are per process and run in its main thread, so there is one ``Stop``: ``heed`` installs it, ``heeded`` returns it. If the
-main thread already has an event loop (a notebook), another thread does the work, and the main one forwards signals (``outside_loop``).
+Signal handlers are per process and run in the main thread, so there is only one ``Stop``: ``heed`` installs it, ``heeded`` returns it. If
+the main thread already has an event loop (a notebook), another thread does the work, and the main one forwards signals
+(``outside_loop``).
 """
 
 from __future__ import annotations
@@ -25,13 +26,13 @@ from typing import TypeVar
 
 T = TypeVar("T")
 
-# EX_TEMPFAIL: not done, but nothing is wrong, and the same command continues. No supervisor treats it as a crash by default,
-# and each can be configured to restart such a command (Slurm: `scontrol requeue`; systemd: RestartForceExitStatus).
+# EX_TEMPFAIL: the run is not finished, but nothing is wrong, and the same command continues it. No supervisor treats it as a crash by
+# default, and each can be configured to restart such a command (Slurm: `scontrol requeue`; systemd: RestartForceExitStatus).
 STOPPED = 75
 INTERRUPTED = 130  # by Ctrl-C
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 SAME_S = 2.0  # one request may arrive twice: sent to all processes in a job, and forwarded by their parent
-AGAIN_S = 5.0  # raise again, because an exception raised while an object is being destroyed gets lost
+AGAIN_S = 5.0  # raise again, because Python drops an exception that is raised while an object is being destroyed
 
 
 def status_words(status: int) -> str:
@@ -53,7 +54,7 @@ def status_words(status: int) -> str:
 
 
 class Stopped(KeyboardInterrupt):
-    """This process received the named signal and has to stop. It is handled wherever Ctrl-C is handled."""
+    """This process received the named signal and must stop. Code that handles Ctrl-C handles this too."""
 
 
 def ended_by(heard: KeyboardInterrupt) -> tuple[str, int]:
@@ -80,7 +81,7 @@ class Stop:
 
     @property
     def is_late(self) -> bool:
-        """Whether nothing may be waited for any more: after Ctrl-C, or once a signal's grace period is over."""
+        """Whether the process must not wait for anything any more, because of Ctrl-C or because the grace period is over."""
         return self.is_interrupted or (self.asked is not None and self.left_s == 0)
 
     def check(self) -> None:
@@ -90,7 +91,7 @@ class Stop:
 
     @contextmanager
     def waiting(self, grace_s: float) -> Iterator[None]:
-        """Wrap training, which gets ``grace_s`` seconds after a signal."""
+        """Wrap the training. After a signal, it gets ``grace_s`` seconds."""
         self.check()
         self._grace_s = grace_s
         try:
@@ -102,7 +103,7 @@ class Stop:
 
     @contextmanager
     def shielded(self) -> Iterator[None]:
-        """Protect a block that must not stop half-way. If the grace period ends inside it, the run stops after the block."""
+        """Protect a block that must not stop half-way. If the grace period ends inside the block, the run stops after it."""
         self._num_shields += 1
         try:
             yield
@@ -117,8 +118,8 @@ class Stop:
 
     @contextmanager
     def at_prompt(self) -> Iterator[None]:
-        """A debugger prompt is open. When the grace period ends, ``Stopped`` is raised at the prompt, even within ``shielded``; the
-        prompt then lets the block continue, because nothing else would end it."""
+        """Wrap an open debugger prompt. When the grace period ends, ``Stopped`` is raised at the prompt, even within ``shielded``. The
+        prompt then lets the block continue, because nothing else would end the prompt."""
         is_main = threading.current_thread() is threading.main_thread()
         self._num_prompts += is_main
         try:
@@ -128,8 +129,8 @@ class Stop:
 
     @contextmanager
     def noting_interrupts(self) -> Iterator[None]:
-        """Note Ctrl-C within ``asyncio.run``. asyncio's own handler cancels the running task, but a task in a blocking call does
-        not notice that and checks ``is_late`` instead. Outside the main thread, ``pass_on`` cancels the task."""
+        """Note Ctrl-C within ``asyncio.run``. asyncio's own handler cancels the running task, but a task in a blocking call does not
+        notice that, so it checks ``is_late``. Outside the main thread, ``pass_on`` cancels the task."""
         if threading.current_thread() is not threading.main_thread():
             import asyncio
 
@@ -157,8 +158,8 @@ class Stop:
             signal.signal(signal.SIGINT, inner)
 
     def pass_on(self, heard: KeyboardInterrupt, *, thread: threading.Thread) -> None:
-        """Forward a signal from the main thread to the working thread: the first Ctrl-C cancels a run, as asyncio's handler does; the
-        second ends it wherever it is."""
+        """Forward a signal from the main thread to the working thread. The first Ctrl-C cancels a run, as asyncio's handler does; the
+        second one ends it wherever it is."""
         is_first = not self.is_interrupted
         self.is_interrupted = self.is_interrupted or not isinstance(heard, Stopped)
         if is_first and (cancel := self._cancel) is not None:
@@ -183,7 +184,7 @@ class Stop:
         signal.setitimer(signal.ITIMER_REAL, max(self._grace_s, 0.001), AGAIN_S)
 
     def _leave_terminals(self) -> None:
-        """Redirect closed terminals to the null device: writing to them fails, which must not keep a run from saving."""
+        """Redirect closed terminals to the null device, because a failed write to them must not keep a run from saving."""
         for fd in self._terminals:
             if not os.isatty(fd):
                 with open(os.devnull, "r+b", buffering=0) as null:
@@ -191,7 +192,7 @@ class Stop:
 
     def _end_grace(self, number: int, frame: FrameType | None) -> None:
         self._is_over = True
-        # Stopped may be raised between a coroutine's creation and its start, which is not a mistake.
+        # Stopped may be raised between the creation of a coroutine and its start, which is harmless.
         warnings.filterwarnings("ignore", message="coroutine .* was never awaited", category=RuntimeWarning)
         if self._num_shields == 0 or self._num_prompts:
             self.check()
@@ -205,7 +206,7 @@ def heed() -> Iterator[Stop]:
     """Handle the signals while the block runs."""
     global _heeded
     _heeded = stop = Stop()
-    # A signal that ends a loop leaves asyncio's Ctrl-C handler behind, although its loop is gone.
+    # A signal that ends an event loop leaves asyncio's Ctrl-C handler behind.
     before = {signal.SIGINT: on_interrupt} if (on_interrupt := signal.getsignal(signal.SIGINT)) is not None else {}
     before |= {number: signal.signal(number, stop.hear) for number in heeded_signals()}
     try:
@@ -214,12 +215,12 @@ def heed() -> Iterator[Stop]:
         _heeded = None
         for number, handler in before.items():
             if signal.getsignal(number) is not signal.SIG_IGN:  # a command that is exiting ignores further signals
-                signal.signal(number, handler or signal.SIG_DFL)  # None: a handler that Python does not know
+                signal.signal(number, handler or signal.SIG_DFL)  # None is a handler that was not installed from Python
 
 
 @contextmanager
 def heed_if_possible() -> Iterator[None]:
-    """Like ``heed``, for library use: only the main thread may install handlers, and installed handlers stay."""
+    """Like ``heed``, for library use. Does nothing outside the main thread, or if handlers are already installed."""
     if is_heeding() or threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -246,7 +247,7 @@ def outside_loop(work: Callable[[], T]) -> T:
 
     stop, is_main = heeded(), threading.current_thread() is threading.main_thread()
     thread = threading.Thread(target=run, name="rollcall")
-    # Let Ctrl-C raise here; asyncio's handler would cancel a task in a blocking call, which would never notice.
+    # Let Ctrl-C raise in this thread. asyncio's handler would cancel a task in a blocking call, which would not notice it.
     before = signal.signal(signal.SIGINT, signal.default_int_handler) if is_main else None
     try:
         thread.start()
@@ -262,19 +263,19 @@ def outside_loop(work: Callable[[], T]) -> T:
 
 
 def heeded() -> Stop:
-    """Return the installed ``Stop``, or one that no signal reaches."""
+    """Return the installed ``Stop``. If there is none, return one that never gets a signal."""
     return _heeded or Stop()
 
 
 def is_heeding() -> bool:
-    """Whether this process saves before it stops."""
+    """Whether this process handles the signals."""
     return _heeded is not None
 
 
 @contextmanager
 def kept() -> Iterator[None]:
-    """Wrap a call that installs its own handlers, as ``ray.init`` does (2.60): its exits become ours, and our handlers are restored.
-    An ignored signal stays ignored."""
+    """Wrap a call that installs its own handlers, as ``ray.init`` does (2.60). Its SIGTERM exit counts as our signal, and our handlers
+    are restored. An ignored signal stays ignored."""
     ignored = [number for number in SIGNALS if signal.getsignal(number) is signal.SIG_IGN]
     try:
         yield
@@ -291,6 +292,6 @@ def kept() -> Iterator[None]:
 
 
 def heeded_signals() -> tuple[signal.Signals, ...]:
-    """Return ``SIGNALS``, without SIGHUP if it is ignored: that is how `nohup` lets a run outlive its terminal."""
+    """Return ``SIGNALS``, without SIGHUP if it is ignored, because `nohup` uses this to let a run outlive its terminal."""
     is_ignored = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
     return tuple(number for number in SIGNALS if number != signal.SIGHUP or not is_ignored)

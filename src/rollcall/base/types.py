@@ -1,11 +1,11 @@
 """One type per stage of the data flow: Prompt -> Completion -> Group -> Sample -> MicroBatch.
 
 Fields without a default are required; a field allows ``None`` if a stage may lack the value. Lengths are checked
-once, when the object is created, so no later stage checks them again. Arrays are numpy on the host; only the learner
+once, when the object is created, so later stages need not check them. Arrays are numpy arrays on the host; only the learner
 turns a MicroBatch into tensors.
 
-Axes in the comments: T tokens of one completion, R rows (completions) of a micro-batch, N packed tokens of a
-micro-batch, K packed key positions, L loss tokens (those whose mask is true).
+Axes in the comments: T tokens of one completion, R rows of a micro-batch, N packed tokens of a micro-batch, K packed key positions, L
+loss tokens (those whose mask is true).
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Prompt:
 
     id: str
     token_ids: Ints
-    text: str  # the rendered prompt, as rewards and the samples page see it
+    text: str  # the rendered prompt, which rewards and the samples page use
     answer: str  # ground truth, as a string; rewards read it
     metadata: dict[str, Any]  # the row's other columns, passed to rewards unchanged
 
@@ -88,7 +88,7 @@ class Turn:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Branch:
-    """An additional training row from an episode whose program began a conversation that does not extend the first one."""
+    """An additional training row of an episode, for a conversation of its program that does not extend the first one."""
 
     prompt_ids: Ints
     token_ids: Ints  # [T]
@@ -102,7 +102,7 @@ class Branch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Episode:
-    """How an attempt with an environment went. The tokens are in its Completion."""
+    """What happened in an attempt with an environment. The tokens are in its Completion."""
 
     prompt_ids: Ints | None  # the tokens that the model read first; `None`: the group's prompt
     turns: tuple[Turn, ...]
@@ -123,7 +123,7 @@ class Completion:
 
     token_ids: Ints  # [T]
     logprobs: Floats  # [T] under the sampling distribution (temperature, top-p, top-k); 0 where mask is false
-    mask: Bools  # [T] false for tokens the policy did not choose (tool or user turns)
+    mask: Bools  # [T] false for tokens that the policy did not choose (tool or user turns)
     segments: tuple[Segment, ...]
     finish: FinishReason
     seed: int
@@ -134,7 +134,7 @@ class Completion:
         _check_row(self)
 
     def prompt_ids(self, group_prompt: Ints) -> Ints:
-        """Return the tokens that the model read first."""
+        """Return the tokens that the model read first. ``group_prompt`` is the default."""
         own = self.episode.prompt_ids if self.episode is not None else None
         return group_prompt if own is None else own
 
@@ -145,7 +145,7 @@ class Completion:
 
     @property
     def num_sampled(self) -> int:
-        """The number of sampled tokens in all of the completion's rows."""
+        """The number of sampled tokens, over all rows of the completion."""
         return sum(int(row.mask.sum()) for row in rows_of(self))
 
     @classmethod
@@ -181,7 +181,7 @@ class Score:
 
     value: float  # the weighted sum that the algorithm uses
     parts: dict[str, float]  # reward name -> unweighted score
-    errors: dict[str, str]  # reward name -> why it could not score (raised, hung, NaN); its part is then 0
+    errors: dict[str, str]  # reward name -> why it could not score (raised, hung, NaN); its part is 0 then
     notes: dict[str, str] = field(default_factory=dict)  # reward name -> its service's note; optional in journals
     is_given: bool = (
         True  # False: every reward declined to score it, so it is not compared or trained on; optional in journals
@@ -190,7 +190,7 @@ class Score:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Group:
-    """All attempts at one prompt: the unit of scheduling, journaling, filtering and refill."""
+    """All attempts at one prompt. Scheduling, the journal, filters and refills work on groups."""
 
     step: int  # the optimizer step that it was generated for
     draw: int  # position in the data order; unique per run
@@ -245,11 +245,12 @@ class Sample:
         for name in PER_TOKEN:
             array = getattr(self, name)
             assert array is None or len(array) == num_tokens, f"{name} has {len(array)} entries for {num_tokens} tokens"
-        assert len(self.prompt_ids), "a row without a prompt has nothing that predicts its first token"
+        assert len(self.prompt_ids), "nothing predicts the first token of a row without a prompt"
 
     @classmethod
     def of(cls, row: Completion | Branch, *, draw: int, attempt: int, prompt_ids: Ints) -> Sample:
-        """Build a row with zero advantages and no optional fields. ``prompt_ids`` are the group's; an episode's own take precedence."""
+        """Build a row with zero advantages and no optional fields. ``prompt_ids`` are the group's; those of an episode take
+        precedence."""
         return cls(
             draw=draw,
             attempt=attempt,
@@ -278,12 +279,12 @@ def attempts_of(samples: Sequence[Sample]) -> Longs:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MicroBatch:
-    """Packed rows for one forward, without padding.
+    """Rows packed for one forward pass, without padding.
 
-    A prefix that several rows share is stored once. ``kv_index`` lists, for each segment, the packed positions that the
-    keys come from: the path from the row's first token to the segment's last, through the segments of other rows
-    where they are shared. A query segment ``i`` is ``[cu_q[i], cu_q[i+1])`` of the packed tokens and attends causally,
-    aligned at its end, to the keys ``kv_index[cu_k[i]:cu_k[i+1]]``.
+    A prefix that several rows share is stored once. ``kv_index`` lists, for each segment, the packed positions of its keys: the path from
+    the row's first token to the segment's last, through segments of other rows where these are shared. A query segment ``i`` is
+    ``[cu_q[i], cu_q[i+1])`` of the packed tokens. It attends causally, aligned at its end, to the keys
+    ``kv_index[cu_k[i]:cu_k[i+1]]``.
     """
 
     token_ids: Longs  # [N]

@@ -1,4 +1,4 @@
-"""The version of this package, for all subpackages to read, and the versions of installed packages."""
+"""The version of this package, and the versions of installed packages."""
 
 __version__ = "0.1.0"
 

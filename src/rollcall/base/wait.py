@@ -1,10 +1,10 @@
-"""Prints messages for the user (``say``), and waits with a time limit while reporting now and then what it waits for.
+"""Prints messages for the user (``say``), and reports regularly during a wait what the process waits for.
 
-A process has one output channel (voice). It is stderr, unless a block changes it with ``speaking``: a run's console prints through its
-panel. What a user has to know even in a quiet run is a warning (``warn``). Warnings go to the logger ``rollcall``, which the calling
-program may redirect.
+A process has one output channel (voice). It is stderr, unless a block changes it with ``speaking``; a run's console, for example, prints
+through its panel. Messages that the user needs even in a quiet run are warnings (``warn``). They go to the logger ``rollcall``, which the
+calling program may redirect.
 
-A process keeps track of what it is waiting for (``waiting``): the holder of a run directory records it for `rollcall status`.
+A process records what it is waiting for (``waiting``), and its lease file shows it to `rollcall status`.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def say(text: str) -> None:
 
 
 def is_silent() -> bool:
-    """Whether libraries must be silent too."""
+    """Whether output is turned off, so that libraries must be silent too."""
     return _voice is in_silence
 
 
@@ -63,8 +63,8 @@ def speaking(voice: Say) -> Iterator[None]:
 
 
 class Wait:
-    """A wait that begins when the object is created. ``tell`` speaks first after ``first_s``, then every ``every_s`` seconds.
-    ``stalls``: nothing else happens meanwhile, so a run's status shows the wait. Work that is merely slow does not stall."""
+    """A wait that begins when the object is created. ``tell`` prints first after ``first_s``, then every ``every_s`` seconds. ``stalls``
+    means that the run makes no progress meanwhile, so `rollcall status` shows the wait. It is False for work that is only slow."""
 
     def __init__(
         self, timeout_s: float = math.inf, *, first_s: float = 2.0, every_s: float = 10.0, stalls: bool = True
@@ -95,22 +95,22 @@ class Wait:
 
     @property
     def until_word_s(self) -> float:
-        """The longest time to wait before ``tell`` has something to say or the time is over."""
+        """Seconds until ``tell`` prints the next message or the time is over."""
         return max(min(self._next - time.monotonic(), self.left_s), SHORTEST_S)
 
     def excuse(self, seconds: float) -> None:
-        """Do not count this many seconds: a debugger had stopped what this waits for."""
+        """Do not count this many seconds, because a debugger had stopped the awaited process."""
         self._began += seconds
         self._next += seconds
 
     def note(self, text: str) -> None:
-        """Note the current wait. It counts as long as it is noted repeatedly and this object is alive."""
+        """Record the current wait for ``waiting``. Repeat the call while the wait lasts; otherwise the record expires."""
         self.what, self._noted = text, time.monotonic()
         with _lock:
             _waits.add(self)
 
     def tell(self, text: str) -> None:
-        """Say what this waits for, if a message is due."""
+        """Print what this process waits for, if a message is due."""
         if self._stalls and (self.is_word_due or self.what):
             self.note(text)
         if self.is_word_due:
@@ -119,7 +119,7 @@ class Wait:
             say(f"{text} ({waited_s} s)" if waited_s else text)
 
     def again(self, text: str, *, after_s: float) -> bool:
-        """Whether to look again: says what this waits for, if a message is due, and sleeps. False at once if the time is over."""
+        """Sleep before another check, and print the wait if a message is due. Returns False at once if the time is over."""
         if self.is_over:
             return False
         self.tell(text)

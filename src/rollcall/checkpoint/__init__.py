@@ -1,1 +1,1 @@
-"""Atomic checkpoints (``store``), and model directories that other programs can open (``export``)."""
+"""Checkpoints that are written atomically (``store``), and model directories that other programs can open (``export``)."""

@@ -1,7 +1,7 @@
-"""Writes model directories for ``transformers`` and ``vllm``: config, weights, tokenizer, chat template.
+"""Writes model directories for ``transformers`` and ``vllm``: config, weights, tokenizer and chat template.
 
-Weights are written tensor by tensor, so at most one tensor is copied at a time. Parameters that are views into a
-fused tensor therefore cause no problems: each one is written like a separate tensor.
+Weights are written tensor by tensor, so at most one tensor is copied at a time. This also works for parameters that are views into a
+fused tensor: each is written like a separate tensor.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from rollcall.model.tokenizers import special_ids, stop_token_ids
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Weights:
-    """The content of a weight file. The values are yielded one by one, in the order of ``kinds``."""
+    """The content of a weight file. ``values`` yields the tensors one by one, in the order of ``kinds``."""
 
     kinds: Mapping[str, tuple[torch.dtype, torch.Size]]
     values: Iterable[tuple[str, torch.Tensor]]
@@ -45,14 +45,16 @@ def export_model(
 ) -> Path:
     """Write ``model`` and ``tokenizer`` to ``dir`` atomically.
 
-    Replaces a model directory already at ``dir``. ``stops`` are the tokens at which generation stops, by default those that stop a
-    rollout of this model. ``probe`` is written next to the weights. Pass ``weights`` if ``model`` is only an outline, or the files of
-    an ``adapter`` to write them in place of the weights.
+    Replaces an existing model directory at ``dir``. ``stops`` are the tokens that end a generation; the default is those that end a
+    rollout of this model. ``probe`` is written next to the weights. If ``model`` is only an outline, pass the ``weights``. To write an
+    adapter in place of the weights, pass its files as ``adapter``.
     """
     dir = Path(dir)
-    ours = any((dir / name).exists() for name in ("config.json", PROBE))  # either one may be missing
+    ours = any((dir / name).exists() for name in ("config.json", PROBE))  # one of them may be missing
     if dir.exists() and (not dir.is_dir() or (any(dir.iterdir()) and not ours)):
-        raise ValueError(f"{dir} exists and is not a model directory; choose another place, or remove it yourself")
+        raise ValueError(
+            f"{dir} exists and is not a model directory; choose another directory, or remove this one yourself"
+        )
     for left in dir.parent.glob(f".tmp-{dir.name}-*"):  # left by an export that was killed
         shutil.rmtree(left, ignore_errors=True)
     try:
@@ -78,7 +80,7 @@ def export_model(
 def config_files(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, *, dtype: torch.dtype, stops: Sequence[int] = ()
 ) -> dict[str, bytes]:
-    """Return a model directory's config files: configs, tokenizer, chat template. ``model`` needs no weights."""
+    """Return the config files of a model directory: configs, tokenizer and chat template. ``model`` needs no weights."""
     config = copy.deepcopy(model.config)
     config.dtype = str(dtype).removeprefix("torch.")
     config.architectures = [type(model).__name__]
@@ -90,7 +92,7 @@ def config_files(
         generation.pad_token_id = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
     with tempfile.TemporaryDirectory(prefix="rollcall-") as folder:
         config.save_pretrained(folder)
-        # Not save_pretrained: it refuses sampling flags that some published models set.
+        # save_pretrained would refuse sampling flags that some published models set.
         generation.to_json_file(Path(folder) / "generation_config.json")
         tokenizer.save_pretrained(folder)
         paths = sorted(path for path in Path(folder).rglob("*") if path.is_file())
@@ -98,7 +100,7 @@ def config_files(
 
 
 def _weights_of(model: PreTrainedModel) -> Weights:
-    """Return the state dict under the names a loader expects, without tensors that are tied on loading."""
+    """Return the state dict under the names that a loader expects, without tensors that the loader ties."""
     tensors = {name: tensor.detach() for name, tensor in model.state_dict().items()}
     for name, source in getattr(model, "all_tied_weights_keys", {}).items():
         if name in tensors and source in tensors and tensors[name].data_ptr() == tensors[source].data_ptr():
@@ -114,6 +116,6 @@ def _write_safetensors(weights: Weights, path: Path, *, dtype: torch.dtype) -> N
         write_header(file, shapes, metadata={"format": "pt"})
         for name, tensor in weights.values:
             if tensor.is_meta:
-                raise ValueError(f"tensor {name} has no values (it is on the meta device), so it cannot be stored")
+                raise ValueError(f"tensor {name} has no values (it is on the meta device), so it cannot be saved")
             flat = tensor.detach().to(device="cpu", dtype=stored[name]).contiguous().reshape(-1)
             file.write(flat.view(torch.uint8).numpy().data)

@@ -17,11 +17,11 @@ from rollcall.model.stored.safetensors import check_weights
 
 
 def exported_model(run_dir: Path, *, last: Checkpoint | None) -> Path | None:
-    """Return the run's exported model, or None if there is none or it is older than the newest checkpoint."""
+    """Return the run's exported model. None if there is none, or if it is older than the newest checkpoint."""
     model = run_dir / "model"
     if not (model / "config.json").exists():
         return None
-    # Compare with the manifest: gathering parts changes the checkpoint's folder but not what is saved.
+    # The manifest's time, not the folder's: gathering parts changes the folder but not what is saved.
     if last is not None and model.stat().st_mtime < (last.path / MANIFEST).stat().st_mtime:
         return None
     try:
@@ -30,13 +30,13 @@ def exported_model(run_dir: Path, *, last: Checkpoint | None) -> Path | None:
     except StoredError as error:
         if last is None:
             raise CheckpointError(str(error)) from None
-        warn(f"{error}. Until then the checkpoint of step {last.step} is used in its place")
+        warn(f"{error}. Until then, the checkpoint of step {last.step} is used instead")
         return None
     return model
 
 
 def _refuse_damaged(model: Path) -> None:
-    """Refuse a model if a file other than the weights is missing or not valid JSON. Files that the user edited are fine."""
+    """Raise if a file other than the weights is missing or is not valid JSON. Files may have been edited."""
     names = ["config.json", *([ADAPTER_CONFIG] if (model / ADAPTER_WEIGHTS).exists() else [])]
     names += [PROBE] if (model / PROBE).exists() else []
     while names:
@@ -44,17 +44,17 @@ def _refuse_damaged(model: Path) -> None:
         if not path.is_file():
             raise StoredError(f"{path} does not exist; restore the file")
         if path.suffix == ".json":
-            with plain_damage(f"{path} is not a whole JSON file"):
+            with plain_damage(f"{path} is not a complete JSON file"):
                 found = json.loads(read_small(path))
                 if not isinstance(found, dict):
                     raise ValueError(f"a {type(found).__name__}, not a map")
                 names += (
                     found.get("beside", {}) if path.name == PROBE else []
-                )  # the files that were saved with the weights
+                )  # config files that were saved with the weights
 
 
 def finished_summary(run_dir: Path, *, last: Checkpoint | None, num_steps: int) -> dict[str, Any] | None:
-    """Return the summary of a run that has trained all its steps and exported its model; None if there is work left."""
+    """Return the summary of a run that has trained all its steps and exported its model. None if the run is not finished."""
     if last is None or last.step != num_steps or exported_model(run_dir, last=last) is None:
         return None
     summary = read_summary(run_dir)

@@ -1,8 +1,8 @@
 """Checkpoint parts on the nodes' own disks (``checkpoint.place: local``).
 
-All parts of a run are in one folder inside the node's temporary folder. The run's ``checkpoints`` folder stores its name, so it moves
-with the run, while a copy of the run gets a new name. The saving process knows from the manifests which files are still needed
-(``tidy``). Before a resume, each node copies what others need to the run's own folder and compares checksums (``bring``).
+On each node, all parts of a run are in one folder inside the node's temporary folder. The run's ``checkpoints`` folder stores the name of
+that folder, so the name moves with the run. A copy of the run gets a new name. The saving process knows from the manifests which files
+are still needed (``tidy``). Before a resume, ``bring`` verifies the parts and copies missing ones to the run's own folder.
 
 A crash may corrupt the file that stores the name, so the name is checked before anything in the folder is removed.
 """
@@ -31,18 +31,20 @@ _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,99}")
 
 
 def name_of_run(checkpoints: Path, *, run: str) -> str:
-    """Return the name of the run's folder on every node. The first checkpoint creates it. A copy of a run gets a new name, because
-    two runs that share a folder would remove each other's parts."""
+    """Return the name of the run's folder on every node. The first checkpoint creates the name. A copy of a run gets a new name, because
+    two runs that shared a folder would remove each other's parts."""
     path = checkpoints / FOLDER_NAME
     names, inode = names_of_run(checkpoints) if path.exists() else ([], None)
     if names and inode in (None, path.stat().st_ino):
         return names[0]
     if names:
         warn(
-            f"{checkpoints} is a copy of another run's, so its next parts go to another folder on each node; those it came "
-            "with are read where they are, and are not removed with it"
+            f"{checkpoints} is a copy of another run's, so new parts go to another folder on each node; the copied checkpoints' parts "
+            "stay where they are: this run reads but never removes them"
         )
-    word = re.sub(r"[^A-Za-z0-9_-]+", "-", run).strip("-")[:60]  # run.name may be any string; this is a folder name
+    word = re.sub(r"[^A-Za-z0-9_-]+", "-", run).strip("-")[
+        :60
+    ]  # run.name may be any string, but this must be a folder name
     names = [f"{word or 'run'}-{uuid.uuid4().hex[:12]}", *names]
     with replacing(path) as file:
         own = os.fstat(file.fileno()).st_ino  # a rename keeps the inode, a copy does not
@@ -51,14 +53,14 @@ def name_of_run(checkpoints: Path, *, run: str) -> str:
 
 
 def names_of_run(checkpoints: Path) -> tuple[list[str], int | None]:
-    """Return the names of the run's folder and of the runs it was copied from, and the recorded inode of this file, if any."""
+    """Return the folder names of this run and of the runs that it was copied from, and the inode that the name file records, if any."""
     path = checkpoints / FOLDER_NAME
     with plain_disk_errors(path):
         text = path.read_text(errors="replace")
     lines = [line.split(" ") for line in text.splitlines()]
     if not lines or not all(_NAME.fullmatch(line[0]) for line in lines):
         raise CheckpointError(
-            f"{path} holds {text[:100]!r}, which is not the name of a folder; restore the file from a copy of the run, or remove it "
+            f"{path} contains {text[:100]!r}, which is not a valid folder name; restore the file from a copy of the run, or remove it "
             "to continue without the parts on the nodes' disks"
         )
     inode = lines[0][1] if len(lines[0]) > 1 else ""
@@ -74,22 +76,22 @@ def folder_of(name: str) -> Path:
 
 
 def tidy(name: str, *, keep: Collection[str]) -> None:
-    """Remove the run's files on this node that no checkpoint refers to. All processes on the node do this at the same time."""
+    """Remove the run's files on this node that no checkpoint refers to. All processes on the node may do this at the same time."""
     root, kept = folder_of(name), {os.path.realpath(path) for path in keep}
-    for folder, _, names in os.walk(root, topdown=False):  # a folder's content before the folder
+    for folder, _, names in os.walk(root, topdown=False):  # yields a folder's content before the folder
         for path in (Path(folder, one) for one in names):
             try:
                 if os.path.realpath(path) not in kept:
                     path.unlink(missing_ok=True)
             except OSError as error:
-                warn(f"{path}, which no checkpoint names, cannot be removed: {error.strerror}")
+                warn(f"{path} belongs to no checkpoint and cannot be removed: {error.strerror}")
         if folder != str(root):
-            with suppress(OSError):  # it is not empty, or another process was faster
+            with suppress(OSError):  # the folder is not empty, or another process was faster
                 os.rmdir(folder)
 
 
 def elsewhere(directory: Path) -> dict[str, dict[str, Any]]:
-    """Return the manifest entries of checkpoint files that are still only on the nodes' own disks."""
+    """Return the manifest entries of checkpoint files that exist only on the nodes' own disks."""
     files: Mapping[str, dict[str, Any]] = read_manifest(directory).fields["files"]
     return {
         name: facts
@@ -99,13 +101,13 @@ def elsewhere(directory: Path) -> dict[str, dict[str, Any]]:
 
 
 def present(files: Mapping[str, Mapping[str, Any]]) -> list[str]:
-    """Return which of these files are on this node, judging by name and size."""
+    """Return the names of those files that are on this node, judging by name and size."""
     places = {name: Path(facts["place"]) for name, facts in files.items()}
     return [name for name, path in places.items() if path.is_file() and path.stat().st_size == files[name]["size"]]
 
 
 def bring(directory: Path, files: Mapping[str, Mapping[str, Any]], *, copy: bool) -> None:
-    """Compare these files on this node with their checksums and, if ``copy`` is set, copy them to the checkpoint."""
+    """Verify the checksums of these files on this node. If ``copy`` is set, also copy them to the checkpoint's folder."""
     for name, facts in files.items():
         source, target = Path(facts["place"]), directory / name
         if copy:

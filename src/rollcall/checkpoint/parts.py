@@ -1,9 +1,9 @@
-"""One process's checkpoint parts: copied to host memory while the run waits, then written to disk while it continues.
+"""One process's checkpoint parts: copied to host memory while the run waits, and written to disk while the run continues.
 
-A part is a plain safetensors file. The metadata key ``parts`` gives each block's tensor name, its start in that tensor, and the
-tensor's full shape. With PyTorch's own sharded format (torch.distributed.checkpoint) the run waits for less time
-(``benchmarks/save.py`` compares them). We prefer what this leaves on disk: blocks under their transformers names, which any
-safetensors reader can find, a checksum for each file, and no pickle.
+A part is a plain safetensors file. Its metadata key ``parts`` gives each block's tensor name, its start in that tensor, and the
+tensor's full shape. With PyTorch's sharded format (torch.distributed.checkpoint) the run would wait less
+(``benchmarks/save.py`` compares them). We use safetensors because of the files it leaves: blocks under their transformers names, which
+any safetensors reader can find, a checksum for each file, and no pickle.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from rollcall.learner.layout import Block
 from rollcall.model.stored.files import new_checksum
 from rollcall.model.stored.safetensors import write_header
 
-CHUNK_BYTES = 16 << 20  # written and hashed at once
+CHUNK_BYTES = 16 << 20  # written and hashed at a time
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,7 +62,7 @@ class File:
 
 
 class PartWriter:
-    """Writes one save at a time: call ``copy``, then ``start``, then ``written`` until it returns a result."""
+    """Writes one save at a time. Call ``copy``, then ``start``, then ``written`` until it returns a result."""
 
     def __init__(self) -> None:
         self._memory: dict[str, HostMemory] = {}
@@ -79,7 +79,7 @@ class PartWriter:
             torch.cuda.synchronize()
 
     def start(self, folder: Path, *, place: Path | None = None) -> None:
-        """Start writing to ``folder``. If ``place`` is set, write the parts there, on this node."""
+        """Start writing to ``folder``. If ``place`` is set, the parts go to that folder on this node."""
         self._wait()
         done: Future[Written] = Future()
         self._done = done
@@ -87,7 +87,7 @@ class PartWriter:
         def work() -> None:
             try:
                 done.set_result(self._write(folder, place))
-            except BaseException as error:  # noqa: BLE001 - raised when the result is asked for
+            except BaseException as error:  # noqa: BLE001 - raised by ``written``
                 done.set_exception(error)
 
         threading.Thread(target=work, name="write the checkpoint", daemon=True).start()
@@ -98,7 +98,7 @@ class PartWriter:
         return self._done.result() if self._done.done() else None
 
     def _wait(self) -> None:
-        """Wait for an earlier write to finish. Its result is no longer needed."""
+        """Wait for an earlier write to end, and ignore its result."""
         if self._done is not None:
             self._done.exception()
 
@@ -128,7 +128,7 @@ class PartWriter:
 
 
 class HostMemory:
-    """A reusable buffer that grows as needed. With CUDA it is pinned, so that the device copies into it at full speed."""
+    """A reusable buffer that grows as needed. With CUDA it is pinned, so that the GPU copies into it at full speed."""
 
     def __init__(self) -> None:
         self._all = _nothing()
@@ -148,11 +148,11 @@ class HostMemory:
         runtime: Any = torch.cuda.cudart()
         if status := int(runtime.cudaHostRegister(address, len(self._all), 0)):
             warn(
-                f"{len(self._all):,} bytes of host memory for the copy of a checkpoint cannot be pinned (CUDA error {status}), so "
-                "the run waits longer at every save"
+                f"{len(self._all):,} bytes of host memory for checkpoints cannot be pinned (CUDA error {status}), so each save makes "
+                "the run wait longer"
             )
             return
-        # Also when nobody calls free: CUDA would take later tensors at this address for pinned ones, and refuse to copy them.
+        # Unpin even if nobody calls free. CUDA would treat later tensors at this address as pinned, and refuse to copy them.
         self._unpin = weakref.finalize(self, lambda: torch.cuda.check_error(int(runtime.cudaHostUnregister(address))))
         self._unpin.atexit = False
 
@@ -168,7 +168,7 @@ def _nothing() -> Tensor:
 
 def image_of(tensors: Sequence[PartTensor], memory: HostMemory) -> Tensor:
     """Build a safetensors file with these blocks in host memory."""
-    # Widest dtype first: there are no gaps between tensors, and each number must be aligned to its width.
+    # Widest dtype first, because tensors follow each other without gaps and each number must be aligned to its width.
     ordered = sorted(tensors, key=lambda tensor: -tensor.dtype.itemsize)
     keys = _keys(ordered)
     parts = {

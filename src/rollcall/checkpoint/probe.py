@@ -1,7 +1,7 @@
-"""When a trained model is saved, the probe records its log-probs for a few fixed token rows, and checksums of its config files.
+"""Records a probe with a saved model: log-probs for a few fixed token rows, and checksums of its config files.
 
-A model directory built from the checkpoint later must compute the same log-probs. Config files, tokenizer and chat template must also
-stay as saved: a wrong tokenizer or stop token does not change the log-probs of given tokens, and a slightly wrong config may
+A model directory that is built from the checkpoint later must compute the same log-probs. Config files, tokenizer and chat template must
+not change either: a wrong tokenizer or stop token does not change the log-probs of given tokens, and a slightly wrong config may
 change them by less than rounding does.
 """
 
@@ -26,11 +26,11 @@ from rollcall.config.yaml import read_small
 from rollcall.learner.learner import Learner, score_samples
 from rollcall.model.stored.find import PROBE
 
-ROW_LENGTHS = (8, 16, 32, 48)  # tokens; enough for rotary positions and sliding windows to matter
+ROW_LENGTHS = (8, 16, 32, 48)  # in tokens; long enough to test rotary positions and sliding windows
 ENDS = (".json", ".txt", ".model", ".jinja", ".tiktoken")
 # A merge or a different precision may change these fields of config.json.
 _FREE = ("dtype", "torch_dtype", "_name_or_path", "transformers_version")
-_STRIDE = 0.6180339887498949  # the fractional part of the golden ratio: its multiples spread evenly over the vocabulary
+_STRIDE = 0.6180339887498949  # fractional part of the golden ratio; its multiples spread evenly over the vocabulary
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,12 +39,12 @@ class TrainedProbe:
 
     rows: Sequence[Sequence[NonNegativeInt]]
     logprobs: Sequence[Sequence[FiniteFloat | None]]  # None if it was not finite
-    dtype: str  # of the weights; the learner computes in it
+    dtype: str  # dtype of the weights, in which the learner computes
     rollcall: str
     torch: str
     beside: Mapping[str, str] = field(default_factory=dict)  # checksums of the config files
-    # For each dtype, a fingerprint of the weights that an adapter is added to (``model/base.py``). Empty if there is no adapter, or
-    # if an earlier version saved it, which recorded a different fingerprint as a single string.
+    # A fingerprint for each dtype of the weights that an adapter is added to (``model/base.py``). Empty without an adapter, or if an
+    # earlier version saved it as a single string.
     base: Annotated[Mapping[str, str], BeforeValidator(lambda one: {} if isinstance(one, str) else one)] = field(
         default_factory=dict
     )
@@ -55,7 +55,7 @@ class TrainedProbe:
 
 
 def probe_of(learner: Learner) -> TrainedProbe | None:
-    """Compute the probe on the gang's first rank. The other ranks take part if the model is sharded over them, and return None."""
+    """Compute the probe on the gang's first rank. Other ranks return None, but must also call this, because the model may be sharded."""
     body = learner.body
     if not body.together and learner.gang.rank != 0:
         return None
@@ -80,7 +80,7 @@ def probe_of(learner: Learner) -> TrainedProbe | None:
 
 
 def probe_rows(vocabulary: int, *, longest: int) -> list[list[int]]:
-    """Return fixed rows for a vocabulary size. Rows have different starts, and neighbouring tokens are far apart in the vocabulary.
+    """Return fixed token rows. They start differently, and neighbouring tokens are far apart in the vocabulary.
 
     >>> probe_rows(10, longest=4)
     [[6, 2, 8, 4], [0, 7, 3, 9], [5, 1, 7, 4], [0, 6, 2, 8]]
@@ -95,12 +95,12 @@ _READER = TypeAdapter(TrainedProbe)
 
 
 def read_probe(path: Path) -> TrainedProbe:
-    """Read what ``TrainedProbe.dump`` wrote. Refuses anything else."""
+    """Read a file that ``TrainedProbe.dump`` wrote. Raises ``CheckpointError`` on anything else."""
     try:
         probe = _READER.validate_json(read_small(path))
     except FileNotFoundError:
         raise CheckpointError(
-            f"{path} does not exist, so what the trained model computed is not known; give a checkpoint or an exported model "
+            f"{path} does not exist, so nothing records what the trained model computed; give a checkpoint or an exported model "
             "that this version of Rollcall saved"
         ) from None
     except (OSError, ValueError) as error:
@@ -114,7 +114,7 @@ def read_probe(path: Path) -> TrainedProbe:
 
 
 def describe_config_files(files: Mapping[str, bytes]) -> dict[str, str]:
-    """Return a checksum for each file name. In configs, only fields that a conversion or a user must not change count."""
+    """Return a checksum for each file name. In configs, it covers only fields that neither a conversion nor a user may change."""
     return {
         name: blake2b(_meaning(name, data), digest_size=16).hexdigest()
         for name, data in sorted(files.items())

@@ -1,4 +1,4 @@
-"""Run directories: tells new ones from started ones, cleans up after a killed start, and estimates the disk space they need."""
+"""Run directories: tells new ones from started ones, cleans up after a killed process, and estimates the disk space of a run."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from rollcall.plan.memory import GIB, ModelSizes, state_width
 
 RUN_FILE = "run.yaml"  # the config that the run was last started with
 _OF_A_RUN = (RUN_FILE, "journal", "checkpoints", "events.jsonl", "metrics.jsonl", "summary.json")
-ATOMIC_FOLDERS = ("samples", "token_scores", "logs")  # a killed write may leave a temporary file in them
+ATOMIC_FOLDERS = ("samples", "token_scores", "logs")  # a killed write may leave temporary files in these
 
 
 def is_run(run_dir: Path) -> bool:
@@ -30,9 +30,9 @@ def is_run(run_dir: Path) -> bool:
 
 
 def run_file_of(path: Path, *, what: str = "a run file or a run directory") -> tuple[Path, dict[str, str]]:
-    """Return the run file for ``path`` (itself or inside it) and overrides for its values, since a run directory may have been moved.
+    """Return the run file at or inside ``path``, and overrides for its values, because a run directory may have been moved.
 
-    ``what`` describes the accepted input in messages."""
+    ``what`` names the accepted input in messages."""
     if not path.exists():
         raise ConfigError(f"{path} does not exist; give {what}, or write a run file with `rollcall init`")
     if not path.is_dir():
@@ -43,7 +43,7 @@ def run_file_of(path: Path, *, what: str = "a run file or a run directory") -> t
 
 
 def read_summary(run_dir: Path) -> dict[str, Any] | None:
-    """Read ``summary.json``; None if the run has not finished yet, the file is damaged or an earlier version wrote it."""
+    """Read ``summary.json``. None if the run has not finished, the file is damaged, or an earlier version wrote it."""
     try:
         summary = json.loads((run_dir / "summary.json").read_bytes())
     except (OSError, ValueError):
@@ -52,26 +52,26 @@ def read_summary(run_dir: Path) -> dict[str, Any] | None:
 
 
 def has_begun(run_dir: Path) -> bool:
-    """Whether a new start must be compatible with existing work: a checkpoint, or a group or attempt in the journal."""
+    """Whether the directory contains work that a new start must continue: a checkpoint, or a group or attempt in the journal."""
     if any((run_dir / "checkpoints").glob("*step-*")):
         return True
     return any(path.stat().st_size for kind in (GROUPS, ATTEMPTS) for path in (run_dir / "journal").glob(f"*.{kind}"))
 
 
 def newest_step(run_dir: Path) -> int | None:
-    """Return the step of the newest checkpoint, judging by its name; None if there is none."""
+    """Return the step in the newest checkpoint's name, or None if there is no checkpoint."""
     found = checkpoints_of(run_dir / "checkpoints")
     return int(found[0].name.removeprefix("step-")) if found else None
 
 
 def clear_leftovers(run_dir: Path) -> None:
-    """Remove what a killed process left half-written. Only the process that holds the run's lock calls this."""
+    """Remove files that a killed process left half-written. Only the process that holds the run's lock may call this."""
     for folder in (run_dir, *(run_dir / name for name in ATOMIC_FOLDERS)):
         for path in folder.glob(f"{TEMPORARY}*"):
             try:
                 shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
             except OSError as error:
-                warn(f"{path} was left by a write that was killed, and cannot be removed: {error}")
+                warn(f"{path} was left by a killed process and cannot be removed: {error}")
 
 
 def move_aside(run_dir: Path) -> Path | None:
@@ -87,7 +87,7 @@ def move_aside(run_dir: Path) -> Path | None:
 
 @contextmanager
 def unless_begun(run_dir: Path, *, old: Path | None) -> Iterator[None]:
-    """If the block raises before anything was trained or measured, undo the start: remove a new directory and move
+    """If the block raises before anything was trained or measured, undo the start: remove the new directory, and move
     back the ``old`` run that was moved aside for it."""
     was_there = run_dir.exists()
     try:
@@ -111,7 +111,7 @@ def checkpoint_bytes(config: Config, sizes: ModelSizes, *, width: int) -> int:
 
 
 def size_words(config: Config, *, checkpoint: int, model: int) -> str | None:
-    """Return a message about the disk space for checkpoints and model, given their sizes in bytes; None if it is small and fits."""
+    """Return a message about the disk space for checkpoints and model, given their sizes in bytes. None if little space is needed."""
     trainer, run_dir, on_nodes = config.trainer, config.run.dir, config.checkpoint.place == "local"
     saves = -(-trainer.steps // trainer.save_every) if trainer.save_every else 1  # the last step included
     kept = trainer.keep_last + (trainer.keep_best if config.data.val is not None else 0)
@@ -129,11 +129,11 @@ def size_words(config: Config, *, checkpoint: int, model: int) -> str | None:
     count = f"{counted(min(saves, kept), 'checkpoint')} of {checkpoint / GIB:,.1f} GiB"
     text = (
         f"{run_dir} will hold a model of {model / GIB:,.1f} GiB and {'each node its parts of ' if on_nodes else ''}{count}: up to "
-        f"{peak / GIB:,.1f} GiB in {run_dir} while it saves, and its disk has {free / GIB:,.1f} GiB for it"
+        f"{peak / GIB:,.1f} GiB in {run_dir} during a save, and {free / GIB:,.1f} GiB are available on its disk"
     )
     if peak <= free:
         return text
     return (
-        f"warning: {text}, and that is too little. Lower trainer.keep_last or trainer.keep_best, free space, or choose a run.dir on "
-        "another disk; a save that finds no room waits for it"
+        f"warning: {text}, which is too little. Lower trainer.keep_last or trainer.keep_best, free space, or choose a run.dir on "
+        "another disk; a save that does not fit waits for space"
     )

@@ -1,4 +1,4 @@
-"""Saves and restores what the training processes train: ``Saving`` in the controller calls ``Trained`` in each process (or in this one)."""
+"""Saves and restores the trained models: the controller's ``Saving`` calls ``Trained`` in each training process, or in this one."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from rollcall.checkpoint.training import export_learner, files_to_save, read_cri
 from rollcall.config import Config
 from rollcall.learner.learner import Critic, Learner
 
-Call = Callable[..., list[Any]]  # calls a method on these processes and returns their results
+Call = Callable[..., list[Any]]  # calls a method in these processes and returns their results
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Saving:
-    """``call`` reaches the training processes by their numbers, starting at 0."""
+    """The controller's side of a save. ``call`` addresses the training processes by number."""
 
     call: Call
     processes: Sequence[int]
@@ -31,7 +31,7 @@ class Saving:
     run_name: str
 
     def copy(self) -> None:
-        """Copy what is to be saved to host memory, so that the models may change while ``write`` runs."""
+        """Copy the state to save to host memory, so that the models may change while ``write`` runs."""
         self.call(self.processes, "copy_parts")
 
     def write(self, directory: Path) -> Written:
@@ -41,7 +41,7 @@ class Saving:
         return join_written(self._wait())
 
     def _wait(self) -> list[Written]:
-        """Poll until all parts are written. A process that waited for its disk could not train meanwhile."""
+        """Poll until all parts are written, because a process that blocked until then could not train meanwhile."""
         written: dict[int, Written] = {}
         pause_s = 0.02
         while asked := [process for process in self.processes if process not in written]:
@@ -58,7 +58,7 @@ class Saving:
             self.call(self.processes, "tidy_parts", run, list(keep))
 
     def missing(self, directory: Path) -> str:
-        """Describe a checkpoint part that no node has; empty if none is missing."""
+        """Describe a checkpoint part that no node has. Empty if no part is missing."""
         files = local.elsewhere(directory)
         here = self.call(self.processes, "parts_here", files) if files else []
         for name in files.keys() - {name for names in here for name in names}:
@@ -72,17 +72,17 @@ class Saving:
         self.call(self.processes, "read_checkpoint", directory)
 
     def base(self) -> Mapping[str, Any]:
-        """Return the identity of the model that the run starts from (``origin.base_of``), from a process that has the policy."""
+        """Ask a process with the policy for the identity of the model that the run starts from (``origin.base_of``)."""
         return next(filter(None, self.call(self.processes, "base")))
 
     def _bring(self, directory: Path) -> None:
-        """Compare files on the nodes' own disks with their checksums. If a process lacks any of them, copy all of them to the
-        run's folder, each from a process that has it."""
+        """Verify the checksums of files on the nodes' own disks. If a process lacks any of them, copy all of them to the run's
+        folder, each from a process that has it."""
         files = local.elsewhere(directory) if (directory / "manifest.json").is_file() else {}
         if not files:
             return
         if why := self.missing(directory):
-            raise CheckpointError(f"checkpoint {directory} is not complete: {why}; continue from an earlier one")
+            raise CheckpointError(f"checkpoint {directory} is incomplete: {why}; continue from an earlier one")
         here = self.call(self.processes, "parts_here", files)
         copy = any(len(names) < len(files) for names in here)
         shares: dict[int, dict[str, Mapping[str, Any]]] = {process: {} for process in self.processes}
@@ -106,7 +106,7 @@ def saving_of(config: Config, call: Call, *, processes: Sequence[int], in_parts:
     place = config.checkpoint.place
     if place == "local" and not in_parts:
         raise ConfigError(
-            "checkpoint.place=local needs a model that is sharded over several processes, and here one process writes the whole "
+            "checkpoint.place=local needs a model that is sharded over several processes, but here one process writes the whole "
             "model to run.dir; remove the key, or set actor.sharding=fsdp"
         )
     return Saving(call=call, processes=processes, place=place, run_name=config.run.name)
@@ -117,16 +117,17 @@ def saving_of(config: Config, call: Call, *, processes: Sequence[int], in_parts:
 
 def _saving(why: str) -> str:
     return (
-        f"there is not enough memory to save a checkpoint ({why}): it is copied to host memory before it is written. Free memory on this "
+        f"there is not enough memory to save a checkpoint ({why}), which is copied to host memory before it is written. Free memory on "
+        "this "
         "node; on a GPU, lower rollout.kv_memory_fraction or actor.tokens_per_microbatch. Earlier checkpoints are intact"
     )
 
 
 class Trained:
-    """The models that one process trains, with saving and loading.
+    """Saves and loads the models that one process trains.
 
-    A checkpoint takes three calls: ``copy_parts``, in which all of a gang's processes take part while the run waits; ``write_parts``, which
-    starts to write in a thread; and ``parts_written``, which is repeated until it returns a result.
+    A checkpoint takes three calls: ``copy_parts``, in which all processes of a gang take part while the run waits; ``write_parts``, which
+    starts a thread that writes; and ``parts_written``, which the caller repeats until it returns a result.
     """
 
     def __init__(
@@ -137,17 +138,17 @@ class Trained:
         self.learner = learner
         self.critic = critic
         self._parts = PartWriter()
-        self._config_files: dict[str, bytes] | None = None  # the same for every save of a run, except for the probe
+        self._config_files: dict[str, bytes] | None = None  # the same for every save of a run, without the probe
 
     def copy_parts(self) -> None:
-        """Copy what will be saved to host memory, so that the models may change afterwards."""
+        """Copy the state to save to host memory. Afterwards the models may change."""
         found = self.config_files()
         with short_of_memory(_saving):
             files, facts = files_to_save(self.learner, self.critic, config_files=found)
             self._parts.copy(files, facts=facts)
 
     def config_files(self) -> dict[str, bytes]:
-        """Return the policy's config files on the gang's first rank. The other ranks must call this too, but get none."""
+        """Return the policy's config files on the gang's first rank. All ranks must call this; the others get an empty result."""
         learner = self.learner
         if learner is None or (probe := probe_of(learner)) is None:
             return {}
@@ -157,7 +158,7 @@ class Trained:
         return with_probe(self._config_files, probe)
 
     def write_parts(self, directory: Path, run: str | None = None) -> None:
-        """Start writing the copy to the checkpoint's folder, or with ``run`` to that run's folder on this node."""
+        """Start writing the copy to the checkpoint's folder, or, if ``run`` is given, to that run's folder on this node."""
         place = None if run is None else local.folder_of(run) / directory.name.removeprefix(".tmp-")
         self._parts.start(directory, place=place)
 

@@ -1,11 +1,11 @@
-"""Atomic checkpoints: each is either complete or does not exist.
+"""Atomic checkpoints: each is complete or does not exist.
 
 The process that owns the store saves to ``.tmp-step-000020-<random>``, adds a manifest with every file's size and checksum, flushes
-everything to disk and only then renames the folder to ``step-000020``. ``latest`` accepts a checkpoint only if its files match its
-manifest; otherwise it falls back to the previous one. One process saves; any number may read.
+everything to disk, and only then renames the folder to ``step-000020``. ``latest`` accepts a checkpoint only if its files match its
+manifest; otherwise it falls back to the previous one. Only one process saves; any number may read.
 
-Files that other processes have written and described (``Written``) are not read again. Some may be on those processes' nodes, outside
-the folder: the manifest records the node and the path. A reader checks the files that it finds on its own node.
+The store does not read files again that other processes have written and described (``Written``). Such files may be on those processes'
+nodes, outside the folder; the manifest then records the node and the path. A reader checks the files that exist on its own node.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ STATE = "state.json"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Written:
-    """The checkpoint files that one process has written, and its facts for the manifest."""
+    """The checkpoint files that a process has written, and its facts for the manifest."""
 
     files: dict[str, dict[str, Any]] = field(default_factory=dict)  # by name: size, blake2b, kind, node, host, place
     facts: dict[str, Any] = field(default_factory=dict)
@@ -45,7 +45,7 @@ class Checkpoint:
     step: int
     manifest: dict[str, Any] | None  # None if it is torn
     reason: str  # why it is torn; empty if it is complete
-    files: Sequence[StoredFile] = ()  # the files that must be on this node
+    files: Sequence[StoredFile] = ()  # files that must be on this node
 
     @property
     def score(self) -> float | None:
@@ -53,19 +53,21 @@ class Checkpoint:
 
     @property
     def state(self) -> dict[str, Any]:
-        """The run's state. Only a complete checkpoint has it."""
+        """The run's state. Only complete checkpoints have it."""
         return json.loads((self.path / STATE).read_bytes())
 
 
 class CheckpointStore:
-    """A run's checkpoints. ``guard`` is called before a checkpoint is put in place; it raises if this process may no longer write."""
+    """A run's checkpoints. ``guard`` is called before a checkpoint is put in place, and raises if this process must no longer write."""
 
     def __init__(self, dir: Path, *, keep_last: int, keep_best: int, guard: Callable[[], None] = lambda: None) -> None:
         self.dir = Path(dir)
         self.keep_last = keep_last
         self.keep_best = keep_best
         self._guard = guard
-        self._warned: set[Path] = set()  # torn checkpoints already reported; each attempt of a run looks for the newest
+        self._warned: set[Path] = (
+            set()
+        )  # torn checkpoints that were reported, because each attempt looks for the newest checkpoint again
 
     def save(
         self,
@@ -77,13 +79,13 @@ class CheckpointStore:
         scores: Mapping[str, float] | None = None,
         best_by: str | None = None,
     ) -> Path:
-        """Let ``write`` fill a folder, then make it the checkpoint for ``step``, replacing any earlier one. ``write`` describes the
-        files that other processes wrote.
+        """Let ``write`` fill a folder, then make that folder the checkpoint for ``step``, in place of any earlier one. ``write`` returns
+        a description of files that other processes wrote.
 
-        The best checkpoints are those with the highest ``score``. If the ranking may change between saves, ``best_by`` selects
-        the entry of ``scores`` to rank by.
+        The best checkpoints are those with the highest ``score``. If later saves may rank by something else, ``best_by`` selects the
+        entry of ``scores`` to rank by.
         """
-        self.clean()  # every time, since a lost worker may have written to a folder after its failed save removed it
+        self.clean()  # at every save: a lost worker may still have written to the folder of a failed save after its removal
         if score is not None and math.isnan(score):
             score = None
         final = self.dir / f"step-{step:06d}"
@@ -104,7 +106,7 @@ class CheckpointStore:
                 swap_in(tmp, final)
 
         persist(attempt, path=final, what="the checkpoint", refuse=CheckpointError)
-        if tries > 1:  # a failed try cannot clean up a folder that is not writable
+        if tries > 1:  # a failed try could not clean up if the folder was not writable
             self.clean()
         self._prune(just_saved=final, best_by=best_by)
         return final
@@ -127,7 +129,7 @@ class CheckpointStore:
         self, *, before: int | None = None, missing: Callable[[Path], str] = lambda path: ""
     ) -> Checkpoint | None:
         """Return the newest checkpoint (with a step below ``before``) whose files are all intact. Warns about torn checkpoints and
-        skips them. ``missing`` describes a file that is on no node, or returns an empty string."""
+        skips them. ``missing`` describes a file that is on no node, or returns an empty string if there is none."""
         for entry in reversed(self._entries()):
             if before is not None and entry.step >= before:
                 continue
@@ -140,17 +142,17 @@ class CheckpointStore:
         return None
 
     def inspect(self, *, checksums: bool = True) -> list[Checkpoint]:
-        """Return all checkpoints, oldest first, with every file compared to the manifest; without ``checksums``, only by size."""
+        """Return all checkpoints, oldest first. Compares every file with the manifest; without ``checksums``, only its size."""
         entries = self._entries()
         return [replace(one, reason=one.reason or _changed_file(one)) for one in entries] if checksums else entries
 
     def places(self) -> list[str]:
-        """Return the paths of all checkpoint files on the nodes' own disks. Files that are not listed are no longer needed."""
+        """Return the paths of all checkpoint files on the nodes' own disks. Files with other paths are no longer needed."""
         files = [facts for entry in self._entries() if entry.manifest for facts in entry.manifest["files"].values()]
         return sorted(facts["place"] for facts in files if facts.get("place") is not None)
 
     def clean(self) -> None:
-        """Remove what a killed or failed save left behind. Only the process that saves calls this."""
+        """Remove what a killed or failed save left behind. Only the saving process may call this."""
         if not self.dir.is_dir():
             return
         for path in sorted(self.dir.iterdir()):
@@ -159,14 +161,14 @@ class CheckpointStore:
                 warn(f"checkpoint {name} was being replaced when the process was killed; it is restored")
                 path.rename(self.dir / name)
             elif path.name.startswith(".") and kind in ("tmp", "old", "trash"):
-                warn(f"checkpoint folder {self.dir}: removing {path.name}, left by a save that did not end")
+                warn(f"checkpoint folder {self.dir}: removing {path.name}, left by an unfinished save")
                 try:
                     shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
                 except OSError as error:
                     warn(f"{path} cannot be removed: {error}")
 
     def _entries(self) -> list[Checkpoint]:
-        """Return all checkpoints, oldest first, with their files checked only by name and size."""
+        """Return all checkpoints, oldest first. Checks their files only by name and size."""
         if not self.dir.is_dir():
             return []
         found: dict[int, Path] = {}
@@ -216,13 +218,13 @@ def describe_files(root: Path, *, leave_out: Collection[str] = ()) -> dict[str, 
 
 
 def _all_files(root: Path, *, written: Written) -> dict[str, dict[str, Any]]:
-    """Describe all files of a checkpoint. Trusts what other processes have ``written``, but refuses if their files are missing here."""
+    """Describe all files of a checkpoint. Trusts the checksums in ``written``, but raises if those files are missing on this node."""
     for name, facts in written.files.items():
         path = root / name
         if "place" not in facts and (not path.is_file() or path.stat().st_size != facts["size"]):
             raise CheckpointError(
-                f"a process on node {facts['node']} ({facts['host']}) wrote {path}, and here that file does not exist or is not "
-                "whole; put run.dir on a folder that all nodes share"
+                f"a process on node {facts['node']} ({facts['host']}) wrote {path}, but on this node the file is missing or "
+                "incomplete; put run.dir on a folder that all nodes share"
             )
     own = describe_files(root, leave_out=written.files)
     described = {name: {**facts, "kind": "state"} for name, facts in own.items()}
@@ -245,7 +247,7 @@ def _read_entry(path: Path, *, step: int) -> Checkpoint:
 
 
 def _changed_file(entry: Checkpoint) -> str:
-    """Describe the first file whose checksum differs; empty if there is none."""
+    """Describe the first file whose checksum differs. Empty if all match."""
     try:
         digests = _digests([file.path for file in entry.files])
     except OSError as error:

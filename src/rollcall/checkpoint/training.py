@@ -1,9 +1,9 @@
-"""Saves and reads the trained models of a checkpoint: each process of a gang writes its own part, and any other gang can read them.
+"""Saves and reads the trained models of a checkpoint. Each process of a gang writes its own part, and a gang of any size can read them.
 
 ``model/`` contains the weights: ``part-*`` if the model is sharded, otherwise a model directory (or an adapter) that transformers (or
-peft) opens. ``actor/part-*`` contains the optimizer's moments and masters, and ``critic/part-*`` everything for the critic. Tensors have
-their transformers names, prefixed with the kind of moment (``exp_avg/model.norm.weight``). ``optimizer.pt`` contains the optimizer's
-settings, and all state that does not have its weight's shape, such as step counts. All ranks of a gang must call these functions.
+peft) can open. ``actor/part-*`` contains the optimizer's moments and master weights; ``critic/part-*`` contains everything of the critic.
+Tensors have their transformers names; moments are prefixed with their kind (``exp_avg/model.norm.weight``). ``optimizer.pt`` contains the
+optimizer's settings, and state of another shape than the weight, such as step counts. All ranks of a gang must call these functions.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def files_to_save(
         refuse_non_finite(learner, name="actor")
         body, rank, adapter = learner.body, learner.gang.rank, learner.adapter
         part = _part_name(rank, of=num_parts(body))
-        if adapter is not None:  # it is small, and saved as peft writes it
+        if adapter is not None:  # an adapter is small, and is saved as peft would write it
             found = adapter_files(dict(body.whole_tensors()), adapter.section, base=adapter.base)
             kinds = {name: "weights" if name == ADAPTER_WEIGHTS else "model" for name in found}
             files += [File(name=f"model/{name}", kind=kinds[name], content=found[name]) for name in found if rank == 0]
@@ -85,7 +85,7 @@ def _part_name(number: int, *, of: int) -> str:
 
 
 def num_parts(body: Body) -> int:
-    """Return the number of ranks that write. Ranks that only have copies do not."""
+    """Return the number of ranks that write. Ranks that only replicate others do not write."""
     split = body.layout(next(iter(body.named))).split
     return split.shard * split.tensor
 
@@ -129,19 +129,19 @@ def _optimizer_file(role: str, body: Body, optimizer: Optimizer) -> File:
 
 
 def refuse_non_finite(model: Learner | Critic, *, name: str) -> None:
-    """Raise on all ranks if the weights have diverged, because a run must be able to continue from a checkpoint."""
+    """Raise on all ranks if a weight is not finite, because a run must be able to continue from the checkpoint."""
     if bad := model.body.non_finite():
         first = module_names(bad[0])[0] if name == "actor" else bad[0]
         others = f" and {len(bad) - 1} more of its {len(model.body.named)} tensors" if len(bad) > 1 else ""
-        raise NonFiniteError(f"the {name}'s {first}{others} hold NaN or infinite values")
+        raise NonFiniteError(f"the {name}'s {first}{others} contain NaN or infinite values")
 
 
 # Reading
 
 
 def read_learner(learner: Learner, directory: Path) -> None:
-    """Read into the existing tensors, because engine and graphs keep reading the same addresses. (If the learner is sharded,
-    the engine in the same process gets the weights with the next version.)"""
+    """Read into the existing tensors, because the engine and CUDA graphs keep their addresses. If the learner is sharded, an engine in
+    the same process gets the weights with the next version."""
     body = learner.body
     weights = _read_weights(body, directory, "model") if learner.adapter is None else _read_adapter(learner, directory)
     _read_optimizer(learner, directory, "actor", weights=weights)
@@ -163,8 +163,7 @@ class PartsOf(Mapping[str, Tensor]):
         stored = [f"{self._prefix}{module}" for module in module_names(name)]
         if lost := [one for one in stored if one not in self._stored.tensors]:
             raise CheckpointError(
-                f"{self._stored.origin} lacks {lost[0]}, so these are not all parts of one save; move the checkpoint away to continue "
-                "from an earlier one"
+                f"{self._stored.origin} lacks {lost[0]}, so this checkpoint is incomplete; move it away to continue from an earlier one"
             )
         part = torch.empty(self._body.named[name].shape, dtype=self._stored.tensors[stored[0]].dtype.torch)
         read_part(part, self._body.layout(name), self._stored, prefix=self._prefix)
@@ -178,7 +177,7 @@ class PartsOf(Mapping[str, Tensor]):
 
 
 def open_role(directory: Path, role: str) -> Stored:
-    """Open the tensors in the files of ``role``. An optimizer may have none."""
+    """Open the tensors in the files of ``role``. An optimizer may have no tensors."""
     everything, origin = read_manifest(directory).files, str(directory / role)
     files = [file for name, file in everything.items() if Path(name).match(f"{role}/*.safetensors")]
     if not any(read_header(file.path)[0] for file in files):
@@ -187,8 +186,8 @@ def open_role(directory: Path, role: str) -> Stored:
 
 
 def _read_weights(body: Body, directory: Path, role: str) -> Mapping[str, Tensor]:
-    """Read a rank's own blocks of the weights. Also return them in their stored precision. Refuses weights whose names and shapes do not
-    match the model."""
+    """Read a rank's own blocks of the weights into ``body``, and also return them in their stored precision. Raises if names or shapes do
+    not match the model."""
     stored = open_role(directory, role)
     wanted = module_shapes(body.layout(name) for name in body.named)
     found = {name: tensor.shape for name, tensor in stored.tensors.items() if "/" not in name}  # moments have a slash
@@ -199,7 +198,7 @@ def _read_weights(body: Body, directory: Path, role: str) -> Mapping[str, Tensor
 
 
 def _read_adapter(learner: Learner, directory: Path) -> Mapping[str, Tensor]:
-    """Read the adapter. Refuses one with a different rank, different targets or a different model."""
+    """Read the adapter. Raises if its rank, its targets or its base model differ."""
     body = learner.body
     assert learner.adapter is not None
     refuse_other_model(
@@ -208,7 +207,7 @@ def _read_adapter(learner: Learner, directory: Path) -> Mapping[str, Tensor]:
         body.base_tensors(),
         base=learner.adapter.base,
         where=f"checkpoint {directory}",
-        advice=f", or begin a run with this one: {ANOTHER_RUN}",
+        advice=f", or start another run with this one: {ANOTHER_RUN}",
     )
     like = {name: torch.empty(shape, device="meta") for name, shape in body.shapes.items()}
     tensors = read_adapter(directory / "model", learner.adapter.section, like, where=f"checkpoint {directory}")
@@ -242,8 +241,8 @@ def _read_optimizer(model: Learner | Critic, directory: Path, role: str, *, weig
 def export_learner(
     learner: Learner, tokenizer: Any, directory: Path, *, stops: Sequence[int] = (), merged: bool = False
 ) -> None:
-    """Write the model directory from the gang's first rank. ``stops`` are the run's stop tokens for the model's generation config; if
-    empty, use the model's own. With an adapter, only the adapter is written, unless it should be ``merged`` into the weights."""
+    """Write the model directory, from the gang's first rank. ``stops`` are the stop tokens for its generation config; if empty, the
+    model's own. With an adapter, writes only the adapter, unless ``merged`` adds it to the weights."""
     refuse_non_finite(learner, name="actor")
     probe, body, adapter = probe_of(learner), learner.body, learner.adapter
     if adapter is not None and not merged:
@@ -256,13 +255,13 @@ def export_learner(
         if learner.gang.rank == 0:
             export_model(learner.model, tokenizer, directory, stops=stops, probe=probe, weights=weights)
     finally:
-        # Every rank must contribute its part of every weight, even if the first rank cannot write.
+        # Every rank must contribute its parts of all weights, even if the first rank fails to write.
         for _ in weights.values if weights is not None else ():
             continue
 
 
 def in_modules(body: Body) -> Weights:
-    """Return a model's full weights under their transformers names, with any adapter added, assembled one at a time."""
+    """Return the full weights under their transformers names, with any adapter added. They are assembled one at a time."""
     layouts = {name: body.layout(name) for name in body.base_names}
     kinds = {name: (body.dtype, shape) for name, shape in module_shapes(layouts.values()).items()}
 

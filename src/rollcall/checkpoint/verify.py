@@ -1,9 +1,9 @@
-"""Compares what a model directory computes with what the trained model computed when it was saved.
+"""Checks that a model directory computes the same as the trained model did when it was saved.
 
 ``verify`` loads the directory with plain transformers and compares the log-probs of the probe's rows (``probe.py``). Rounding
-makes the two differ slightly, by an amount that follows from both precisions. A wrong weight makes them differ more.
-The result is saved in the directory (``verified.json``), with a checksum of every file. A directory that was changed or
-replaced since then no longer counts as verified.
+makes them differ slightly, by an amount that follows from both precisions. A wrong weight makes them differ more.
+The result is saved in the directory (``verified.json``), with a checksum of every file. A directory that changes
+afterwards no longer counts as verified.
 """
 
 from __future__ import annotations
@@ -32,18 +32,18 @@ from rollcall.model.stored.tensors import Stored
 
 VERIFIED = "verified.json"
 OURS = (PROBE, VERIFIED)  # Rollcall's files, not part of the model
-_ROUNDINGS = 6  # of the hidden state per layer that accumulate: two sums and four product outputs
+_ROUNDINGS = 6  # roundings of the hidden state per layer: two sums and the outputs of four products
 _FAR = 8.0  # standard deviations; the largest of a hundred normal samples is within 4
-_SPARE = 0.6  # share of the free memory that the model may use
+_SPARE = 0.6  # fraction of the free memory that the model may use
 
 
 class VerifyError(CheckpointError):
-    """A model directory is not the trained model; the message has the numbers."""
+    """The model directory is not the trained model. The message contains the numbers."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verified:
-    """``difference`` is the largest log-prob difference for any token. It must be at most ``tolerance``."""
+    """``difference`` is the largest difference of a token's log-prob. It must be at most ``tolerance``."""
 
     difference: float
     tolerance: float
@@ -62,15 +62,15 @@ class Verified:
 
 
 def verify(model_dir: Path, probe: Path | None = None, *, dtype: str | None = None) -> Verified:
-    """Compare ``model_dir`` with the probe of a save, by default the probe in the directory.
+    """Compare ``model_dir`` with a saved probe, by default the one in the directory. Raises ``VerifyError`` if they differ.
 
-    ``dtype`` is the torch name of the precision that the weights were deliberately converted to, if any.
+    ``dtype`` is torch's name for the precision that the weights were converted to on purpose, if any.
     """
     recorded = read_probe(model_dir / PROBE if probe is None else probe)
     values = [value for row in recorded.logprobs for value in row]
     if any(value is None for value in values):
         raise VerifyError(
-            f"the trained model itself computed log-probs that are not finite, so {model_dir} cannot be compared with it; take an "
+            f"the trained model computed log-probs that are not finite, so {model_dir} cannot be compared with it; use an "
             "earlier checkpoint"
         )
     stored = open_model_dir(model_dir)
@@ -97,7 +97,8 @@ def verify(model_dir: Path, probe: Path | None = None, *, dtype: str | None = No
         )
     if other := changed_config_files(model_dir, recorded.beside):
         raise VerifyError(
-            f"{model_dir} is not the model that was trained: {', '.join(other)} {'has' if len(other) == 1 else 'have'} changed since the run saved "
+            f"{model_dir} is not the model that was trained: {', '.join(other)} {'has' if len(other) == 1 else 'have'} changed since "
+            "the run saved "
             "it. Merge the checkpoint again"
         )
     _leave_mark(model_dir, result, recorded, files=before)
@@ -105,7 +106,7 @@ def verify(model_dir: Path, probe: Path | None = None, *, dtype: str | None = No
 
 
 def why_not_verified(model_dir: Path) -> str:
-    """Return why the directory does not count as verified; empty if no file has changed since verification."""
+    """Return why the directory does not count as verified. Empty if no file has changed since it was verified."""
     mark = mark_of(model_dir)
     if mark is None:
         return "it was not verified"
@@ -117,7 +118,7 @@ def why_not_verified(model_dir: Path) -> str:
 
 
 def mark_of(model_dir: Path) -> dict[str, Any] | None:
-    """Return the result that an earlier ``verify`` saved in the directory, or None if it cannot be read."""
+    """Return the result that an earlier ``verify`` saved in the directory. None if there is no valid result."""
     try:
         found: Any = json.loads(read_small(model_dir / VERIFIED))
         sound = found["format"] == 1 and isinstance(found["files"], dict) and isinstance(found["dtype"], str)
@@ -140,24 +141,26 @@ def _refuse_other_dtype(stored: Stored, *, wanted: str, trained: str, model_dir:
     }
     if others:
         other, name = next(iter(others.items()))
-        why = f"it was trained in {trained}" if wanted == trained else f"it was to be stored in {wanted}"
+        why = f"it was trained in {trained}" if wanted == trained else f"it was supposed to be stored in {wanted}"
         raise VerifyError(
-            f"{model_dir} stores {name} in {other}, and {why}; merge the checkpoint again, or ask for this precision: "
+            f"{model_dir} stores {name} in {other}, but {why}; merge the checkpoint again, or accept this precision: "
             f"--dtype {other} --verify"
         )
 
 
 def _load(model_dir: Path, stored: Stored) -> tuple[Any, str]:
-    """Load the model with plain transformers, in float32 if it fits in memory, otherwise as stored. Also return the precision."""
+    """Load the model with plain transformers, in float32 if that fits in memory, otherwise as stored. Returns also the precision."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     elements = sum(math.prod(tensor.shape) for tensor in stored.tensors.values())
     fits = 4 * elements <= _SPARE * psutil.virtual_memory().available
     if code := own_code(str(model_dir)):
         raise VerifyError(
-            f"{model_dir} asks to run code that comes with it ({', '.join(code)}), which verify does not do"
+            f"{model_dir} wants to run code from its own files ({', '.join(code)}), which verify does not do"
         )
-    if not (model_dir / "tokenizer_config.json").is_file():  # transformers invents an empty one for some models
+    if not (
+        model_dir / "tokenizer_config.json"
+    ).is_file():  # transformers would make an empty tokenizer for some models
         raise VerifyError(
             f"{model_dir} has no tokenizer_config.json, so it has no tokenizer; merge the checkpoint again"
         )
@@ -169,7 +172,7 @@ def _load(model_dir: Path, stored: Stored) -> tuple[Any, str]:
             local_files_only=True,
             use_safetensors=True,
             output_loading_info=True,
-            ignore_mismatched_sizes=True,  # refused below, by name
+            ignore_mismatched_sizes=True,  # ``refuse_loaded`` names the mismatched tensors
         )
     model, info = loaded
     refuse_loaded(f"the model directory {model_dir}", info)
@@ -181,7 +184,7 @@ def _logprobs(model: Any, probe: TrainedProbe, *, model_dir: Path) -> np.ndarray
     largest = max(token for row in probe.rows for token in row)
     if largest >= model.config.vocab_size:
         raise VerifyError(
-            f"{model_dir} is not the model that was trained: it has {model.config.vocab_size} tokens, and the trained model has "
+            f"{model_dir} is not the model that was trained: it has {model.config.vocab_size} tokens, but the trained model has "
             f"token {largest}"
         )
     found: list[np.ndarray] = []
@@ -194,11 +197,11 @@ def _logprobs(model: Any, probe: TrainedProbe, *, model_dir: Path) -> np.ndarray
 
 
 def _tolerance(logprobs: np.ndarray, config: Any, *, trained: str, stored: str, computed: str) -> float:
-    """Estimate how far rounding can move any of these log-probs.
+    """Estimate how much rounding can change any of these log-probs.
 
     A layer rounds the hidden state a few times, each time by about one unit of the precision. The roundings of all layers add up
-    like a random walk. A float32 sum of products loses more than one unit, and longer sums lose more. A logit is off by that
-    fraction of the spread of the logits, which we estimate from log-probs of tokens across the vocabulary.
+    like a random walk. A float32 sum of products loses more than one unit, and longer sums lose more. A logit's relative error applies
+    to the spread of the logits, which we estimate from the log-probs of tokens across the vocabulary.
     """
     layers, width = config.num_hidden_layers, config.hidden_size
     sums = _unit("float32") * math.sqrt(width)

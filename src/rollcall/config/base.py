@@ -1,4 +1,5 @@
-"""The base class for every section of the run file: only known keys, immutable values, a description with each default.
+"""The base class for every section of the run file: it allows only known keys, its values cannot change, and each default has a
+description.
 
 It checks for all sections that every number is finite and small enough to be written and read back exactly, and that every string
 can be written to a file.
@@ -16,7 +17,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 LARGEST_INT = 2**53  # above it, JSON readers that use floats lose digits
 SMALLEST_FLOAT, LARGEST_FLOAT = 1e-30, 1e9  # or 0; results computed from these stay finite in float32
 LONGEST_S = 1e9  # seconds; the operating system still accepts such a long wait
-NOT_FOR_FILES = re.compile("[\0\ud800-\udfff]")  # NUL, and halves of surrogate pairs, which UTF-8 cannot encode
+NOT_FOR_FILES = re.compile("[\0\ud800-\udfff]")  # NUL, and lone surrogates, which UTF-8 cannot encode
 
 
 class KeyProblem(ValueError):
@@ -34,7 +35,7 @@ class Section(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _no_yes_for_a_number(cls, data: Any) -> Any:
-        """Refuse true as a number (YAML reads `on` and `yes` as true, which Python takes for 1), and parse 1e3, which YAML reads as a string."""
+        """Refuse booleans as numbers (YAML reads `on` and `yes` as true, Python's 1), and parse 1e3, which YAML reads as a string."""
         if not isinstance(data, dict):
             return data
         numbers = [
@@ -80,7 +81,7 @@ def _scalars(annotation: Any) -> Iterator[Any]:
 
 
 def _leaves(value: Any, where: str) -> Iterator[tuple[str, Any]]:
-    """Yield the scalar values in a field with their places. Inner sections check their own values."""
+    """Yield the scalar values in a field, each with its key. Inner sections check their own values."""
     if isinstance(value, dict):
         for key, each in value.items():
             yield where, key

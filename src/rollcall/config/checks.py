@@ -1,7 +1,7 @@
-"""Refuses values that would ruin a run before anything starts, and says what to use instead.
+"""Refuses values that would ruin a run, before anything starts, and says what to use instead.
 
-A single key is checked at its field (``check_stops``, ...); ``check_ruin`` checks keys that ruin a run together. A key that
-has no effect given the rest of the file is harmless. Run files shared between modes have such keys; ``unused`` lists them.
+A key is checked at its field (``check_stops``, ...); ``check_ruin`` checks keys that ruin a run in combination. A key that the rest of
+the file makes ineffective is harmless: run files that are shared between modes have such keys. ``unused`` lists them.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def check_variables(variables: dict[str, str]) -> dict[str, str]:
 
 
 def check_variable_names(names: list[str]) -> list[str]:
-    """Refuse values, because a secret that is written here would end up in files and arguments."""
+    """Refuse values, because a secret among them would end up in files and command lines."""
     if any(not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name) for name in names):
         raise ValueError("has an entry that is not a variable name; write only names, such as HF_TOKEN, without values")
     return names
@@ -77,7 +77,8 @@ def check_ruin(config: Any) -> None:
     section = config.eval
     if section.samples_per_prompt > 1 and section.temperature == 0:
         raise ConfigError(
-            f"with eval.temperature=0, all eval.samples_per_prompt={section.samples_per_prompt} completions of a prompt are the same; use "
+            f"with eval.temperature=0, all eval.samples_per_prompt={section.samples_per_prompt} completions of a prompt are the same; "
+            "use "
             "eval.samples_per_prompt=1, or an eval.temperature above 0"
         )
     if 0 < section.temperature < COLDEST:
@@ -98,8 +99,8 @@ def check_ruin(config: Any) -> None:
 
 
 def unused(config: Any, *, in_folder: bool = False) -> list[str]:
-    """Return a sentence for each reason why non-default keys have no effect. ``in_folder`` means that nodes
-    share a folder (`--master`), so the run file's cluster does not decide where roles run."""
+    """Return a sentence for each reason why keys that were set have no effect. ``in_folder`` means that the nodes share a folder
+    (`--master`), so the run file's cluster does not decide where roles run."""
     algorithm, one_process = config.algorithm, config.cluster is None or config.cluster.num_slots == 1
     ppo, native = algorithm.name == "ppo", config.rollout.engine == "native"
     data = config.data
@@ -111,7 +112,7 @@ def unused(config: Any, *, in_folder: bool = False) -> list[str]:
             one_process and not in_folder,
             "engine and learner are in one process and share the weights",
         ),
-        ("trainer.elastic", one_process and not in_folder, "the run has one node, and this is for clusters of several"),
+        ("trainer.elastic", one_process and not in_folder, "the run has only one node"),
         (
             "cluster.ray_address",
             config.cluster is not None and (one_process or in_folder),
@@ -165,11 +166,11 @@ def _changed(config: Any, key: str) -> list[str]:
 
 # Parallel training, under names known from other systems
 
-OWN_KEYS = ("lr", "betas", "eps", "weight_decay")  # the section's keys that an optimizer's kwargs may also contain
+OWN_KEYS = ("lr", "betas", "eps", "weight_decay")  # keys of the section that may also be in the optimizer's kwargs
 
 
 def lift_kwargs(data: Any) -> Any:
-    """Move lr, betas, eps and weight_decay from ``optimizer.kwargs`` to the section's own keys with those names."""
+    """Move lr, betas, eps and weight_decay from ``optimizer.kwargs`` to the section's keys with the same names."""
     optimizer = data.get("optimizer") if isinstance(data, dict) else None
     if not isinstance(optimizer, dict) or not isinstance(kwargs := optimizer.get("kwargs"), dict):
         return data
@@ -230,7 +231,7 @@ def _check_kwargs(kwargs: dict[str, Any]) -> None:
 
 
 def check_batches(config: Any, *, name: str) -> None:
-    """Compare sizes that follow from other keys with sizes set under other systems' names."""
+    """Check sizes that are set under names from other systems against the keys that determine them."""
     section, data, rollout = getattr(config, name), config.data, config.rollout
     rows = config.completions_per_step // section.minibatches
     given = section.train_global_batch_size

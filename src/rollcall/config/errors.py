@@ -1,4 +1,4 @@
-"""Explains what is wrong with a run file: which key, what its value was, what to write instead."""
+"""Explains what is wrong with a run file: the key, its value, and what to write instead."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def explain(item: Any, root: type[BaseModel]) -> str:
 
 
 def _given(path: str, value: Any) -> str:
-    """Return ``key=value`` as given. Variables are not shown, since they may contain secrets under any name and in any shape."""
+    """Return ``key=value`` as given. Hides variables, because they may contain secrets under any name and in any form."""
     if {"env", "node_env"} & set(path.split(".")) or (path == "cluster" and not isinstance(value, int | float)):
         return f"{path}=<{_KINDS.get(type(value), type(value).__name__)}, not shown>"
     return f"{path}={shown(value)}"
@@ -142,7 +142,7 @@ def _unknown_tag(path: str, context: dict[str, Any]) -> str:
 
 
 def nearest(given: str, names: list[str]) -> str | None:
-    """Return the name that was probably meant: it has the same words, a similar spelling, or is made of the words' initials.
+    """Return the name that was probably meant: one with the same words, a similar spelling, or the words' initials.
 
     >>> nearest("max_tokens", ["max_running", "kv_tokens", "max_response_tokens"])
     'max_response_tokens'
@@ -163,7 +163,9 @@ def nearest(given: str, names: list[str]) -> str | None:
         shared = sum(ratio for ratio in closest if ratio >= WORDS_ALIKE) / len(words)
         return max(shared, spelling)
 
-    best = max(names, key=likeness, default=None)  # the first of equals, since sections begin with what matters most
+    best = max(
+        names, key=likeness, default=None
+    )  # the first of equals, because sections begin with the most important keys
     return best if best is not None and likeness(best) >= LIKELY else None
 
 

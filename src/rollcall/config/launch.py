@@ -1,4 +1,4 @@
-"""A run file's `launch:`, `prepare:` and `finish:`: where the nodes come from, what each node needs, and what follows the run.
+"""A run file's `launch:`, `prepare:` and `finish:`: where the nodes come from, what each node needs, and what happens after the run.
 
 Each target of `rollcall launch` has a section; a run file may have several. Keys that all targets share are in ``launch`` itself.
 """
@@ -128,7 +128,8 @@ class KuberaySection(TargetSection):
     env_from_secrets: list[str] = field([], "Kubernetes secrets whose keys become environment variables.")
     pod: dict[str, JsonValue] = field(
         {},
-        "Additional fields for the spec of every pod, in Kubernetes' format, such as `{tolerations: [{operator: Exists}], nodeSelector: {gpu: h100}, "
+        "Additional fields for the spec of every pod, in Kubernetes' format, such as `{tolerations: [{operator: Exists}], "
+        "nodeSelector: {gpu: h100}, "
         "imagePullSecrets: [{name: mine}]}`.",
     )
     labels: dict[str, str] = field({}, "Labels of the RayJob, such as Kueue's `kueue.x-k8s.io/queue-name`.")

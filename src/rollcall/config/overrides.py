@@ -64,7 +64,7 @@ def _value_at(raw: Mapping[str, Any], key: str) -> Any:
 
 
 def refuse_secret(override: str) -> None:
-    """Refuse secrets: a command line is visible in the process list, the shell's history and, for a driver, Ray's records."""
+    """Refuse secrets, because a command line is visible in the process list, the shell's history and, for a driver, Ray's records."""
     key, _, text = override.partition("=")
     section, *rest = _parts(key)
     if section != "cluster":
@@ -72,7 +72,7 @@ def refuse_secret(override: str) -> None:
     value = _parse_value(text, override, is_text=False)
     for part in reversed(rest):
         value = {part: value}
-    # Check both the parsed value and the raw text: text that is not YAML stays a string.
+    # Check both the parsed value and the raw text, because text that is not YAML stays a string.
     for name in secrets_of_run({"cluster": value}) or secrets_of_run({"cluster": text}):
         raise ConfigError(
             f"{name} looks like a secret, and other users can see a command line; export {name} and list its name in cluster.env_pass"

@@ -223,8 +223,8 @@ _UNSPLIT = {
 
 def in_one_process(config: Config, *, keeps_dir: bool = True) -> Config:
     """Return the same run without its cluster: nothing is split over processes or compiled, and the native engine samples.
-    Episodes run one at a time, so that a breakpoint stops in only one. Model, data, rewards, algorithm and sizes stay. The run
-    directory is a different one unless ``keeps_dir``, so the real run's checkpoints and journal stay as they are."""
+    Episodes run one at a time, so that a breakpoint stops only one. Model, data, rewards, algorithm and sizes stay the same. Unless
+    ``keeps_dir``, the run gets another directory, so that the real run's checkpoints and journal do not change."""
     environment, run_dir = config.environment, config.run.dir
     if not keeps_dir:
         run_dir = run_dir.with_name(f"{run_dir.name}-local-debug")
@@ -248,13 +248,14 @@ def dump_config(config: Config) -> str:
 
 
 def dump_given(config: Config, *, without: set[str]) -> str:
-    """Like ``dump_config``, but with only the keys that were set: the reader adds defaults. ``without``: sections to omit."""
+    """Like ``dump_config``, but only with the keys that were set, because the reader adds defaults. ``without`` names sections to
+    omit."""
     given = config.model_dump(mode="json", exclude_unset=True, exclude=without)
     return _dumped(_part(public_dump(config), given))
 
 
 def _dumped(value: Any) -> str:
-    dumper = getattr(yaml, "CSafeDumper", yaml.SafeDumper)  # many times faster, if PyYAML was built with it
+    dumper = getattr(yaml, "CSafeDumper", yaml.SafeDumper)  # many times faster, if PyYAML has it
     return yaml.dump(value, Dumper=dumper, sort_keys=False, width=110)
 
 

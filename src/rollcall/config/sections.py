@@ -30,7 +30,7 @@ class RunSection(Section):
 
 
 def _slots(value: Any) -> Any:
-    """Check only that slots are a string or number and that YAML read them as meant; plan/placement.py parses them."""
+    """Check only that slots are a string or a number; plan/placement.py parses them."""
     if isinstance(value, bool) or not isinstance(value, str | int):
         given = str(value).lower() if isinstance(value, bool) else repr(value)
         raise ValueError(f"{given} is not a set of slots; {SLOT_SYNTAX}")
@@ -88,7 +88,7 @@ class ClusterSection(Section):
                     f"{key}={getattr(self, key)} contradicts nodes, which lists {len(sizes)} nodes with {sizes} slots; remove {key}"
                 )
         for key, value in fixed.items():
-            object.__setattr__(self, key, value)  # the section is frozen for everyone else
+            object.__setattr__(self, key, value)  # bypasses the frozen section
         if strangers := [rank for rank in self.node_env if not 0 <= rank < self.num_nodes]:
             raise ValueError(f"node_env names node {strangers[0]}, but the nodes are 0 to {self.num_nodes - 1}")
         if (slots := self.num_nodes * self.num_gpus_per_node) > MAX_SLOTS:
@@ -128,7 +128,8 @@ class ModelSection(Section):
     path: Annotated[str, AfterValidator(check_home)] = field(
         "builtin:arithmetic",
         "Model directory, hub name, run directory or checkpoint, also in the formats of verl (FSDP) and PyTorch (DCP) (see "
-        "docs/models.md). `builtin:arithmetic` is a small model that comes with Rollcall: it adds numbers below 50, knows only digits, + and =, "
+        "docs/models.md). `builtin:arithmetic` is a small model that comes with Rollcall: it adds numbers below 50, knows only digits, "
+        "+ and =, "
         "and has no chat template.",
     )
     dtype: Annotated[
@@ -185,7 +186,7 @@ class DataSection(Section):
     @model_validator(mode="before")
     @classmethod
     def _same_task(cls, given: Any) -> Any:
-        """Default to the same task for held-out rows: a different task would say nothing. An environment's task is for both."""
+        """By default, use held-out rows of the same task, because another task would say nothing. An environment's task is for both."""
         if not isinstance(given, dict) or given.get("train", "builtin:arithmetic") == "builtin:arithmetic":
             return given
         return {"val": "builtin:environment" if given["train"] == "builtin:environment" else None, **given}
@@ -232,12 +233,14 @@ class RolloutSection(Section):
     kv_tokens: int | None = field(
         None,
         "Size of the KV cache, in tokens: at least the longest prompt plus the longest completion. `null`: by "
-        "`kv_memory_fraction` on CUDA; on a CPU, enough for `max_running`, and for twice as many conversations between their turns (vLLM: at most 1 GiB).",
+        "`kv_memory_fraction` on CUDA; on a CPU, enough for `max_running`, and for twice as many conversations between their turns "
+        "(vLLM: at most 1 GiB).",
         ge=1,
     )
     kv_memory_fraction: Annotated[float, Field(gt=0, lt=1)] | Auto = field(
         "auto",
-        "Share of GPU memory for the KV cache, above 0 and below 1. `auto`: what `max_running` completions can use, as far as the learner "
+        "Share of GPU memory for the KV cache, above 0 and below 1. `auto`: what `max_running` completions can use, as far as the "
+        "learner "
         "in the same process leaves room for it; with vLLM, and in `eval` and `serve`, 0.3.",
     )
     compile: bool = field(
@@ -253,7 +256,7 @@ class RolloutSection(Section):
 
     @property
     def keeps_policy(self) -> bool:
-        """Whether a rollout process apart from the actor's keeps a full policy. The native engine samples from it. vLLM has its
+        """Whether a rollout process other than the actor's keeps a full policy. The native engine samples from it. vLLM has its
         own copy, and a second one exists only with `delta`, `file` and `shared_memory`, which write into persistent tensors."""
         return self.engine == "native" or self.weights not in ("auto", "broadcast")
 
@@ -285,8 +288,10 @@ class OptimizerSection(Section):
     grad_clip: float = field(1.0, "Largest global gradient norm; 0: no clipping.", ge=0)
     tokens_per_microbatch: Annotated[int, Field(ge=1)] | Auto = field(
         "auto",
-        "Number of packed tokens that one process runs in one forward pass. `auto`: as many as fit on the GPU in addition to everything else, "
-        "measured at the start; 16384 on a CPU. If a micro-batch does not fit after all, it is split, and the smaller size is used from then on.",
+        "Number of packed tokens that one process runs in one forward pass. `auto`: as many as fit on the GPU in addition to "
+        "everything else, "
+        "measured at the start; 16384 on a CPU. If a micro-batch does not fit after all, it is split, and the smaller size is used "
+        "from then on.",
     )
     train_micro_batch_size: int | None = field(
         None,
@@ -312,7 +317,8 @@ class OptimizerSection(Section):
     activation_checkpointing: bool | Literal["auto", "offload"] = field(
         "auto",
         "Recompute activations in the backward pass to save memory. `offload`: also move the layers' inputs, which that needs, to host "
-        "memory until then; on a CPU the same as `true`. `auto`: `true` if micro-batches would otherwise be too small, `offload` if a row would "
+        "memory until then; on a CPU the same as `true`. `auto`: `true` if micro-batches would otherwise be too small, `offload` if a "
+        "row would "
         "otherwise not fit; `false` on a CPU.",
     )
     compile: bool | None = field(None, "Compile the decoder layers. `null`: on CUDA, for models that gain from it.")

@@ -1,4 +1,4 @@
-"""Reads YAML that people wrote or a crash damaged, with bounded size and depth and without duplicate keys.
+"""Reads YAML that users wrote or a crash damaged. Limits size and depth, and refuses duplicate keys.
 
 Every refusal is a ``ConfigError`` that names the file and, if possible, the wrong line.
 """
@@ -22,7 +22,7 @@ MAX_DEPTH = 40  # nesting of lists and mappings; a run file has 4 levels
 _TOO_DEEP = (
     f"lists and maps are nested more than {MAX_DEPTH} deep, or one contains itself; a run file needs only 4 levels"
 )
-_OPEN_ALREADY = ("/dev/fd/", "/dev/stdin", "/proc/self/fd/")  # used by `<(command)`: somebody is writing there
+_OPEN_ALREADY = ("/dev/fd/", "/dev/stdin", "/proc/self/fd/")  # used by `<(command)`, where a process is writing
 
 
 def read_yaml(path: Path | str, *, what: str) -> Any:
@@ -44,7 +44,7 @@ def read_yaml(path: Path | str, *, what: str) -> Any:
 
 
 def read_small(path: Path | str, *, most: int = 1 << 28) -> bytes:
-    """Read a regular file of at most ``most`` bytes. Anything else is a ValueError: nothing may wait for a pipe or device."""
+    """Read a regular file of at most ``most`` bytes. Raises ValueError for anything else, because a pipe or device could block."""
     mode = os.stat(path).st_mode
     if not stat.S_ISREG(mode) and not (stat.S_ISFIFO(mode) and str(path).startswith(_OPEN_ALREADY)):
         if stat.S_ISDIR(mode):
@@ -87,13 +87,13 @@ def _load(text: str) -> Any:
         try:
             return _Loader(text, parser=yaml.CSafeLoader(text)).get_single_data()
         except yaml.YAMLError:
-            pass  # PyYAML's Python parser is slow, but its errors show the place
+            pass  # PyYAML's Python parser is slow, but its errors show the line
     return _Loader(text).get_single_data()
 
 
 class _Loader(yaml.SafeLoader):
-    """A stricter loader. YAML's own silently takes the last of two equal keys, reads 010 as eight and 1:30 as ninety, and passes
-    on its constructors' errors as they are."""
+    """A stricter loader. YAML's own silently takes the last of two equal keys, reads 010 as eight and 1:30 as ninety, and does not catch
+    errors in its constructors."""
 
     def __init__(self, text: str, parser: Any = None) -> None:
         super().__init__("" if parser else text)
@@ -114,7 +114,7 @@ class _Loader(yaml.SafeLoader):
         return node
 
     def construct_number(self, node: Any) -> Any:
-        """Read numbers as people do: 010 is ten and 1:30 is a string. 0x10, 0b10 and 1_000 have their meaning in Python."""
+        """Read 010 as ten and 1:30 as a string. 0x10, 0b10 and 1_000 mean the same as in Python."""
         text = str(self.construct_scalar(node))
         if ":" in text:
             return text

@@ -1,9 +1,9 @@
-"""A run is a sequence of attempts: each builds its workers and continues from the newest checkpoint and the journal.
+"""Runs the attempts of a run: each attempt builds its workers and continues from the newest checkpoint and the journal.
 
-An attempt that loses a process or a node ends, and the next one begins: recovery is resuming. An error in a worker's own code would
-happen again, so it ends the run, unless it only reports that another worker is gone. The run also ends after more losses than the budget
-allows; the message has the last reason and the first traceback. In one process nothing can be lost while this code runs, so there is only
-one attempt. A micro-batch that all ranks run together and that does not fit also counts as a loss: the next attempt uses a smaller one.
+An attempt ends when it loses a process or a node, and the next one begins: recovery is resuming. An error in a worker's own code would
+happen again, so it ends the run, unless it only reports that another worker is lost. The run also ends after more losses than the budget
+allows; the message contains the last reason and the first traceback. In one process nothing can be lost while this code runs, so there
+is only one attempt. If all ranks run a micro-batch together and it does not fit, the next attempt uses a smaller one.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ class RunError(RuntimeError):
 
 
 class Regrow(Exception):  # noqa: N818 - not an error: the attempt ended cleanly at a checkpoint
-    """A node is back: the next attempt uses it."""
+    """A node is back, and the next attempt will use it."""
 
 
 class Budget:
-    """The number of losses that a run survives within a sliding time window. Losses without a new checkpoint between them always add up,
-    however far apart they are: a slow crash loop is still a loop."""
+    """The number of losses that a run survives within a sliding time window. Losses without a new checkpoint between them always count
+    together, however far apart they are, so that a slow crash loop also ends."""
 
     def __init__(self, *, most: int, window_s: float, clock: Callable[[], float] = time.monotonic) -> None:
         self.most = most
@@ -44,7 +44,8 @@ class Budget:
         self._reached: object = None
 
     def spend(self, loss: BaseException, *, reached: object = None) -> None:
-        """Count a loss, and raise if it is one too many. ``reached`` is any value that changes when the run makes progress."""
+        """Count a loss. Raises ``RestartsSpentError`` if the budget is spent. ``reached`` is any value that changes when the run makes
+        progress."""
         self._first = self._first or loss
         if reached is None or reached != self._reached:
             while self._losses and self._clock() - self._losses[0] > self.window_s:
@@ -53,7 +54,8 @@ class Budget:
         if len(self._losses) >= self.most:
             raise RestartsSpentError(
                 f"{headline(loss)}; that is loss {len(self._losses) + 1} within {self.window_s:g} s or without a new "
-                f"checkpoint between them, but trainer.max_restarts is {self.most}. The files on disk are intact: fix the cause, then run the "
+                f"checkpoint between them, but trainer.max_restarts is {self.most}. The files on disk are intact: fix the cause, then "
+                "run the "
                 f"same command again. The first loss was:\n{''.join(traceback.format_exception(self._first, limit=-20)).rstrip()}"
             ) from loss
         self._losses.append(self._clock())
@@ -66,8 +68,8 @@ def run_attempts(
     reached: Callable[[], object],
     note: Callable[[Exception], None],
 ) -> T:
-    """Return the result of the first successful attempt. Attempts are numbered from 1; ``note`` gets the reason for another attempt: a
-    loss, or ``Regrow``. ``reached`` is for ``Budget.spend``."""
+    """Return the result of the first successful attempt. Attempts are numbered from 1. ``note`` gets the reason for another attempt: a
+    loss or ``Regrow``. ``reached`` is passed to ``Budget.spend``."""
     number = 1
     while True:
         try:
@@ -87,7 +89,8 @@ def run_attempts(
 
 @contextmanager
 def closing(workers: Workers) -> Iterator[None]:
-    """Close the workers at the end. After a failure, an error while closing is only reported, so that the failure stays the reason."""
+    """Close the workers at the end. After a failure, an error while closing is only reported, because the failure is the reason to
+    show."""
     try:
         yield
     except BaseException:
@@ -95,7 +98,7 @@ def closing(workers: Workers) -> Iterator[None]:
             workers.close()
         except ClusterError as problem:
             say(str(problem))
-        # A call without a waiting caller, such as a half-written checkpoint, must not run during the next attempt.
+        # Calls that nobody waits for, such as writing a checkpoint, must not continue during the next attempt.
         if left := wait_for_threads(timeout_s=30):
             say(f"still running from the last attempt: {', '.join(left)}")
         raise
@@ -103,7 +106,7 @@ def closing(workers: Workers) -> Iterator[None]:
 
 
 def loss_of(error: BaseException) -> BaseException | None:
-    """Return the loss that caused this error, or None if nothing was lost, so another attempt would not help."""
+    """Return the loss that caused this error. None if nothing was lost, so that another attempt would not help."""
     kinds = WorkerLostError | NoRoomError | BatchTooLargeError
     return next((one for one in causes(error) if isinstance(one, kinds)), None)
 

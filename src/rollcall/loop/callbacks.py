@@ -1,6 +1,6 @@
-"""The caller's functions that a run calls after each step, each evaluation and each checkpoint.
+"""The user's functions that a run calls after each step, each evaluation and each checkpoint.
 
-The training thread calls them and waits. If a callback raises, the run ends with an error that names the callback. The files on disk are
+The training thread calls them and waits. If a callback raises, the run ends with an error that names the callback. The files on disk stay
 intact, and the same call continues the run. If a resumed run trains a step again, its callbacks are called again.
 """
 
@@ -77,7 +77,8 @@ class Callbacks:
                 )
             if inspect.iscoroutinefunction(given):
                 raise ConfigError(
-                    f"{name}={getattr(given, '__qualname__', given)} is async, but the run does not await callbacks; give a plain function"
+                    f"{name}={getattr(given, '__qualname__', given)} is async, but the run does not await callbacks; give a plain "
+                    "function"
                 )
 
     def tell(self, what: StepDone | EvaluationDone | CheckpointSaved) -> None:

@@ -8,18 +8,18 @@
                  └───────────────── weights ────────────────────────────────────┘
 
 Two coroutines share one buffer (``loop/supply.py``). ``Supply.run`` starts rollouts as far ahead as ``trainer.staleness``
-allows. It takes groups from the journal if they are there, otherwise from the engine (``loop/group_maker.py``).
-``_train`` waits for a step's groups, updates, and announces the new version. With staleness 0 the two alternate.
+allows. Groups that are in the journal come from there, all others from the engine (``loop/group_maker.py``).
+``_train`` waits for a step's groups, updates, and announces the new version. With staleness 0 the two take turns.
 
-Long calls (update, new weights, checkpoint) block the loop when all roles are in this process. On a cluster they run in a thread, so
-that rollout continues. For a checkpoint, a model in parts is only copied while the loop waits; its bytes are written while the run
-trains (``record.Saves``). With ``trainer.in_flight``, engines take new weights in the middle of completions. Without it, the controller
-first waits until they have finished all requests (``Engine.pause``). In both cases nothing decodes between an update of parameters that
-an engine reads and its ``serve``.
+If all roles are in this process, long calls (update, new weights, checkpoint) block the loop. On a cluster they run in a thread, so that
+rollout continues. To save a model in parts, the loop only waits for a copy, which is written while the run trains (``record.Saves``).
+With ``trainer.in_flight``, engines take new weights in the middle of completions. Without it, the controller first waits until they have
+finished all requests (``Engine.pause``). In both cases, nothing decodes from the time an update changes an engine's parameters until
+``serve``.
 
-Step n is the n-th update. Its groups are sampled from version n - 1 (or up to ``staleness`` older), and its update makes version n.
-After a crash the same code runs again from the last checkpoint. It takes groups from the journal if they are there, so replayed
-steps train on the same groups as before. ``loop/record.py`` writes the run's files.
+Step n is the n-th update. Its groups are sampled from version n - 1 (or up to ``staleness`` versions older), and it makes version n.
+After a crash, the same code runs again from the last checkpoint. Replayed steps take their groups from the journal, so they train on the
+same groups as before. ``loop/record.py`` writes the run's files.
 """
 
 from __future__ import annotations
@@ -102,7 +102,9 @@ class Controller:
         with self.events.phase(StepPhase.SYNC, self.version):
             await workers.engine.serve(self.version)
         background = [self.maker.open_groups.run(), every(0.5, partial(self._call, self.record.saves.poll))]
-        if workers.is_remote:  # flush the journal while rollout continues, so that a step does not wait for a full sync
+        if (
+            workers.is_remote
+        ):  # flush the journal during the rollout, so that a step does not have to wait for all of it
             background.append(every(1.0, partial(in_thread, self.journal.sync)))
         if workers.admit is not None:
             background.append(every(0.5, partial(self._admit, workers.admit)))
@@ -128,7 +130,7 @@ class Controller:
                 await self._call(partial(self.record.export, step=self.version))
 
     async def _fill(self) -> None:
-        """Only roll out: write the groups for all steps that may be sampled from these weights to the journal."""
+        """Only roll out: journal the groups of all steps that may be sampled from the current weights."""
         for step in self.steps_ahead:
             await self._batch(step)
 
@@ -142,11 +144,11 @@ class Controller:
                 with self.events.phase(StepPhase.ENGINE_RELEASE, step):
                     await self._pause()
             stats, reward_s = self.workers.engine.take_stats(), self.rollouts.rewards.take_seconds()
-            # If the update did not finish in time, the unsaved steps would be lost.
+            # The unsaved steps would be lost if this update did not finish in time.
             if self.stop.asked and self.record.unsaved and self.record.update_s > self.stop.left_s:
                 self.stop.check()
             async with self._policy:
-                # If the update stopped half-way, the steps since the last checkpoint would be lost.
+                # The steps since the last checkpoint would be lost if this update stopped half-way.
                 shield = self.stop.shielded() if self.record.unsaved else nullcontext()
                 with self.events.phase(StepPhase.UPDATE, step), shield:
                     update = await self._call(self._update, batch)
@@ -174,12 +176,12 @@ class Controller:
                 f"the journal of {self.config.run.dir} has no complete step after step {self.start_step}, so there is nothing to "
                 "train on; fill it with --phase rollout, or run --phase both"
             )
-        if self.record.unsaved is not None:  # the journal ended here
+        if self.record.unsaved is not None:  # the journal contained no more steps
             await self._save(self.record.unsaved)
         await self._call(self.record.saves.settle)
 
     def save_unsaved(self) -> None:
-        """Save the newest step after ``run`` was stopped, unless it is already saved."""
+        """Save the newest step after ``run`` was stopped, if it is not saved yet."""
         if (batch := self.record.unsaved) is not None:
             self.record.saves.forget_failed()  # the disk may be fine again
             self.record.log_step()
@@ -188,7 +190,7 @@ class Controller:
         self.record.saves.settle()
 
     async def _batch(self, step: int) -> StepBatch | None:
-        """Return the step's groups, once all of them are on disk; None if this command only trains and the journal lacks them."""
+        """Return the step's groups once all are on disk. None if this command only trains and the journal lacks them."""
         with self.events.phase(StepPhase.ROLLOUT, step) as outcome:
             try:
                 batch = await self.supply.batch(step)
@@ -222,7 +224,7 @@ class Controller:
         if not any(sample.mask.any() for sample in samples):
             say(
                 f"step {batch.step} has nothing to train on: all rewards returned None, or all episodes were truncated, timed out or "
-                "failed, and environment.truncated, timed_out and failed leave those out (see the metrics under episode/). "
+                "failed, and the settings environment.truncated, timed_out and failed exclude these (see the metrics under episode/). "
                 "Weights, momentum and schedule do not change"
             )
             return Update(
@@ -247,7 +249,7 @@ class Controller:
         )
 
     async def _announce(self, version: int) -> None:
-        """Send the engine the new weights. Rollouts that waited for this version may then start."""
+        """Send the new weights to the engine, and let rollouts start that waited for this version."""
         is_last = version == self.config.trainer.steps
         with self.events.phase(StepPhase.FINAL_SYNC if is_last else StepPhase.SYNC, version):
             await self._pause()
@@ -257,7 +259,7 @@ class Controller:
             await self.supply.announce(version)
 
     async def _pause(self) -> None:
-        """Stop decoding until ``serve``. Unless completions may continue with new weights, running ones finish first."""
+        """Stop decoding until ``serve``. Running completions finish first, unless ``trainer.in_flight`` is set."""
         await self.workers.engine.pause(drain=not self.config.trainer.in_flight)
 
     async def _evaluate(self, step: int, *, title: str) -> None:
@@ -313,6 +315,6 @@ class Controller:
         return await in_thread(function, *args) if self.workers.is_remote else function(*args)
 
     async def _admit(self, admit: Callable[[], Awaitable[None]]) -> None:
-        """Let replacement rollout processes serve as soon as the actor has the current weights."""
+        """Let new rollout processes serve, at a time when the actor has the current weights."""
         async with self._policy:
             await admit()

@@ -1,4 +1,4 @@
-"""Evaluation: runs held-out prompts through the same engine and rewards, and computes accuracy, pass@k and lengths."""
+"""Evaluation: samples answers to held-out prompts with the same engine and rewards, and computes accuracy, pass@k and lengths."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Evaluation:
     response_length_mean: float
     truncated_fraction: float
     graded_fraction: float  # share of completions with a reward other than 0 or 1
-    num_unscored: int  # completions that a reward failed to score; they count as 0
+    num_unscored: int  # number of completions that a reward failed to score; they count as 0
     groups: list[Group]
 
     def metrics(self) -> dict[str, float]:

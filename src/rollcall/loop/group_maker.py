@@ -1,6 +1,6 @@
-"""Makes each draw's group: reads it from the journal if an earlier process made it, otherwise generates and journals it.
+"""Makes each draw's group. If an earlier process made the group, it comes from the journal; otherwise it is generated and journaled.
 
-After a crash the same steps run again and get the same groups, so they train on the same data as before.
+After a crash, the same steps run again with the same groups, so they train on the same data as before.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ UNSCORED = Score(value=0.0, parts={}, errors={})
 
 
 class GroupMaker:
-    """``call`` runs a slow function, in a thread if other work can continue meanwhile."""
+    """``call`` runs a slow function. It uses a thread if other work can continue meanwhile."""
 
     def __init__(
         self,
@@ -64,21 +64,21 @@ class GroupMaker:
         group = self._take_journaled(step, draw)
         if group is None:
             return SuppliedGroup(group=await self._generate(step, draw, prompt), from_journal=False)
-        if step in self._unscored and not self._is_trained(draw):  # its rewards failed and ended an earlier process
+        if step in self._unscored and not self._is_trained(draw):  # its rewards failed, which ended an earlier process
             group = await self._make_again(group, failed=self._unscored[step])
             await self._call(partial(self._journal.append, group, again=True))
         return SuppliedGroup(group=group, from_journal=True)
 
     def has_signal(self, group: Group) -> bool:
-        # A step that is trained again keeps its groups from the first time.
+        # A step that is trained again keeps the groups of its first training.
         keeps_recorded = self._config.algorithm.dynamic_sampling and self._config.trainer.order == "in_order"
         recorded = self.trained.get(group.step, ()) if keeps_recorded else ()
-        if len(recorded) > 1:  # a single group may stand in for a step whose groups all lack signal
+        if len(recorded) > 1:  # a single group may be the substitute for a step without signal
             return group.draw in recorded
         return has_signal(trained(group, self._config.environment))
 
     def refuse_unscored(self, batch: StepBatch) -> None:
-        """Stop if a reward scored nothing, instead of training on zeros until the last step."""
+        """Raise if a reward failed on all completions, instead of training on zeros until the last step."""
         failed = failed_on_all(batch.groups)
         if failed and not self._is_trained(batch.groups[0].draw):
             raise RunError(
@@ -90,7 +90,7 @@ class GroupMaker:
         return any(draw in draws for draws in self.trained.values())
 
     def _take_journaled(self, step: int, draw: int) -> Group | None:
-        """Take a draw's group from the journal. A step's file is read before this process adds to it."""
+        """Take a draw's group from the journal. The step's file is read before this process adds to it."""
         if step not in self._journaled:
             groups = self._journal.read(step)
             self._journaled[step] = {group.draw: group for group in groups}
@@ -102,7 +102,7 @@ class GroupMaker:
         """Score the same completions again. Episodes whose environment failed are played again."""
         if ENVIRONMENT not in failed or self._rollouts.player is None or not self._generates:
             scores = await self._rollouts.rewards.score(self._scorer, group.prompt, group.completions)
-            return replace(group, scores=scores)  # finished_s stays the completions' finish time
+            return replace(group, scores=scores)  # finished_s remains the time at which the completions finished
         given = self._given(group.step, group.draw, group.prompt)
         return await self._rollouts.group(group.prompt, **given)
 
@@ -124,7 +124,7 @@ class GroupMaker:
         return group
 
     def _given(self, step: int, draw: int, prompt: Prompt) -> dict[str, Any]:
-        # Including the draw gives a prompt that occurs twice in one step (small data, refills) different seeds.
+        # With the draw included, a prompt that occurs twice in one step (small data, refills) gets different seeds.
         seeds = sampling_seeds(
             self._config.run.seed, step, f"{prompt.id}#{draw}", self._config.rollout.samples_per_prompt
         )
@@ -143,8 +143,8 @@ class GroupMaker:
 
 
 class OpenGroups:
-    """Passes completions that finished while their group is still running to ``write``, in one batch at most once a second. After a
-    kill, the resumed run makes only the missing ones."""
+    """Passes finished completions of unfinished groups to ``write``, in one batch at most once a second. After a kill, the resumed run
+    makes only the missing completions."""
 
     def __init__(self, write: Callable[[list[tuple[int, Group]]], Awaitable[Any]]) -> None:
         self._write = write
@@ -152,14 +152,14 @@ class OpenGroups:
         self._groups: dict[tuple[int, int], tuple[Callable[..., Group], dict[int, Completion], set[int]]] = {}
 
     def open(self, prompt: Prompt, *, step: int, draw: int, done: dict[int, Completion]) -> None:
-        """Open a group. ``done`` contains the completions already written, and gets each one that finishes."""
+        """Open a group. ``done`` contains the completions that are already written; the caller adds each one that finishes."""
         make = partial(
             Group, step=step, draw=draw, prompt=prompt, scores=(UNSCORED,), started_s=time.time(), worker=LOCAL
         )
         self._groups[step, draw] = (make, done, set(done))
 
     def close(self, *, step: int, draw: int) -> None:
-        """Close a group, because the full group is about to be written."""
+        """Close a group, because the caller is about to write the whole group."""
         del self._groups[step, draw]
 
     async def run(self) -> None:
@@ -175,7 +175,7 @@ class OpenGroups:
         new: list[tuple[int, Group]] = []
         for make, done, written in self._groups.values():
             for place in [place for place in done if place not in written]:
-                if is_finite(done[place]):  # otherwise the full group is refused later
+                if is_finite(done[place]):  # otherwise ``_generate`` raises for the whole group
                     written.add(place)
                     new.append((place, make(completions=(done[place],), finished_s=time.time())))
         if new:

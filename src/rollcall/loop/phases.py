@@ -1,8 +1,8 @@
-"""The part of the loop that a command runs: all of it, only rollout, or only update.
+"""The part of the loop that a command runs: everything, only rollout, or only update.
 
 ``rollout`` fills the journal with the groups that ``trainer.staleness`` allows from the newest checkpoint, and stops.
-``update`` trains the steps whose groups are in the journal, saves, and stops; it can run on another cluster or another day.
-Run in turn, they do what ``both`` does. They are bounds on the same loop (``loop/controller.py``), not separate loops.
+``update`` trains the steps whose groups are in the journal, saves, and stops. It can run later and on another cluster.
+Alternating both does the same as ``both``. A phase only bounds the loop (``loop/controller.py``); there are no separate loops.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Bounds:
         return self.phase is not Phase.ROLLOUT
 
     def last_step(self, trainer: TrainerSection, *, start_step: int) -> int:
-        """Return the last step whose groups this command needs."""
+        """Return the last step for which this command needs groups."""
         if self.trains:
             return trainer.steps
         return min(trainer.steps, start_step + steps_ahead(trainer.staleness, order=trainer.order))
@@ -62,5 +62,5 @@ def steps_ahead(staleness: int, *, order: str) -> int:
 
 
 def is_due(step: int, *, every: int, last: int) -> bool:
-    """Whether an action that runs every ``every`` steps (0: never) and after the last step is due after this step."""
+    """Whether an action is due after this step. It is due every ``every`` steps (0: never) and after the last step."""
     return step == last or (every > 0 and step % every == 0)

@@ -1,4 +1,4 @@
-"""Writes a run's files step by step: metrics rows, samples, checkpoints, and the model at the end."""
+"""Writes a run's files step by step: metrics, samples, checkpoints, and the model at the end."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from rollcall.observe.sinks import Sink, read_rows
 
 FIRST_WORD_S = 1.0  # a wait shorter than this is not worth a message
 LOOK_S = 0.5
-LONGEST_S = 6 * 3600.0  # per checkpoint; a terabyte over a slow network takes two hours
+LONGEST_S = 6 * 3600.0  # timeout for one checkpoint; a terabyte over a slow network takes two hours
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,10 +50,10 @@ class Update:
 
 
 class Saves:
-    """Tracks the checkpoint that is being written while the run continues. There is at most one.
+    """Tracks the checkpoint that is written while the run continues. There is at most one.
 
-    ``begin`` returns at once. ``settle`` waits for the checkpoint; ``poll`` never waits. Both call ``tell`` once it is committed. If the
-    save failed, both raise its error every time: the first thread to get the error may no longer have a caller.
+    ``begin`` returns at once. ``settle`` waits for the checkpoint; ``poll`` never waits. Both call ``tell`` once the checkpoint is
+    committed. If the save failed, both raise its error every time, because the first thread to get the error may no longer have a caller.
     """
 
     def __init__(self, tell: Callable[[int, Path], None]) -> None:
@@ -62,7 +62,7 @@ class Saves:
         self._lock = threading.Lock()  # the loop polls in one thread, and the next save waits in another
 
     def begin(self, step: int, save: Callable[[], Path]) -> None:
-        """Start ``save``, which writes and commits, in a thread."""
+        """Start ``save`` in a thread. It writes and commits the checkpoint."""
         assert self._under_way is None, "settle comes first"
         self._under_way = step, start(save)
 
@@ -76,13 +76,13 @@ class Saves:
             self._tell(step, path)
 
     def forget_failed(self) -> None:
-        """Let a new save begin, although the last one failed."""
+        """Allow a new save after the last one failed."""
         with self._lock:
             if self._under_way is not None and self._under_way[1].done() and self._under_way[1].exception() is not None:
                 self._under_way = None
 
     def settle(self) -> None:
-        """Wait for the checkpoint. Raises CheckpointError if it takes unreasonably long."""
+        """Wait for the checkpoint. Raises ``CheckpointError`` if it takes longer than ``LONGEST_S``."""
         with self._lock:
             if self._under_way is None:
                 return
@@ -96,7 +96,8 @@ class Saves:
             if time.monotonic() > deadline:
                 raise CheckpointError(
                     f"the checkpoint of step {step} is still not written after {LONGEST_S / 3600:,.1f} hours: the disk, or a node "
-                    "that writes a part of it, does not respond; check that checkpoint files can be written there, then run the same command "
+                    "that writes a part of it, does not respond; check that checkpoint files can be written there, then run the same "
+                    "command "
                     "again: it continues from the newest complete checkpoint"
                 )
         self.poll()
@@ -108,17 +109,17 @@ class Record:
     trainer: TrainerSection
     workers: Workers
     _: KW_ONLY
-    threshold: float  # a first reward at or above it counts as correct
+    threshold: float  # a completion is correct if its first reward is at least this
     store: CheckpointStore
     sinks: Sequence[Sink]
     console: Console
     callbacks: Callbacks = Callbacks()
 
     def __post_init__(self) -> None:
-        # The newest step trained since the last checkpoint, or since the one being written.
+        # The newest trained step, if it is not in the last checkpoint or the one being written.
         self.unsaved: StepBatch | None = None
         self.update_s = 0.0  # for the last step
-        self._row: Callable[[], dict[str, float]] | None = None  # for a step that is trained but not logged
+        self._row: Callable[[], dict[str, float]] | None = None  # for a step that is trained but not yet logged
         self.saves = Saves(self._tell_saved)
         self._evaluated_step = -1
         self._scores: dict[str, float] = {}  # for that step, by the metrics that can rank checkpoints
@@ -128,7 +129,7 @@ class Record:
             sink.log(step, metrics)
 
     def note_update(self, batch: StepBatch, update: Update, *, stats: Stats, reward_s: float, started: float) -> None:
-        """Note that the step is trained; ``log_step`` writes its row. ``stats`` and ``reward_s`` describe its rollout."""
+        """Record that the step is trained; ``log_step`` writes its row. ``stats`` and ``reward_s`` are those of its rollout."""
         self.unsaved, self.update_s = batch, update.score_s + update.update_s
         updated = time.perf_counter()
 
@@ -161,8 +162,8 @@ class Record:
         persist(write, path=directory, what=f"the {split} samples of step {step}")
 
     def write_token_scores(self, batch: StepBatch) -> None:
-        """Write the learner's scores for the first groups' tokens, from before the step's update. They are only for people to look at,
-        so the run does not wait if the disk refuses them."""
+        """Write the learner's scores for the tokens of the first groups, from before the step's update. They are only for display, so the
+        run does not wait if the disk refuses them."""
         groups = batch.groups[:SCORED_GROUPS]
         rows = self.workers.learner.score(
             [
@@ -179,13 +180,13 @@ class Record:
             if (fault := disk_fault(error, near=directory)) is None:
                 raise
             warn(
-                f"{directory}: the token scores of step {batch.step} were not written ({fault.strerror}); the page shows its tokens "
-                "without the learner's numbers"
+                f"{directory}: the token scores of step {batch.step} were not written ({fault.strerror}); the page shows these tokens "
+                "without the learner's log-probs and entropy"
             )
 
     def save(self, batch: StepBatch) -> None:
-        """Copy a step's checkpoint to host memory and start to write it, which ``saves`` tracks while the run continues. Samples come
-        first: after a kill they are written again along with the checkpoint."""
+        """Copy a step's checkpoint to host memory and start to write it; ``saves`` tracks it while the run continues. Samples are written
+        first, because after a kill they are written again with the checkpoint."""
         step, trainer = batch.step, self.trainer
         self.saves.settle()
         self.write_samples(step, "train", batch.groups[:8])
@@ -225,7 +226,7 @@ class Record:
 
     @contextmanager
     def explaining_divergence(self, step: int, *, lost: str) -> Iterator[None]:
-        """If weights, loss or gradients diverge in the block, here or in a worker, raise an error that says what to do."""
+        """If weights, loss or gradients become non-finite in the block, here or in a worker, raise an error that says what to do."""
         try:
             yield
         except Exception as error:
@@ -240,7 +241,7 @@ class Record:
             ) from error
 
     def _ranking(self, step: int) -> dict[str, Any]:
-        """Return the store arguments that decide whether the step's checkpoint is among the best."""
+        """Return the arguments from which the store decides whether this checkpoint is among the best."""
         headline = headline_of(read_rows(self.run_dir / "metrics.jsonl"))
         return {"scores": self._scores if self._evaluated_step == step else {}, "best_by": headline.metric}
 

@@ -1,7 +1,7 @@
-"""Decides which settings a resume may change, by comparing the run directory's run file with the new one, key by key.
+"""Decides which settings a resume may change. Compares the run file in the run directory with the new one, key by key.
 
-Changes that would contradict the journal or the checkpoints are refused, with the key and both values. All others are
-applied and shown in one list.
+Changes that would contradict the journal or the checkpoints are refused; the error shows the key and both values. All other changes
+are applied and shown in one list.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ FIXED = (
     "actor.optimizer.name", "critic.optimizer.name", "model.lora",
 )  # fmt: skip
 FREE_OF_LORA = ("dropout", "export")
-# Reward settings that affect how it runs, not what it scores.
+# Reward settings that affect how a reward runs, not how it scores.
 FREE_OF_REWARDS = (
     "timeout_s", "env", "network", "memory_mb", "file_mb", "processes", "url", "key_env", "concurrency", "retries", "outage_s",
 )  # fmt: skip
@@ -57,14 +57,14 @@ class Change:
 def changes_on_resume(config: Config, run_dir: Path) -> list[Change]:
     """Return the keys that a resume changes, in run file order; empty if nothing changes or there is no run yet.
 
-    Refuses a directory that is not a run, and changes that are not allowed.
+    Raises ``ConfigError`` for a directory that is not a run, and for changes that are not allowed.
     """
     path = run_dir / RUN_FILE
     if not path.exists():
         # A start that was killed while writing this file leaves a temporary file.
         if run_dir.exists() and any(not child.name.startswith(TEMPORARY) for child in run_dir.iterdir()):
             raise ConfigError(
-                f"run.dir={run_dir} has files in it but no {RUN_FILE}, so it is not a run; choose another run.dir, or "
+                f"run.dir={run_dir} contains files but no {RUN_FILE}, so it is not a run; choose another run.dir, or "
                 "move it aside with --fresh"
             )
         return []
@@ -72,7 +72,7 @@ def changes_on_resume(config: Config, run_dir: Path) -> list[Change]:
         before = load_saved_run(path)
     except ConfigError as error:
         raise ConfigError(
-            f"{error}\n{path} records this run's settings; restore it, correct what is named above, or start over "
+            f"{error}\n{path} records this run's settings; restore it, correct the error above, or start over "
             "with --fresh (the old directory is moved aside)"
         ) from None
     found = list(differences("", public_dump(before), public_dump(config)))
@@ -88,21 +88,22 @@ def changes_on_resume(config: Config, run_dir: Path) -> list[Change]:
 
 
 def refuse_changing_base(config: Config) -> None:
-    """Refuse an adapter on a run's directory: an adapter belongs to one model, but a run's newest model changes with each save."""
+    """Refuse an adapter on top of a run directory. An adapter belongs to one model, but a run's newest model changes at each save."""
     path = Path(config.model.path).expanduser()
     if config.model.lora is None or is_model_dir(path):
         return
     found = checkpoint_of(path)
     if found is not None and found != path:
         raise ConfigError(
-            f"model.path={config.model.path} means the newest checkpoint there, which changes when that run continues, but an adapter "
+            f"model.path={config.model.path} refers to that run's newest checkpoint, which changes when the run continues, but an "
+            "adapter "
             f"(model.lora) needs a model that stays the same; write model.path={found}, or a directory that `rollcall merge` made from it"
         )
 
 
 def differences(key: str, before: Any, after: Any) -> Iterator[Change]:
     """Yield the leaves that differ. Lists of sections are compared item by item, other lists as a whole."""
-    if key == "run.dir":  # always this directory, however it is spelled
+    if key == "run.dir":  # always this directory, even if it is spelled differently
         return
     pairs = _pairs(before, after)
     if pairs is None:

@@ -1,4 +1,4 @@
-"""Turns a prompt into a group: samples its completions, all at once, then scores them.
+"""Turns a prompt into a group: samples all its completions at the same time, and then scores them.
 
 ``Rollouts.group`` makes every group, in training and in evaluation. A completion is one request to the engine, or an episode with several
 requests (``environments/episode.py``).
@@ -37,13 +37,13 @@ class Rollouts:
     engine: Engine
     rewards: Rewards
     player: Player | AgentPlayer | None = None  # without a player, a completion is one turn
-    _numbers: Any = field(default_factory=itertools.count, init=False)  # for requests, groups and sessions
+    _numbers: Any = field(default_factory=itertools.count, init=False)  # ids for requests, groups and sessions
     _free: asyncio.Semaphore = field(init=False)
 
     def __post_init__(self) -> None:
         if not gc.get_freeze_count():
-            # Python's garbage collector would scan all modules again and again: with torch and transformers, each scan takes 0.2 s
-            # during which everything waits.
+            # Otherwise Python's garbage collector would scan all modules again and again. With torch and transformers loaded, each scan
+            # takes 0.2 s and blocks everything.
             gc.collect()
             gc.freeze()
         self._free = asyncio.Semaphore(1 if self.player is None else self.player.section.max_running)
@@ -59,7 +59,8 @@ class Rollouts:
         scorer: Scorer,
         done: dict[int, Completion] | None = None,
     ) -> Group:
-        """Make one completion for each seed. ``done`` maps indices to completions from an earlier process, and gets each new one."""
+        """Make one completion for each seed. ``done`` maps indices to completions from an earlier process; new completions are added to
+        it."""
         done = {} if done is None else done
         makers, started_s, name = Counter[str](), time.time(), str(next(self._numbers))
 
@@ -112,13 +113,13 @@ class Rollouts:
 
 
 class Rewards:
-    """Scores groups and measures how long that takes. With ``is_remote``, reward models are in other processes, so calling them only
-    waits. ``spans`` records when reward functions are busy."""
+    """Scores groups and measures how long that takes. With ``is_remote``, reward models are in other processes, so they are called in
+    threads. ``spans`` records when reward functions are busy."""
 
     def __init__(self, *, is_remote: bool = False, spans: BusySpans | None = None) -> None:
         self._ask_model = self._ask if is_remote else None
         self._spans = spans or BusySpans(REWARDS)
-        self._num_scored = self._num_generated = 0  # groups being scored and generated now
+        self._num_scored = self._num_generated = 0  # number of groups being scored and generated now
         self._one_asks = asyncio.Lock()
         self._seconds, self._since = 0.0, time.perf_counter()
 
@@ -139,7 +140,7 @@ class Rewards:
             self._count(generated=-1)
 
     def take_seconds(self) -> float:
-        """Return how long groups were scored while none was generated, since the last call."""
+        """Return for how long, since the last call, groups were scored while none was generated."""
         self._count()
         seconds, self._seconds = self._seconds, 0.0
         return seconds
@@ -154,7 +155,7 @@ class Rewards:
         self._spans.note(bool(self._num_scored))
 
     async def _ask(self, function: Callable[..., Any], *args: Any) -> Any:
-        """Call a model in another process, for one group at a time."""
+        """Call a reward model in another process, for one group at a time."""
         async with self._one_asks:
             return await in_thread(function, *args)
 
@@ -166,8 +167,8 @@ def player_of(
     section, max_prompt_tokens = config.environment, config.data.max_prompt_tokens
     if scorer.environment_readers and not isinstance(section, ClassEnvironment | StepEnvironment):
         raise ConfigError(
-            f"the reward {scorer.environment_readers[0]} reads the environment (its function takes `environments`), but this run has "
-            "none that it can read; add an environment of type class or step, or remove the reward"
+            f"the reward {scorer.environment_readers[0]} reads the environment (its function takes `environments`), but this run's "
+            "environment, if any, does not allow that; add an environment of type class or step, or remove the reward"
         )
     if section is None or environments is None:
         return None
@@ -187,7 +188,7 @@ def player_of(
 
 
 def sampling_seeds(run_seed: int, step: int, prompt_id: str, count: int) -> tuple[int, ...]:
-    """Derive the seeds for a group's attempts: a pure function of run seed, step, prompt and attempt."""
+    """Derive the seeds for a group's attempts. They depend only on run seed, step, prompt and attempt."""
     seeds: list[int] = []
     for attempt in range(count):
         digest = hashlib.blake2b(f"{run_seed}/{step}/{prompt_id}/{attempt}".encode(), digest_size=8).digest()

@@ -1,6 +1,6 @@
-"""Turns groups into training rows: rewards, reference log-probs, values, advantages.
+"""Turns groups into training rows with rewards, reference log-probs, values and advantages.
 
-There is one row for each completion, and one for each branch of its episode. All rows of an attempt share its reward.
+A completion becomes one row, or one row for each branch of its episode. All rows of an attempt share its reward.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ def _with_advantages(
 
 
 def _divided(attempt: list[Sample], tokens: TokenAdvantages) -> list[Sample]:
-    """Give each row its part of what was computed for the full attempt."""
+    """Give each row its part of the advantages and returns that were computed for the whole attempt."""
     ends = np.cumsum([len(row.response_ids) for row in attempt])[:-1]
     advantages = np.split(tokens.advantages, ends)
     returns = [None] * len(attempt) if tokens.returns is None else np.split(tokens.returns, ends)

@@ -57,7 +57,7 @@ def batch_metrics(
         metrics["rollout/tokens_per_s"] = stats.num_tokens / stats.busy_s
     for name in scores[0].parts:
         metrics[f"reward/{name}"] = float(np.mean([score.parts[name] for score in scores]))
-    # These include a failed environment, even if the run has no environment reward.
+    # This includes failed environments, even if the run has no environment reward.
     for name, count in Counter(name for score in scores for name in score.errors).items():
         metrics[f"reward_errors/{name}"] = float(count)
     return (
@@ -68,7 +68,7 @@ def batch_metrics(
 
 
 def _critic_metrics(samples: list[Sample]) -> dict[str, float]:
-    """Measure how well the values used for the advantages predicted the returns, over all of the step's loss tokens."""
+    """Measure how well the critic's values predicted the returns, over all loss tokens of the step."""
     rows = [(s.returns[s.mask], s.values[s.mask]) for s in samples if s.returns is not None and s.values is not None]
     if not rows:
         return {}
@@ -90,7 +90,7 @@ def _episode_metrics(episodes: list[Episode]) -> dict[str, float]:
         for name, value in episode.metrics.items():
             own.setdefault(name, []).append(value)
     dropped = sum(own.pop(DROPPED, ()))
-    kept = sorted(own, key=lambda name: -len(own[name]))[:500]  # the metrics that most episodes have
+    kept = sorted(own, key=lambda name: -len(own[name]))[:500]  # the most common metrics
     return {
         "episode/turns_mean": float(np.mean([len(episode.turns) for episode in episodes])),
         "episode/tool_calls_mean": float(
@@ -105,7 +105,7 @@ def _episode_metrics(episodes: list[Episode]) -> dict[str, float]:
 
 
 def _staleness(batch: StepBatch, samples: list[Sample]) -> Counter[int]:
-    """Count the trained tokens by how many versions older they are than the policy that they train."""
+    """Count the trained tokens by staleness: how many versions older they are than the policy that is updated."""
     made = {
         (group.draw, attempt): rows_of(completion)
         for group in batch.groups

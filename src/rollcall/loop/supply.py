@@ -1,12 +1,12 @@
-"""Decides which groups a training step gets, and when their rollout may begin.
+"""Decides which groups a training step gets, and when their rollouts may begin.
 
 A supply passes draws in data order to ``make``, which returns the finished group (from the journal or the engine), and
 collects finished groups into steps. It never runs further ahead of training than ``staleness`` allows, so every token
-that step n trains on was sampled from version n - 1 - staleness or later.
+in step n was sampled from version n - 1 - staleness or later.
 
 - ``InOrder``: step n gets the n-th batch of ``wanted`` draws. Its rollout begins at version n - 1 - staleness.
-- ``AsCompleted``: step n gets the groups that finished first; the others go to a later step. A group whose rollout
-  began at version v must be trained by step v + 1 + staleness, so a step waits for groups that would be too old later.
+- ``AsCompleted``: step n gets the groups that finished first; other groups go to later steps. A group whose rollout
+  began at version v must be trained by step v + 1 + staleness, so step v + 1 + staleness waits for it.
 
 Who waits for whom: ``run`` waits for versions (``announce``) and starts rollouts; ``batch`` waits for groups.
 
@@ -30,7 +30,7 @@ from rollcall.loop.phases import steps_ahead
 
 
 class NothingLeftError(Exception):
-    """The journal has no group for a draw, and this command may not generate one because it only trains."""
+    """The journal has no group for a draw, and this command cannot generate one, because it only trains."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,7 +43,7 @@ class SuppliedGroup:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cursor:
-    """Which draws come next: first the draws that were started but not trained, then all from ``next_draw`` on."""
+    """The draws that come next: first those that were started but not trained, then all from ``next_draw`` on."""
 
     pending: tuple[int, ...]
     next_draw: int
@@ -54,7 +54,7 @@ class Cursor:
         pending, next_draw = state.get("pending", []), state.get("next_draw")
         if not is_count(next_draw) or not isinstance(pending, list) or not all(map(is_count, pending)):
             raise ValueError(
-                f"{where}: its state does not say which draw comes next; move this checkpoint away to continue from an earlier one"
+                f"{where}: its state does not contain the next draw; move this checkpoint away to continue from an earlier one"
             )
         return cls(pending=tuple(pending), next_draw=int(next_draw))
 
@@ -74,7 +74,7 @@ class StepBatch:
     cursor: Cursor  # where the next step begins in the data order
     num_refills: int
     num_from_journal: int
-    zero_variance: float  # share of the generated groups
+    zero_variance: float  # fraction of the generated groups
     wall_s: float
 
 
@@ -110,7 +110,7 @@ class Supply(ABC):
 
     @abstractmethod
     async def batch(self, step: int) -> StepBatch:
-        """Return a step's batch; steps are requested in order. Raises NothingLeftError if this command cannot get it."""
+        """Return a step's batch. Call it for the steps in order. Raises ``NothingLeftError`` if this command cannot get the groups."""
 
 
 class InOrder(Supply):
@@ -128,12 +128,12 @@ class InOrder(Supply):
                 fills.append(asyncio.create_task(self._fill(step, draws, self._cursor)))
                 self._fills.put_nowait(fills[-1])
                 if demand.max_refills:
-                    await asyncio.wait({fills[-1]})  # only then is it known how many draws the step took
+                    await asyncio.wait({fills[-1]})  # only then we know how many draws the step took
             await asyncio.gather(*fills, return_exceptions=True)
         finally:
             for fill in fills:
                 if fill.done() and not fill.cancelled():
-                    fill.exception()  # ``batch`` has raised this error, or an earlier step's
+                    fill.exception()  # ``batch`` has raised this error, or that of an earlier step
                 fill.cancel()
 
     async def batch(self, step: int) -> StepBatch:
@@ -146,8 +146,8 @@ class InOrder(Supply):
         return draws
 
     async def _fill(self, step: int, draws: list[int], cursor: Cursor) -> StepBatch:
-        """Make the groups for the step's own draws; ``cursor`` points after them. Groups without signal are dropped and replaced by new
-        draws, round after round."""
+        """Make the step's groups. ``draws`` are the step's first draws, and ``cursor`` points after them. Groups without signal are
+        dropped and replaced by groups of new draws, for up to ``max_refills`` rounds."""
         started, demand = time.perf_counter(), self._demand
         made: list[SuppliedGroup] = []
         kept: list[Group] = []
@@ -162,8 +162,8 @@ class InOrder(Supply):
             draws = self._take(demand.wanted - len(kept))
             cursor = self._cursor
         if not kept:
-            # No group has a signal: train on one of them, whose gradient is zero. Avoid a group that could not be scored if possible,
-            # because a step with only such groups ends the run.
+            # No group has a signal. Train on one group, whose gradient is zero. Choose one that could be scored, because a step in which
+            # nothing could be scored ends the run.
             kept = [next((item.group for item in made if not failed_on_all([item.group])), made[0].group)]
         return StepBatch(
             step=step,
@@ -181,7 +181,7 @@ class Begun:
     """A group that was started but not yet assigned to a step."""
 
     draw: int
-    version: int  # the engines' version when it began; once it has finished, its oldest token's version
+    version: int  # the engines' version when the group began; once it has finished, the version of its oldest token
     made: SuppliedGroup | None = None
     place: int = 0  # position in the order in which groups finished
     missing: bool = False  # the group will not finish
@@ -192,10 +192,10 @@ class Begun:
 
 
 class AsCompleted(Supply):
-    """``recorded`` contains the draws of steps that were trained before a crash: these steps get the same draws again.
+    """``recorded`` contains the draws of steps that were trained before a crash. These steps get the same draws again.
 
-    With staleness k, at most k steps' worth of groups (at least two, except for k = 0) are started and not yet trained. With k + 1, every
-    step would have to wait for exactly the oldest groups, and there would be no choice.
+    With staleness k, the groups of at most k steps (at least two, except for k = 0) are started and not yet trained. With k + 1, every
+    step would have to wait for exactly the oldest groups, so there would be nothing to choose.
     """
 
     def __init__(self, demand: Demand, *, cursor: Cursor, recorded: Mapping[int, Sequence[int]]) -> None:
@@ -268,7 +268,7 @@ class AsCompleted(Supply):
 
     async def _make(self, begun: Begun) -> None:
         try:
-            # The step that would get this draw if all finished in order. It selects the journal file and is part of the seeds.
+            # The step that this draw would belong to in order. It selects the journal file and is part of the seeds.
             made = await self._demand.make(begun.draw // self._demand.wanted + 1, begun.draw)
         except NothingLeftError:
             begun.missing = True
@@ -305,8 +305,8 @@ class AsCompleted(Supply):
 
 
 def choose(begun: Iterable[Begun], *, step: int, wanted: int, staleness: int) -> list[int] | None:
-    """Choose a step's draws: the first that finished, as long as every other group can still be trained before it is too old. Returns None
-    if too few have finished, or if a group that must not wait any longer has not finished.
+    """Choose a step's draws: those that finished first, provided every other group can still be trained before it is too old. Returns
+    None if too few groups have finished, or if a group that must be trained in this step has not finished.
 
     >>> late, *others = (Begun(draw=draw, version=draw // 2) for draw in range(4))  # staleness 1: 0 and 1 are due in step 2
     >>> for place, item in enumerate(others): item.made, item.place = object(), place
@@ -320,7 +320,7 @@ def choose(begun: Iterable[Begun], *, step: int, wanted: int, staleness: int) ->
     due = {item.draw: item.version + 1 + staleness for item in begun}
     chosen: list[int] = []
     for last in sorted(set(due.values())):
-        # The steps up to ``last`` have room for (last - step) * wanted of the groups that are due by then.
+        # Later steps, up to ``last``, have room for (last - step) * wanted of the groups that are due by then.
         left = sum(due[item.draw] <= last for item in begun) - sum(due[draw] <= last for draw in chosen)
         must = left - max(last - step, 0) * wanted
         if must > 0:

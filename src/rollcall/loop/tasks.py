@@ -1,7 +1,7 @@
-"""Runs blocking calls in threads while the event loop continues. Runs coroutines as a group that ends together.
+"""Runs blocking calls in threads while the event loop continues, and runs coroutines as a group that ends together.
 
-The threads are daemons, so this process may exit without them: a call may be waiting for another process that is about to be killed. Such
-a call raises once that process is gone, when nobody waits for it any more.
+The threads are daemons, so the process can exit without waiting for them. Such a thread may be waiting for another process that is about
+to be killed; its call then raises, but nobody waits for the result.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _threads: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
 def start(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> Future[T]:
     """Call the function in a thread; the future gets its result or its error."""
     done: Future[T] = Future()
-    done.set_running_or_notify_cancel()  # it has started: a caller that stops waiting does not cancel it
+    done.set_running_or_notify_cancel()  # mark it as started, so that a caller that stops waiting does not cancel it
 
     def work() -> None:
         try:
@@ -44,7 +44,7 @@ async def in_thread(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs)
 
 
 async def together(work: Coroutine[Any, Any, T], *, background: Sequence[Coroutine[Any, Any, None]]) -> T:
-    """Return the result of ``work``; ``background`` runs until then. The first failure cancels all of them."""
+    """Return the result of ``work``, and run ``background`` until then. The first failure cancels everything."""
     wanted = asyncio.create_task(work)
     tasks = {wanted, *map(asyncio.create_task, background)}
     try:
@@ -71,14 +71,15 @@ async def all_of(work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
 
 
 async def every(seconds: float, work: Callable[[], Awaitable[object]]) -> None:
-    """Do the work repeatedly, with a pause before each time. An error ends the loop."""
+    """Call ``work`` repeatedly, with a pause before each call. An error ends the loop."""
     while True:
         await asyncio.sleep(seconds)
         await work()
 
 
 def wait_for_threads(*, timeout_s: float) -> list[str]:
-    """Wait until all calls have ended, even calls that nobody waits for. Returns the names of calls still running at the deadline."""
+    """Wait until all calls have ended, including those whose callers have gone. Returns the names of calls still running at the
+    deadline."""
     deadline = time.monotonic() + timeout_s
     for thread in list(_threads):
         thread.join(timeout=max(deadline - time.monotonic(), 0))

@@ -1,4 +1,4 @@
-"""A run's roles as the controller sees them: all in this process (``run/local.py``), or on a cluster
+"""A run's roles as the controller uses them, whether they are all in this process (``run/local.py``) or on a cluster
 (``run/on_cluster.py``)."""
 
 from __future__ import annotations
@@ -49,21 +49,21 @@ class Workers:
     val: PromptSet | None = None
     stop_token_ids: tuple[int, ...]
     max_positions: int
-    shares_policy: bool  # an engine reads the learner's own parameters, so an update changes them under the engine
+    shares_policy: bool  # an engine reads the learner's own parameters, so an update also changes the engine's
     saving: Saving
     export: Callable[[Path], None]
     owned: ExitStack  # closes the processes that were started for the roles
     is_closed: bool = False
     # On a cluster:
     is_remote: bool = False  # calls only wait for other processes, so they may run in threads while the loop continues
-    # Looks at what the processes are doing, without calling them, unless it is the ``last`` look.
+    # Returns what the processes are doing. Does not call them, except for the ``last`` look.
     look: Callable[..., Look] = lambda **_: Look()
-    # Sends the actor's current weights to rollout processes that replace lost ones, and lets them serve.
+    # Sends the actor's current weights to new rollout processes, which replace lost ones, and lets them serve.
     admit: Callable[[], Awaitable[None]] | None = None
-    regrow: Callable[[], str | None] = lambda: None  # why a new attempt could use more nodes than this one
+    regrow: Callable[[], str | None] = lambda: None  # the reason if a new attempt could use more nodes
 
     async def aclose(self) -> None:
-        """Close what runs in an event loop: engine and environments. A second call does nothing."""
+        """Close the engine and the environments, which run in the event loop. A second call does nothing."""
         if not self.is_closed:
             self.is_closed = True
             try:

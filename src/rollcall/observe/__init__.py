@@ -1,1 +1,1 @@
-"""A run's output and records: metrics, sinks, console, learning curve, samples, summary."""
+"""A run's output and records: events, calls, metrics, sinks, console, logs and samples."""

@@ -1,4 +1,4 @@
-"""The calls that each worker handled: ``run_dir/calls.jsonl``.
+"""Records the calls that each worker handled, in ``run_dir/calls.jsonl``.
 
 Every few seconds the controller appends a line: a time, and for each lane the calls that have ended since the previous line. A
 lane is a worker's name in the timeline. Consecutive short calls of the same method become one entry with a count. Times are unix
@@ -59,7 +59,7 @@ class BusySpans:
         self._lock = threading.Lock()
 
     def note(self, is_busy: bool) -> None:
-        """Record that it is busy, or idle, from now on. Repeating the same state costs nothing."""
+        """Record that the work starts or stops now. Repeating the same state costs nothing."""
         if is_busy == (self._since is not None):
             return
         now = time.time()
@@ -82,7 +82,7 @@ class BusySpans:
 
     @property
     def since_s(self) -> float | None:
-        """The unix time since when it has been busy, or None if it is idle."""
+        """The unix time at which the current work began, or None if there is none."""
         return self._since
 
 

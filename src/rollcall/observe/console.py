@@ -45,7 +45,7 @@ class Console:
         self.progress.restart(step)
 
     def phase(self, text: str | None) -> None:
-        """Set the phase that is running from now on, or None."""
+        """Set the current phase, or None."""
         self.progress.phase(text)
 
     def note(self, text: str) -> None: ...
@@ -53,7 +53,7 @@ class Console:
     def show_samples(self, title: str, rows: Sequence[SampleRow]) -> None: ...
 
     def close(self) -> None:
-        """Stop updating. The last picture stays on the screen, and notes may still appear below it."""
+        """Stop updating. The last panel stays on the screen, and notes may still appear below it."""
 
     def __enter__(self) -> Self:
         return self
@@ -71,7 +71,7 @@ def make_console(progress: Progress, *, quiet: bool = False) -> Console:
 
 
 class LiveConsole(Console):
-    """A panel that redraws itself in place. Other output, including that of child processes, appears above it."""
+    """A panel that is redrawn in place. Other output, including that of child processes, appears above it."""
 
     def __init__(self, progress: Progress, *, rich: Screen) -> None:
         super().__init__(progress)
@@ -107,19 +107,19 @@ class LiveConsole(Console):
 
     def __exit__(self, kind: object = None, *exc: object) -> None:
         if kind is not None:
-            # The messages that follow say how far the run got; an old panel would contradict them.
+            # The messages that follow say how far the run got, and an old panel would contradict them.
             self._live.transient = True
         self.close()
 
     def _draw(self) -> RenderableType:
         progress = self.progress
         bar = ProgressBar(total=max(progress.num_steps, 1), completed=progress.step, width=None)
-        # A grid, because a bar alone does not end with a line break and would swallow what follows.
+        # A grid, because a progress bar by itself does not end with a line break, and the next line would join it.
         body = Table.grid(expand=True)
         body.add_row(bar)
         for line in _lines(progress.fields(), width=self._rich.width - 4):  # the border and its padding
             body.add_row(line)
-        if not self._is_closed:  # otherwise this is the last picture
+        if not self._is_closed:  # otherwise this is the last panel
             doing = progress.current
             seconds = progress.elapsed_s - doing.since_s if doing else 0.0
             shown = f"{doing.text}, {format_duration(seconds)}" if doing and seconds >= 1 else ""
@@ -130,7 +130,7 @@ class LiveConsole(Console):
 
 
 class LineConsole(Console):
-    """Prints a line every few seconds and for each evaluation, as suits a log file. A thread reports long phases."""
+    """Prints a line every few seconds and for each evaluation, which suits a log file. A thread reports long phases."""
 
     def __init__(self, progress: Progress) -> None:
         super().__init__(progress)
@@ -220,5 +220,5 @@ def samples_table(title: str, rows: Sequence[SampleRow]) -> Table:
 
 
 def _end(text: str) -> str:
-    """Truncate a long text at the start, because the answer is at the end."""
+    """Cut off the start of a long text, because the answer is at the end."""
     return text if len(text) <= _MAX_CELL else "…" + text[1 - _MAX_CELL :]

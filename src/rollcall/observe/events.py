@@ -1,8 +1,8 @@
 """The phases of a run's steps, and marks, in ``run_dir/events.jsonl``.
 
-A phase writes a line when it begins and another when it ends. The second repeats the first and adds the end, the duration and the
-worker it waited for. A mark is one line: something was lost, or is back. Times are this host's wall clock; durations are monotonic.
-The controller appends lines and anyone may read them. Readers skip a torn last line, and the next controller sets it aside.
+A phase writes a line when it begins and another when it ends. The second line repeats the first and adds the end, the duration and the
+worker that the phase waited for. A mark is one line: something was lost or is back. Times are this host's wall clock; durations are
+monotonic. The controller appends lines, and anyone may read them. Readers skip a torn last line; the next controller sets it aside.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ class Mark:
 
 
 class LineFile:
-    """Appends JSON lines to a file without syncing it. It never blocks a run: if the disk is full, a line is kept in memory and
+    """Appends JSON lines to a file without syncing it. It never blocks a run: if the disk is full, a line stays in memory and is
     written with a later one. Any thread may write."""
 
     def __init__(self, path: Path) -> None:

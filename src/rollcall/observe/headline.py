@@ -1,7 +1,7 @@
 """The single number that says how good a run is: held-out accuracy, or the mean held-out reward.
 
 Accuracy counts the completions whose first reward reaches ``eval.threshold``, which makes sense only if rewards are
-binary. Once any evaluation in a run has returned a reward other than 0 or 1, the run's headline is the mean reward.
+binary. Once an evaluation in a run has a reward other than 0 or 1, the run's headline is the mean reward.
 The rows in metrics.jsonl decide, so console, curve, summary, ``keep_best`` and `rollcall status` agree, even after a resume.
 """
 

@@ -1,6 +1,6 @@
-"""The current state of every process in a run: ``run_dir/live.json``, which the controller replaces every couple of seconds.
+"""The current state of every process in a run, in ``run_dir/live.json``. The controller replaces the file every two seconds.
 
-It is small and contains nothing that matters after the run: where each process is, what it is doing since when, and its memory.
+The file is small, and nothing in it matters after the run: where each process is, what it is doing since when, and its memory.
 Times are unix times on the controller host's clock. If the file is older than ``STALE_S``, its controller has exited or is
 stopped.
 """

@@ -1,4 +1,4 @@
-"""What processes print.
+"""Collects what processes print.
 
 The output of child processes goes to stderr (``ChildPrints``), redacted and above the live panel if there is one. This process prints
 through ``sys.stdout`` and ``sys.stderr``, which the command redacts and a panel redirects. A child and its own children write to a
@@ -64,7 +64,7 @@ def _end(path: Path, count: int) -> bytes:
 
 
 class ChildPrints:
-    """``fd`` is for a child's stdout and stderr. We do not use our stdout, because it may carry JSON for another program."""
+    """Prints a child's output. ``fd`` is for its stdout and stderr. It goes to our stderr, because our stdout may carry JSON."""
 
     def __init__(self) -> None:
         read_fd, self.fd = os.pipe()
@@ -79,7 +79,7 @@ class ChildPrints:
 
 def _pass_on(read_fd: int) -> None:
     redactor = Redactor()
-    # Turn carriage returns into newlines, because a progress bar needs a line of its own.
+    # Turn carriage returns into newlines, because each state of a progress bar needs a separate line.
     decoder = io.IncrementalNewlineDecoder(codecs.getincrementaldecoder("utf-8")("replace"), translate=True)
     with os.fdopen(read_fd, "rb", buffering=0) as source:
         while data := source.read(1 << 16):

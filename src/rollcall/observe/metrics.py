@@ -145,7 +145,7 @@ _GROUPS = {
 
 
 def check_names(metrics: Iterable[str]) -> None:
-    """Raise on a name that METRICS does not document."""
+    """Raise ValueError if METRICS does not document a name."""
     for name in metrics:
         group, _, rest = name.partition("/")
         if name in METRICS or (f"{group}/<part>" in METRICS and rest):

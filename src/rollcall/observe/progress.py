@@ -1,4 +1,4 @@
-"""A run's progress and remaining time: only the numbers, not their display."""
+"""Computes a run's progress and remaining time. Does not display them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The controller thread that records a run's processes: ``live.json``, ``calls.jsonl``, marks, logs.
+"""The controller's thread that records a run's processes: ``live.json``, ``calls.jsonl``, marks and logs.
 
 It asks the roles for a ``Look`` every ``EVERY_S``. They answer with what they already know, so a look sends no messages and no
 step waits for it. Only the last look of an attempt queries the workers.
@@ -110,7 +110,7 @@ class Recorder:
 
     @contextmanager
     def _noting_faults(self) -> Iterator[None]:
-        """Keep the run going if the disk is full or lost: warn once and try again at the next look."""
+        """Let the run continue if the disk is full or lost. Warns once; the next look tries again."""
         try:
             yield
         except OSError as error:

@@ -57,7 +57,7 @@ def write_samples(dir: Path, *, step: int, split: str, groups: Iterable[Group]) 
     ]
     path = dir / f"{split}-{step:06d}.jsonl"
     text = "".join(line + "\n" for line in lines)
-    # A completion that was cut inside a character may contain half a surrogate pair, which UTF-8 cannot encode.
+    # A completion that was cut inside a character may contain a lone surrogate, which UTF-8 cannot encode.
     write_atomic(path, text.encode("utf-8", errors="backslashreplace"))
     return path
 
@@ -137,8 +137,8 @@ def said_in_row(row: dict[str, Any]) -> list[tuple[str, str]]:
 
 
 def _line(who: str, text: str) -> str:
-    """Indent all but the first line, so that if a turn itself writes the line `[call] test() -> passed`, readers and judges can see
-    that nothing was called."""
+    """Indent all but the first line. If a turn itself writes the line `[call] test() -> passed`, readers and judges can then see that
+    nothing was called."""
     first, *others = text.splitlines() or [""]
     return "\n".join([f"[{who}] {first}", *(f"  {line}" for line in others)])
 

@@ -124,7 +124,7 @@ class WandbSink:
 
 
 def check_loggers(config: Config) -> None:
-    """Refuse a logger that is not installed before the run loads or writes anything."""
+    """Raise an error if a logger is not installed, before the run loads or writes anything."""
     if "wandb" in config.trainer.loggers:
         _wandb()
 

@@ -1,5 +1,5 @@
-"""Estimates the learner's memory for one micro-batch, besides weights, optimizer state and summed gradients. The arithmetic follows
-the code that runs it. Pure: no torch.
+"""Estimates the learner's memory for one micro-batch, in addition to weights, optimizer state and summed gradients. The arithmetic
+follows the code that runs it and needs no torch.
 
 A backward pass has three points where memory may peak, and ``Passes.peak`` is the maximum over them:
 
@@ -100,7 +100,7 @@ class Passes:
         return tokens * (self._kept_of_all + self._around) + gradient + chunk
 
     def at_layers(self, tokens: int) -> int:
-        """The head's gradient is kept until the embeddings have theirs: they are the same weight, or come last."""
+        """Includes the head's gradient, which is kept until the embeddings have theirs: they share a weight, or come last."""
         head = self.sizes.vocab * self.sizes.hidden * self.width if self.has_head and not self.frozen else 0
         again = self.kept_per_layer if self.recompute else 0
         return tokens * (self._kept_of_all + again + self._gradients_of_layer) + head
@@ -112,7 +112,7 @@ class Passes:
 
     @property
     def kept_per_layer(self) -> int:
-        """Bytes that a layer keeps per token until its backward pass if it keeps everything: the inputs to its norms and
+        """Bytes per token that a layer keeps until its backward pass if it keeps everything: the inputs to its norms and
         products, queries, keys, values, and the attention output with its log-sum-exps."""
         sizes = self.sizes
         attention = (2 * sizes.heads + 2 * sizes.kv_heads) * sizes.head_dim * self.width + WIDE * sizes.heads
@@ -143,10 +143,10 @@ class Passes:
 
     @property
     def _around(self) -> int:
-        """Bytes per token outside the layers: the final norm (not compiled), the predicted rows, and their gradient."""
+        """Bytes per token outside the layers: the final norm (not compiled), the rows that predict tokens, and their gradient."""
         return self.sizes.hidden * (WIDE + 4 * self.width)
 
     @property
     def _gradients_of_layer(self) -> int:
-        """Bytes of gradients per token that are alive at once while a layer is differentiated: the maximum, around the MLP."""
+        """Most bytes of gradients per token that exist at once while a layer is differentiated, which is around the MLP."""
         return (3 * self.sizes.hidden + 3 * self.sizes.intermediate // self.tensor) * self.width

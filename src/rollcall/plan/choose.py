@@ -1,5 +1,5 @@
-"""What ``auto`` means on a GPU: micro-batch tokens, recomputation, room for KV, and messages about the cost of too little memory. Pure
-arithmetic: ``rollcall plan`` passes in estimates from config.json, and a run passes in measurements of the loaded model."""
+"""Decides what ``auto`` means on a GPU: micro-batch tokens, recomputation and KV cache; and warns about the cost of too little memory.
+Pure arithmetic: ``rollcall plan`` passes estimates from config.json, and a run passes measurements of the loaded model."""
 
 from __future__ import annotations
 
@@ -88,13 +88,13 @@ def choose(
     recompute = Recompute.of(wanted)
     if wanted == "auto" and passes(recompute).tokens_in(left) < enough:
         recompute = Recompute.YES
-        # Host memory is the last resort, since it needs a bus that keeps up.
+        # Host memory is the last resort, because it needs a fast bus.
         if passes(recompute).tokens_in(room - kv.least) < (longest if given == "auto" else given):
             recompute = Recompute.ON_HOST
     if given != "auto":
         return Choice(tokens=given, recompute=recompute)
     fits = passes(recompute).tokens_in(left)
-    if fits < longest:  # KV has to make do with less
+    if fits < longest:  # give the KV cache less memory
         fits = passes(recompute).tokens_in(room - kv.least)
     return Choice(tokens=max(longest, min(MOST_TOKENS, fits)), recompute=recompute)
 
@@ -113,7 +113,7 @@ def kv_fraction(rollout: RolloutSection) -> float:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineNeeds:
-    """An engine's bytes on one slot besides its weights: KV and working memory."""
+    """Bytes that an engine needs on one slot in addition to its weights: KV cache and working memory."""
 
     config: Config
     sizes: DecoderSizes
@@ -123,7 +123,7 @@ class EngineNeeds:
 
     @property
     def kv_per_token(self) -> int:
-        """Bytes of KV per token on one slot. If there are more slots than KV heads, each slot has one head."""
+        """Bytes of KV per token on one slot. With more slots than KV heads, each slot has one head."""
         heads = max(1, self.sizes.kv_heads // self.tensor)
         return 2 * self.sizes.layers * heads * self.sizes.head_dim * self.width
 
@@ -157,7 +157,7 @@ class EngineNeeds:
 
     @property
     def graphs(self) -> int:
-        """The logits of a decode step: one copy kept by its CUDA graph and one from before it was captured."""
+        """Bytes for the logits of a decode step: one copy that its CUDA graph keeps, and one from before the capture."""
         return 2 * self.config.rollout.max_running * self.sizes.vocab * WIDE
 
 

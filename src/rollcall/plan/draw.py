@@ -1,4 +1,4 @@
-"""Draws a run's plan for a terminal: the slot map, the meshes, the memory."""
+"""Draws a run's plan for a terminal: the slot map, the meshes and the memory."""
 
 from __future__ import annotations
 

@@ -80,7 +80,7 @@ class RunPlan:
 
 
 def plan_run(config: Config, *, card_gib: float | None = None, model_config: Path | None = None) -> RunPlan:
-    """Plan and judge a run. Raises PlacementError if there is no plan at all; other faults are listed in ``problems``."""
+    """Plan and judge a run. Raises PlacementError if no plan is possible; ``problems`` lists other faults."""
     notes: list[str] = []
     problems: list[str] = []
     if config.cluster is None:
@@ -172,7 +172,7 @@ def role_problems(config: Config, cluster: ClusterSection | None, plan: Plan) ->
 
 
 def _apart(config: Config, plan: Plan) -> Iterator[str]:
-    """Refuse partly overlapping actor and inference slots: inference there uses the actor's weights and needs all its processes."""
+    """Report actor and inference slots that overlap only in part: inference would need all processes of the actor."""
     actor, inference = (
         set(plan.role_slots(role)) if role in plan.processes else set() for role in (Role.ACTOR, Role.INFERENCE)
     )
@@ -205,7 +205,7 @@ def _width_problems(role: Role, width: int, rollout: RolloutSection) -> list[str
 
 
 def _unreachable(config: Config, plan: Plan) -> list[str]:
-    """Report the first process that new weights cannot reach."""
+    """Report the first process that ``rollout.weights`` cannot reach."""
     if config.rollout.weights != "shared_memory":
         return []
     actors = plan.processes[Role.ACTOR]
@@ -244,7 +244,8 @@ def _too_long(config: Config, sizes: ModelSizes) -> list[str]:
 def indivisible(plan: Plan, sizes: ModelSizes) -> list[str]:
     problems = [
         f"{role} splits the model over {mesh.tensor} slots, but it has {count} {what}: {count} = {mesh.tensor} x "
-        f"{count // mesh.tensor} + {count % mesh.tensor}; use a number of slots per process (or a tensor_parallel_size) that divides {count}"
+        f"{count // mesh.tensor} + {count % mesh.tensor}; use a number of slots per process (or a tensor_parallel_size) that divides "
+        f"{count}"
         for role, mesh in plan.meshes.items()
         for what, count in (
             ("attention heads", sizes.heads),

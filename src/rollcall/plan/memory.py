@@ -1,7 +1,7 @@
 """Estimates each slot's memory from the model's sizes. Pure: no weights are loaded, no torch, no Ray.
 
-Weights, optimizer state and KV cache stay in memory for the whole run, gradients and activations only while a role works. Roles
-in one process take turns, so a slot needs the sum of the former and the maximum of the latter.
+Weights, optimizer state and KV cache stay in memory for the whole run; gradients and activations only while a role works. Roles in one
+process take turns, so a slot needs the sum of the former and the maximum of the latter.
 
 Each tensor group has the learner's full state. With ``sharding``, the data ranks have parts of it, and gather the embeddings and
 two layers at a time while they run; so does a reference in the actor's processes. Inference and the native engine have the
@@ -379,7 +379,7 @@ class _Job:
         )
 
     def _compiles(self, section: OptimizerSection, mesh: Mesh) -> bool:
-        """Whether it compiles, or keeps as little as if it did: on a CPU, hand-written derivatives keep the same."""
+        """Whether the learner compiles or keeps as little as if it did. On a CPU, hand-written derivatives keep the same."""
         if mesh.tensor > 1:
             return False
         return section.compile if section.compile is not None else self.sizes.num_parameters >= COMPILE_FROM

@@ -1,4 +1,4 @@
-"""Which role's processes run on which slots: parses ``cluster.component_placement`` into a ``Plan``. Pure: no Ray, no torch.
+"""Parses ``cluster.component_placement`` into a ``Plan``: which role's processes run on which slots. Needs no Ray and no torch.
 
 ``slots.py`` defines the syntax for a role's slots. A role's ranks follow its slots and start at 0.
 
@@ -6,8 +6,8 @@ Roles that share a slot share its process. So processes of two roles either have
 operating-system process with both roles, or have no slot in common. With ``rollout: all, actor: 0-3`` on eight slots, slots
 0-3 each have a process with both roles (rollout ranks 0-3 are actor ranks 0-3), and slots 4-7 each have a rollout process.
 
-The environment needs CPUs, which all slots on a node share. So its slots only determine its nodes: it has one process on each
-node, in addition to the processes of other roles.
+The environment needs CPUs, which all slots on a node share, so its slots only determine its nodes: it has one process on each of them,
+in addition to the processes of other roles.
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ _PART = re.compile(r"(?:(all)|([0-9]+)(?:-([0-9]+))?)(?::([0-9]+)(?:-([0-9]+))?)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Nodes:
-    """How many slots each node has, and where their numbers start."""
+    """The number of slots on each node, and the number of its first slot."""
 
     sizes: tuple[int, ...]
     starts: tuple[int, ...]

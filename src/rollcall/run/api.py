@@ -1,6 +1,6 @@
 """The Python API: ``rollcall.train``, ``rollcall.evaluate``, ``rollcall.load_run`` and the ``Run`` class (docs/python.md).
 
-The command line calls the same functions. Importing this module imports neither torch nor ray; calling its functions does.
+The command line calls the same functions. Importing this module loads neither torch nor ray; they are loaded when a function needs them.
 """
 
 # pyright: strict
@@ -52,11 +52,12 @@ Table = Any  # a ``pyarrow.Table``, which has no type hints
 class SavedCheckpoint:
     step: int
     path: Path
-    problem: str  # why it cannot be used; empty if it is intact
+    problem: str  # why the checkpoint cannot be used; empty if it is intact
 
     @property
     def model_dir(self) -> Path | None:
-        """The folder for ``AutoModelForCausalLM.from_pretrained``; None if the model is in parts, which `rollcall merge` combines."""
+        """The folder for ``AutoModelForCausalLM.from_pretrained``. None if the model was saved in parts; `rollcall merge` combines
+        them."""
         model = self.path / "model"
         return model if (model / "model.safetensors").is_file() else None
 
@@ -74,7 +75,7 @@ class Run:
 
     @cached_property
     def config(self) -> Config:
-        """The settings that the run was last started with, without secrets."""
+        """The settings of the run's last start, without secrets."""
         return self._reader.read_config()
 
     @property
@@ -89,18 +90,18 @@ class Run:
 
     @property
     def summary(self) -> dict[str, Any]:
-        """Numbers for the full run: from ``summary.json``, or from its metrics so far if the run has not finished."""
+        """Results of the whole run, from ``summary.json``. Computed from the metrics so far if the run has not finished."""
         return self._reader.summary()
 
     @property
     def metrics(self) -> Table:
-        """One row per step in order, one column per metric (docs/metrics.md); null if a step lacks the metric."""
+        """One row per step, in order, and one column per metric (docs/metrics.md). A metric that a step lacks is null."""
         self._reader.metrics.refresh()
         return _table(self._reader.metrics.whole_columns())
 
     @property
     def samples(self) -> Table:
-        """The completions saved for reading: the first groups of each checkpoint (``train``) and evaluation (``val``)."""
+        """Completions that the run saved for reading: the first groups at each checkpoint (``train``) and each evaluation (``val``)."""
         columns: dict[str, list[Any]] = {"step": [], "split": []}
         columns |= {name: [] for name in _SAMPLE_COLUMNS}
         folder = self.dir / "samples"
@@ -114,14 +115,14 @@ class Run:
                 columns["split"].append(split)
                 for name in _SAMPLE_COLUMNS:
                     value: Any = row.get(name)
-                    if isinstance(value, str):  # a table does not accept half a surrogate pair, so write its escape
+                    if isinstance(value, str):  # Arrow does not accept a lone surrogate, so write its escape sequence
                         value = value.encode("utf-8", errors="backslashreplace").decode()
-                    # As a string, because the rewards, and so the keys, may differ from file to file.
+                    # Stored as a JSON string, because files may name different rewards.
                     columns[name].append(json.dumps(value or {}) if name in ("parts", "errors") else value)
         return _table(columns)
 
     def groups(self, step: int | None = None) -> Iterator[Group]:
-        """Read every group in the journal, or one step's: prompt, completions with tokens and log-probs, scores."""
+        """Read the journal's groups, of all steps or of one: prompts, completions with tokens and log-probs, and scores."""
         folder = self.dir / "journal"
         if not folder.is_dir():
             return
@@ -131,18 +132,18 @@ class Run:
 
     @property
     def checkpoints(self) -> list[SavedCheckpoint]:
-        """The existing checkpoints, oldest first. Every file is compared with its checksum."""
+        """The checkpoints on disk, oldest first. Reading this property verifies the checksum of every file."""
         found = self._reader.checkpoints()
         return [SavedCheckpoint(step=one.step, path=one.path, problem=one.reason) for one in found]
 
     @property
     def model_dir(self) -> Path | None:
-        """The trained model, for ``AutoModelForCausalLM.from_pretrained``, once the run has finished."""
+        """The trained model, for ``AutoModelForCausalLM.from_pretrained``. None until the run has finished."""
         return exported_model(self.dir, last=store_of(self.dir).latest())
 
 
 def load_run(directory: str | Path) -> Run:
-    """Load the run in a directory. Raises an error if there is none."""
+    """Load the run in a directory. Raises an error if the directory contains no run."""
     return Run(open_run(_path_of(directory, what="the directory of a run (run.dir)")).dir)
 
 
@@ -173,10 +174,10 @@ def train(
 ) -> Run:
     """Train until the last step, or continue the run in the run directory.
 
-    ``config`` is a run file, a run directory, the sections of a run file as a mapping, or a ``Config``; without it the demo runs. Any
-    other keyword sets one of its keys: ``trainer={"steps": 3}`` or ``**{"trainer.steps": 3}``. ``fresh`` starts over and moves an old
-    run directory aside. ``quiet`` shows no progress. ``post_mortem`` opens the debugger where a worker, a reward or an environment
-    raises; ``local_debug`` runs all roles in this process with one reward process and one episode at a time, and compiles nothing
+    ``config`` is a run file, a run directory, a mapping with the sections of a run file, or a ``Config``. Without it, the demo runs. Any
+    other keyword overrides a key: ``trainer={"steps": 3}`` or ``**{"trainer.steps": 3}``. ``fresh`` starts over and moves an old
+    run directory aside. ``quiet`` hides the progress. ``post_mortem`` opens the debugger when a worker, a reward or an environment
+    raises. ``local_debug`` runs all roles in this process, with one reward process and one episode at a time, and without compilation
     (docs/debugging.md).
     """
     bounds = Bounds(phase=_choice(Phase, phase, name="phase"), split=_choice(Split, split, name="split"))
@@ -189,7 +190,9 @@ def train(
     cluster = resolved.cluster
     # A single slot needs no cluster, and neither does a finished run.
     if cluster is not None and cluster.num_slots > 1 and not (resolved.run.dir / "summary.json").exists():
-        find_cluster(ray_address=cluster.ray_address).knock()  # fail before torch is loaded if it does not answer
+        find_cluster(
+            ray_address=cluster.ray_address
+        ).knock()  # if the cluster does not answer, fail before loading torch
 
     def work() -> dict[str, Any]:
         if not quiet:
@@ -214,7 +217,8 @@ def evaluate(
     quiet: bool = False,
     **overrides: Any,
 ) -> EvalReport:
-    """Evaluate a run's newest model, or the model in a directory, on held-out prompts (``data``, else the run's ``data.val``)."""
+    """Evaluate a run's newest model, or the model in a directory, on held-out prompts: on ``data``, or by default on the run's
+    ``data.val``."""
     from rollcall.run.evaluation import plan_evaluation, run_evaluation
 
     plan = plan_evaluation(
@@ -236,10 +240,11 @@ def evaluate(
 
 
 def read_config(source: Source, *, overrides: Sequence[str] = (), changes: Mapping[str, Any] | None = None) -> Config:
-    """Read and validate a run's settings. ``overrides`` are command-line arguments (``trainer.steps=3``), ``changes`` values by key."""
+    """Read and validate a run's settings. ``overrides`` are command-line arguments (``trainer.steps=3``); ``changes`` maps keys to
+    values."""
     if isinstance(source, Config):
         settings = source.model_dump(warnings=False)
-        load_config(settings)  # pydantic does not check changes by model_copy or items added to a list
+        load_config(settings)  # pydantic does not validate model_copy or items appended to a list
         if not overrides and not changes:
             return source
         source = settings
@@ -251,14 +256,15 @@ def read_config(source: Source, *, overrides: Sequence[str] = (), changes: Mappi
     file, defaults = run_file_of(_path_of(source, what=what))
     if defaults and REDACTED in file.read_text(errors="replace"):
         raise ConfigError(
-            f"{file} has no secrets (they are written as {REDACTED}), so the run cannot continue from it; give the run file that it "
-            "was started with"
+            f"{file} contains no secrets (they are written as {REDACTED}), so the run cannot continue from it; give the run file that "
+            "you "
+            "started the run with"
         )
     return load_config(file, list(overrides), defaults=defaults, changes=changes)
 
 
 def _with_paths(values: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Replace each function among the rewards with its name, as written in a run file."""
+    """Replace each reward function with the name that a run file would use for it."""
     for key, value in values.items():
         if key.startswith("reward.") and callable(value):
             raise ConfigError(f"{key} cannot be a function; give all rewards in one list, such as reward=[my_function]")

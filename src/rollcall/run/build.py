@@ -1,5 +1,5 @@
-"""Builds a run's parts from their run file sections: prompts, learner, critic, reference, engine, rewards. Used by ``local``, by
-``on_cluster`` and the processes that it starts (``worker``), by evaluation and by serving."""
+"""Builds the parts of a run from its run file: prompts, learner, critic, reference, engine and rewards. Evaluation and serving use it
+too."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ LocalEngine = NativeEngine | VllmEngine
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Inputs:
-    """Inputs that the controller reads before any weights are loaded."""
+    """What the controller reads before any weights are loaded."""
 
     model_path: str
     tokenizer: Any
@@ -101,36 +101,39 @@ def load_inputs(config: Config) -> Inputs:
 
 
 def _warn_of_rows(train: PromptSet, val: PromptSet | None, tokenizer: Any, *, may_repeat: bool) -> None:
-    """Warn if the tokenizer lacks tokens for much of the first prompt or for what tells two prompts apart, and if rows repeat."""
+    """Warn if the tokenizer cannot encode part of the first prompt or the difference between two prompts, or if rows repeat."""
     first = train.prompts[0]
     if lost := unknown_characters(first.text, first.token_ids, tokenizer):
         warn(
-            f"{first.id}: the tokenizer has no tokens for {', '.join(map(repr, lost[:8]))} of the prompt {first.text[:40]!r}, so the model "
-            "does not see them; use another model, or prompts that its tokenizer can write"
+            f"{first.id}: the tokenizer has no tokens for {', '.join(map(repr, lost[:8]))} of the prompt {first.text[:40]!r}, so the "
+            "model "
+            "does not see them; use another model, or prompts that its tokenizer can encode"
         )
     texts = {prompt.text for prompt in train.prompts}
     if num_alike := len(texts) - len({prompt.token_ids.tobytes() for prompt in train.prompts}):
         warn(
-            f"data.train={train.source}: {counted(num_alike, 'prompt')} {are(num_alike)} the same to the model as another one, whose text "
-            "differs: the tokenizer has no tokens for the difference; use another model, or prompts that its tokenizer can write"
+            f"data.train={train.source}: {counted(num_alike, 'prompt')} {are(num_alike)} identical to another for the model, although "
+            "the texts "
+            "differ: the tokenizer has no tokens for the difference; use another model, or prompts that its tokenizer can encode"
         )
     if may_repeat:
         return
     if num_repeats := len(train.prompts) - len(texts):
         warn(
-            f"data.train={train.source}: {num_repeats:,} of its {counted(len(train.prompts), 'prompt')} {are(num_repeats)} the same as an "
-            "earlier one; leave the repeats out unless they are meant"
+            f"data.train={train.source}: {num_repeats:,} of its {counted(len(train.prompts), 'prompt')} {are(num_repeats)} the same as "
+            "an "
+            "earlier one; remove the duplicates unless you want them"
         )
     if val is not None and (num_shared := sum(prompt.text in texts for prompt in val.prompts)):
         warn(
             f"data.val={val.source}: {num_shared:,} of its {counted(len(val.prompts), 'prompt')} {are(num_shared)} in data.train too, so "
-            "the evaluation scores what the run trains on; leave them out of one of the two"
+            "the evaluation scores prompts that the run trains on; remove them from one of the two"
         )
 
 
 def tokenizer_of(config: Config, path: str) -> Any:
-    """Load the tokenizer for the model at ``path``, with the run's chat template. Refuses an unsupported model before any of it is
-    loaded, and stop strings that the tokenizer can never produce."""
+    """Load the tokenizer for the model at ``path``, with the run's chat template. Refuses an unsupported model before anything is loaded,
+    and refuses stop strings that the tokenizer can never produce."""
     model = config.model
     check_architecture(path, trust_remote_code=model.trust_remote_code)
     tokenizer = load_tokenizer(path, chat_template=model.chat_template, trust_remote_code=model.trust_remote_code)
@@ -183,28 +186,28 @@ def build_learner(
 
 
 def build_adapter(config: Config, model: Any, *, device: torch.device) -> Adapter | None:
-    """Build the run's adapter, identical in every process. Returns None if the run trains the model's own weights."""
+    """Build the run's adapter, identical in every process. Returns None if the run trains the full model."""
     if config.model.lora is None:
         return None
     path = resolve_model(config.model.path)
     local = Path(path).expanduser()
     if not is_model_dir(local) and is_model_dir(local / "model"):
-        local /= "model"  # the folder in a checkpoint that peft can open
+        local /= "model"  # the part of a checkpoint that peft can open
     base = str(local.resolve()) if local.is_dir() else path
     return Adapter.make(Decoder.of(model), config.model.lora, seed=config.run.seed, device=device, base=base)
 
 
 def check_compiler(key: str) -> None:
-    """Refuse to compile for a CPU if torch would fail at the first call."""
+    """Raise an error if torch cannot compile for this CPU, rather than fail at the first call."""
     if not has_compiler():
         raise ConfigError(
-            f"{key}: true needs a C++ compiler on a CPU, and {os.environ.get('CXX', 'g++')!r} does not exist; install g++, name "
-            f"another in CXX, or leave the key out"
+            f"{key}: true needs a C++ compiler on a CPU, and {os.environ.get('CXX', 'g++')!r} was not found; install g++, set CXX to "
+            f"another compiler, or leave the key out"
         )
 
 
 def check_engine(rollout: RolloutSection) -> None:
-    """Refuse an engine that is not installed, before anything is loaded for it."""
+    """Raise an error if the engine is not installed, before anything is loaded for it."""
     if rollout.engine == "vllm":
         find_python(rollout.vllm.python)
 
@@ -219,9 +222,9 @@ def build_engine(
     adapter: Adapter | None = None,
     kv_tokens: int | None = None,
 ) -> LocalEngine:
-    """Build this process's engine, with the weights of ``model`` and the ``adapter``. On CUDA the native engine captures ``graphs``. vLLM
-    also accepts an outline, and then runs on ``device``. ``kv_tokens`` is how many tokens fit (``card.settle``), if the run file does
-    not say."""
+    """Build this process's engine, with the weights of ``model`` and the ``adapter``. On CUDA, the native engine captures CUDA graphs if
+    ``graphs`` is set. For vLLM, ``model`` may be an outline, and the engine runs on ``device``. ``kv_tokens`` is the size of the KV cache
+    if the run file does not set it (``card.settle``)."""
     kv_tokens = rollout.kv_tokens if rollout.kv_tokens is not None else kv_tokens
     if rollout.engine == "native":
         if rollout.compile and next(model.parameters()).device.type == "cpu":
@@ -253,7 +256,7 @@ def build_engine(
             device=device,
             adapter=adapter,
         )
-    except BaseException:  # even after an interrupt: it must not continue to load
+    except BaseException:  # also on an interrupt, because vLLM would continue to load
         child.close()
         raise
 
@@ -261,13 +264,14 @@ def build_engine(
 def _engine_sentence(model: Any, why: str) -> str:
     weights = sum(tensor.numel() * tensor.element_size() for tensor in model.parameters())
     return (
-        f"the KV cache of the native engine does not fit ({why}); the model's weights are {size(weights)}, and the learner's state may be in "
+        f"the KV cache of the native engine does not fit ({why}); the model's weights are {size(weights)}, and the learner's state may "
+        "be in "
         "memory too. Lower rollout.kv_memory_fraction or rollout.kv_tokens, or give rollout slots without an actor"
     )
 
 
 def open_model(config: Config, given: str, *, origin: str) -> tuple[str, Any]:
-    """Return the path and tokenizer of a model that will sample here, before any of it is loaded."""
+    """Return the path and tokenizer of a model that this process will sample from. Loads no weights."""
     set_threads(config.trainer.num_threads)
     check_engine(config.rollout)
     path = resolve_model(given)
@@ -287,8 +291,8 @@ class Sampler:
 def load_sampler(
     section: ModelSection, rollout: RolloutSection, path: str, tokenizer: Any, *, lora: LoraSection | None
 ) -> Sampler:
-    """Load the model at ``path``, and add the adapter that ``lora`` names to its weights. With vLLM, which has the only copy of the
-    weights, the weights are read tensor by tensor, and the returned model is only an outline."""
+    """Load the model at ``path``, and add the adapter that ``lora`` names to its weights. With vLLM, the weights go to vLLM tensor by
+    tensor, and the returned model is only an outline."""
     device = resolve_device(section.device)
     dtype, trust = resolve_dtype(section.dtype, device), section.trust_remote_code
 
@@ -311,7 +315,7 @@ def load_sampler(
     model = outline_causal_lm(path, dtype=dtype, trust_remote_code=trust)
     try:
         if lora is not None:
-            raise WholeOnly("an adapter is added to it")
+            raise WholeOnly("an adapter is added to the weights")
         unread = open_unread(path, model)
     except WholeOnly:  # the whole model is in this process until vLLM has it
         model = load(torch.device("cpu"))
@@ -328,7 +332,8 @@ def load_sampler(
 
 
 def judges_of(rewards: Sequence[Reward]) -> Sequence[Reward]:
-    """Return the rewards that an evaluation uses to judge answers. If only models give rewards, the exact answer counts."""
+    """Return the rewards that an evaluation uses to judge answers. If all of them are reward models, use an exact match with the
+    answer."""
     judges = [reward for reward in rewards if reward.type != "self_certainty"]
     return [ExactReward()] if all(reward.type == "model" for reward in judges) else judges
 
@@ -341,8 +346,9 @@ def build_scorers(
     owned: ExitStack,
     num_workers: int = NUM_REWARD_WORKERS,
 ) -> tuple[Scorer, Scorer]:
-    """Build the scorers for training and evaluation: the same one, unless only models give rewards (``judges_of``). ``score`` is the
-    policy's; ``models`` maps each reward model's position in the run file to its function. ``owned`` closes the scorers."""
+    """Build the scorers for training and for evaluation. They are the same unless only models give rewards (``judges_of``). ``score`` is
+    the policy's scoring function; ``models`` maps a reward model's position in the run file to its function. ``owned`` closes the
+    scorers."""
     functions = dict(models)
     for index, reward in enumerate(rewards):
         if reward.type == "self_certainty":
@@ -359,7 +365,7 @@ def build_environments(
     *sets: PromptSet | None,
     make: Callable[[str | None], Environments] | None = None,
 ) -> Environments | None:
-    """Start the environment in child processes, or with ``make``, which gets the chat template. Refuses a template that cannot be
+    """Start the environment in child processes, or call ``make`` with the chat template to start it. Refuses a template that cannot be
     extended turn by turn."""
     if section is None:
         return None
@@ -373,7 +379,7 @@ def build_environments(
     environments = make_environments(section, chat_template=template) if make is None else make(template)
     try:
         for kind in {str(row.get(KIND) or "") for row in rows}:
-            tools = environments.tools_of(kind)  # refuses a name that is missing from environment.path
+            tools = environments.tools_of(kind)  # raises if environment.path lacks this name
             if kind in chats:
                 Conversations(tokenizer).check_extension(tools=tools, role="tool" if tools else "user")
     except BaseException:
@@ -383,7 +389,7 @@ def build_environments(
 
 
 def _self_certainty(score: ScoreSamples, prompt: Prompt, completions: tuple[Completion, ...]) -> list[float]:
-    """Return the mean certainty of each attempt's sampled tokens, over all of its rows."""
+    """Return each attempt's mean certainty, over the sampled tokens of all its rows."""
     samples = [
         Sample.of(row, draw=0, attempt=attempt, prompt_ids=prompt.token_ids)
         for attempt, completion in enumerate(completions)

@@ -1,8 +1,8 @@
-"""Turns ``auto`` into sizes for this process's GPU: first the learners' micro-batches, then the native engine's KV cache.
+"""Turns ``auto`` into sizes that fit this process's GPU: first the learners' micro-batches, then the native engine's KV cache.
 
-Everything that stays for the full run is already on the GPU, including the optimizer state. ``plan/choose.py`` divides the free memory:
-first by the plan's estimate, then by a measured pass. All ranks of a gang use the smallest size that any of them found. On a CPU ``auto``
-is a fixed number, so nothing is done.
+At this point, everything that stays for the whole run is on the GPU, including the optimizer state. ``plan/choose.py`` divides the free
+memory, first by the plan's estimate and then by a measured pass. All ranks of a gang use the smallest size that any rank found. On a CPU,
+``auto`` means a fixed number, so nothing is measured.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ from rollcall.plan.placement import Role, plan_for
 
 
 def settle(config: Config, model: Any, *, learners: Sequence[Learner | Critic], samples: bool) -> int | None:
-    """Size the micro-batches of the learners in this process, and print the choice. Returns the number of KV tokens for a native engine
-    that ``samples`` from ``model`` here, unless the run file sets it."""
+    """Choose and print the micro-batch sizes of the learners in this process. Returns the number of KV tokens for a native engine that
+    ``samples`` from ``model`` in this process; None if the run file sets it."""
     device = learners[0].body.device if learners else next(model.parameters()).device
     if device.type != "cuda":
         return None
@@ -69,7 +69,7 @@ def room_on(device: torch.device) -> int:
 
 
 def engine_needs(config: Config, decoder: Decoder) -> EngineNeeds:
-    """Return the needs of the engine that has yet to be built."""
+    """Return how much memory the engine will need. Call it before the engine is built."""
     rollout = config.rollout
     shapes = {name: tensor.shape for name, tensor in decoder.named_tensors().items()}
     return EngineNeeds(
@@ -82,7 +82,8 @@ def engine_needs(config: Config, decoder: Decoder) -> EngineNeeds:
 
 
 def _kv_of(engine: EngineNeeds, model: Any, *, card: int) -> KvNeed:
-    """Return the engine's KV needs. Sizes that the run file fixes are subtracted from the room, as are vLLM's weights."""
+    """Return how much memory the engine's KV cache needs. Subtracts sizes that the run file fixes, and vLLM's weights, from the free
+    memory."""
     rollout = engine.config.rollout
     if kv_is_open(rollout):
         return engine.open_kv
@@ -131,14 +132,14 @@ def _size(learner: Learner | Critic, *, config: Config, kv: KvNeed, rows: Rows) 
 
 
 def _agreed(learner: Learner | Critic, choice: Choice) -> Choice:
-    """Set the learner's ``fit`` to what all ranks in the gang can do."""
+    """Set the learner's ``fit`` to a size that works on all ranks of the gang."""
     fit = learner.fit
     fit.agree([(tokens, again) for tokens, again in learner.body.gang.gather([choice.tokens, choice.recompute])])
     return Choice(tokens=fit.tokens, recompute=fit.recompute)
 
 
 def _together(learner: Learner | Critic, line: Line | None) -> Line | None:
-    """Combine the ranks' lines into the worst one. If a rank has no line, the result is None, and its smaller size counts for all."""
+    """Combine the ranks' lines into the worst case. Returns None if a rank has no line; all ranks then use that rank's smaller size."""
     fit, gang = learner.fit, learner.body.gang
     own = None if line is None else [line.fixed, line.per_token]
     members = gang.gather([own, fit.tokens, fit.recompute])
@@ -155,7 +156,8 @@ def _chosen(fit: Fit, line: Line | None, *, room: int) -> str:
 
 
 def _kv_tokens(engine: EngineNeeds, *, device: torch.device, needs: Sequence[int]) -> int:
-    """Return the KV tokens that fit in the memory that the learners leave. Engine and learners alternate, but graphs keep their memory."""
+    """Return the KV tokens that fit beside the learners. Engine and learners take turns with their memory, but CUDA graphs keep
+    theirs."""
     config = engine.config
     room = room_on(device) - engine.graphs - max([engine.filling, *needs])
     tokens = max(1, engine.open_kv.of(room) // (engine.kv_per_token * KV_BLOCK)) * KV_BLOCK
@@ -172,7 +174,7 @@ def _state_sentence(learner: Learner | Critic, why: str) -> str:
     weights = sum(tensor.numel() * tensor.element_size() for tensor in learner.body.named.values())
     name = learner.fit.name
     return (
-        f"{name}: its optimizer state does not fit on the GPU ({why}). It needs {size(weights)} for weights, "
+        f"{name}: the optimizer state does not fit on the GPU ({why}). It needs {size(weights)} for weights, "
         f"{size(learner.optimizer.num_bytes)} for optimizer state and {size(4 * weights // learner.body.dtype.itemsize)} for gradients, "
         f"before any activations. Shard it over more GPUs with {name}.sharding=fsdp, or set {name}.master_weights=false"
     )

@@ -1,14 +1,15 @@
-"""Presents the engines in all rollout processes as one ``Engine``.
+"""Presents the engines of all rollout processes as one ``Engine``.
 
     generate ──▶ router: which process? ──▶ its link: queued for the next call ──▶ ``exchange`` in that process
              ◀── finished completions return with a call's answer ◀──
 
-Completions do not have calls of their own. Each busy process has two exchanges in flight, so that it never waits for this process.
-An answer returns finished completions; the next call sends new requests and cancellations. One thread waits for answers; everything
-else happens in the event loop's thread, without blocking.
+A completion has no call to itself. Each busy process has two ``exchange`` calls in flight, so that it never waits for the controller. A
+call sends new requests and cancellations; its answer returns finished completions. One thread waits for answers. Everything else runs in
+the event loop's thread and does not block.
 
-A process that contains only an engine may be lost: its unfinished requests are sent out again first, and ``replace`` starts a new process
-in another thread. The new process gets requests once it has the current weights, from the next ``serve`` or from ``admit``.
+The run survives the loss of a process that contains only an engine. Its unfinished requests are sent to other processes before any new
+ones, and ``replace`` starts a new process in another thread. The new process gets requests once the next ``serve`` or ``admit`` has sent
+it the current weights.
 """
 
 from __future__ import annotations
@@ -36,35 +37,35 @@ WAIT_S = 180.0
 
 @dataclass(slots=True, eq=False)
 class _Link:
-    """The link to one process: what to send with the next call, and the calls in flight."""
+    """A link to one process: what the next call sends, and the calls in flight."""
 
     new: list[Request] = field(default_factory=list)
     cancelled: list[str] = field(default_factory=list)
     ended_sessions: list[str] = field(default_factory=list)
     calls: dict[int, Any] = field(default_factory=dict)  # by number, in the order in which the process handles them
     last_cancelling: int = -1  # the last call that sent cancellations
-    recalled: set[str] = field(default_factory=set)  # the requests that such calls cancelled
+    recalled: set[str] = field(default_factory=set)  # the requests that those calls cancelled
     num_preemptions: int = 0  # the last count from the process
 
     def give(self, requests: Sequence[Request]) -> None:
-        """Queue requests. A request that was cancelled since the last call is still in the process."""
+        """Queue requests. If a request was cancelled after the last call, the process still has it, so only undo the cancellation."""
         there = set(self.cancelled)
         self.new += [request for request in requests if request.id not in there]
         given = {request.id for request in requests}
         self.cancelled = [each for each in self.cancelled if each not in given]
 
     def cancel(self, ids: Collection[str]) -> None:
-        """Cancel requests. A request that is still queued is dropped, because a process aborts before it submits."""
+        """Cancel requests. Drop those that are still queued, because the process would abort them before it has them."""
         waiting = {request.id for request in self.new}
         self.new = [request for request in self.new if request.id not in ids]
         self.cancelled += [each for each in ids if each not in waiting]
 
 
 class Engines:
-    """``room`` is the number of completions that a process decodes at once.
+    """``room`` is the number of completions that one process decodes at the same time.
 
-    The run can continue without the ``replaceable`` processes. ``replace`` starts a new process, ready for weights, and raises if it
-    cannot. If no engine is left, the run waits ``wait_s`` for one.
+    The run can lose the ``replaceable`` processes and continue. ``replace`` starts a new process that is ready for weights, and raises if
+    it cannot. If no engine is left, the run waits up to ``wait_s`` for one.
     """
 
     def __init__(
@@ -81,8 +82,8 @@ class Engines:
         self._team = team
         self._weights = WeightSync(team)
         self._workers = team.members[Role.ROLLOUT]
-        # An engine answers after this time even if nothing has finished, so that new requests and weights reach it. The time grows with
-        # the number of engines, so that their answers do not overload this process.
+        # An engine answers after this time even if nothing has finished, so that it can receive new requests and weights. With more
+        # engines the time is longer, so that their answers do not overload this process.
         self._look_s = min(max(len(self._workers) / 160, 0.05), 1.0)
         self._router = Router(list(map(self._new_worker, self._workers)), room=room, node_weights=node_weights)
         self._links = {worker: _Link() for worker in self._workers}
@@ -91,8 +92,8 @@ class Engines:
         self._replaceable = frozenset(replaceable) if replace is not None else frozenset()
         self._replace = replace
         self._wait_s = wait_s
-        self._away: set[int] = set()  # lost and not yet serving again
-        self._new_ones: set[int] = set()  # in ``_away``, rebuilt, still without weights
+        self._away: set[int] = set()  # lost, and not serving again yet
+        self._new_ones: set[int] = set()  # the part of ``_away`` that is rebuilt but has no weights yet
         self._failure: Exception | None = None
         self._idle = asyncio.Event()  # no requests are pending
         self._idle.set()
@@ -142,7 +143,7 @@ class Engines:
             await self._idle.wait()
         self._is_still = True
         if self._collecting is not None:
-            await asyncio.wait({self._collecting})  # for the calls in flight; no others follow
+            await asyncio.wait({self._collecting})  # wait for the calls in flight; no new ones start
         if self._failure is not None:
             raise self._failure
 
@@ -160,10 +161,10 @@ class Engines:
             self._look_soon()
 
     def begin_session(self, session: str) -> None:
-        """Do nothing: the processes do not wait to batch turns."""
+        """Do nothing, because the processes never wait for turns to batch."""
 
     def end_session(self, session: str) -> None:
-        """End a session with the next call: until then, nothing needs the memory that the process keeps for the session."""
+        """End a session with the next call. The process keeps the session's memory until then, when something may need it."""
         for worker in self._router.end_session(session):
             self._links[worker].ended_sessions.append(session)
 
@@ -184,7 +185,7 @@ class Engines:
     # Calls
 
     def _look_soon(self) -> None:
-        """Schedule a look after all requests that are being made right now, so that a group is sent together."""
+        """Schedule ``_look`` after the requests that are being made now, so that a whole group is sent together."""
         if not self._is_due:
             self._is_due = True
             asyncio.get_running_loop().call_soon(self._look)
@@ -203,7 +204,7 @@ class Engines:
                 if self._router.load(worker) or link.cancelled:
                     while len(link.calls) < CALLS:
                         self._call(worker, link)
-        except Exception as error:  # noqa: BLE001 - raised in all waiting callers; nobody else would see it
+        except Exception as error:  # noqa: BLE001 - raised in all waiting callers, who would not see it otherwise
             self._fail(error)
         if self._collecting is None and any(link.calls for link in self._links.values()):
             self._collecting = asyncio.get_running_loop().create_task(self._collect())
@@ -260,11 +261,13 @@ class Engines:
         self._num_preemptions += answer.num_preemptions - link.num_preemptions
         link.num_preemptions = answer.num_preemptions
         for request_id, completion in answer.ended.items():
-            if self._router.worker_of(request_id) == worker:  # else it was cancelled, or moved to another worker
+            if self._router.worker_of(request_id) == worker:  # otherwise it was cancelled or moved to another worker
                 self._num_tokens += len(completion.token_ids)
                 maker = self._router.finish(request_id)
                 done = self._forget(request_id)
-                if request_id in link.recalled:  # it finished before it was recalled, and was sent there again
+                if (
+                    request_id in link.recalled
+                ):  # it finished before the recall reached the worker, which has since received it again
                     link.cancel([request_id])
                 if not done.cancelled():
                     done.set_result(Made(completion=completion, worker=maker))
@@ -274,7 +277,7 @@ class Engines:
                 done = self._forget(request_id)
                 if not done.cancelled():
                     done.set_exception(Refused(why))
-        if number >= link.last_cancelling and not link.cancelled:  # else the count includes recalled requests
+        if number >= link.last_cancelling and not link.cancelled:  # otherwise the count includes recalled requests
             self._router.note_waiting(worker, answer.num_waiting)
         if not link.calls:
             link.recalled.clear()
@@ -296,7 +299,7 @@ class Engines:
     # Losses
 
     def _lose(self, worker: int, error: WorkerError) -> None:
-        """Move a lost worker's requests to the others, and start to replace it."""
+        """Move a lost worker's requests to the other workers, and start a replacement."""
         if worker in self._away and worker not in self._new_ones:
             return
         self._new_ones.discard(worker)
@@ -304,7 +307,7 @@ class Engines:
         self._links[worker] = _Link()
         self._router.lose(worker)
         why = str(error).splitlines()[0]
-        warn(f"{self._name(worker)} is lost; the others do its work until it is replaced: {why}")
+        warn(f"{self._name(worker)} is lost; the other workers take over its work until it is replaced: {why}")
         loop = asyncio.get_running_loop()
         renewing = loop.create_task(self._renew(worker))
         self._renewing.add(renewing)
@@ -346,7 +349,7 @@ class Engines:
             break
         self._new_ones -= new
         for worker in new:
-            say(f"{self._name(worker)} has weights of version {version} and serves again")
+            say(f"{self._name(worker)} has the weights of version {version} and serves again")
             self._away.discard(worker)
             self._router.join(self._new_worker(worker))
         if self._alone is not None and self._router.num_workers:
@@ -354,9 +357,9 @@ class Engines:
             self._alone = None
 
     async def _lose_receivers(self, error: WorkerLostError) -> None:
-        """Replace dead receivers after a failed push. If none is dead, raise the error."""
+        """Replace dead receivers after a failed push. Raises the error if none is dead."""
         group = self._team.group
-        # A worker may be dead before Ray knows it.
+        # Ray may not know yet that a worker is dead.
         named = error.ranks[:1] if isinstance(error, WorkerDiedError) else ()
         serving = (self._replaceable - self._away) | self._new_ones
         dead = [worker for worker in serving if worker in named or not group.workers[worker].is_alive()]

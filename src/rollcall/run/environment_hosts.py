@@ -1,6 +1,6 @@
-"""The environment role: a process on each node that has slots for it. These processes have their own group.
+"""The environment role: one process on each node that has slots for it. These processes form a separate worker group.
 
-If such a process is lost, the group with the models continues: the lost process's episodes are played again elsewhere
+If such a process is lost, the group with the models continues. The other processes replay the lost process's episodes
 (environments/hosted.py), and a new process takes its place.
 """
 
@@ -27,7 +27,7 @@ from rollcall.process.groups.reachable import About, be_reachable
 from rollcall.run.team import Site, Spares
 
 PURPOSES = {"listen": "to start the environment"}
-WAIT_S = 360.0  # if no process is left; a taskset's server has 300 s to start
+WAIT_S = 360.0  # how long to wait if no process is left; a taskset's server has 300 s to start
 
 
 class EnvironmentWorker:
@@ -37,7 +37,9 @@ class EnvironmentWorker:
         self._section = section
         self._chat_template = chat_template
         self._run_dir = run_dir
-        if Path(folder).is_dir():  # where the run was started; a job's process is already in the job's folder
+        if Path(
+            folder
+        ).is_dir():  # the folder where the run was started; a job's process already runs in its own folder
             os.chdir(folder)
 
     def listen(self, address: str, rank: int, name: str, secret: str) -> HostPlace | str:
@@ -100,7 +102,7 @@ class EnvironmentHosts:
         return AgentEnvironments(section, chat_template=chat_template, programs=hosted, address=address)
 
     def _listen(self, ranks: Sequence[int]) -> list[HostPlace]:
-        """Start all environments at once, because they may take long to start."""
+        """Start these ranks' environments in parallel, because each may take long to start."""
         specs = [self.group.specs[rank] for rank in ranks]
         listen = partial(self.group.run_single_worker_single_data, "listen")
         answers: list[HostPlace | str] = self.group.get_all_worker_results(
@@ -113,7 +115,7 @@ class EnvironmentHosts:
 
 
 def _endpoint_address(cluster: VirtualCluster, *, toward: str) -> str:
-    """Return this node's address in the cluster, or the address from which it reaches the hosts if it has no slots."""
+    """Return this node's address in the cluster. If it has no slots there, return the address from which it reaches the hosts."""
     routed = own_address(toward=toward, node_ip=None, interface=None)
     known = [node.address for node in cluster.nodes if node.address and is_own(node.address)]
     return routed if routed in known or not known else known[0]

@@ -1,4 +1,4 @@
-"""`rollcall eval`: finds the model, builds engine and rewards (no optimizer), and answers every prompt."""
+"""`rollcall eval`: finds the model, builds its engine and the rewards without an optimizer, and answers every prompt."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ from rollcall.run.build import (
 
 GIVEN = "given by model.path"
 
-OnProgress = Callable[[int, int], None]  # prompts done, prompts in total
+OnProgress = Callable[[int, int], None]  # number of finished prompts, number of all prompts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,7 +52,7 @@ class ModelPlan:
 
     config: Config
     model_path: str
-    origin: str  # which of the run's models it is, in words
+    origin: str  # which of the run's models this is, in words
     lora: LoraSection | None  # an adapter to add to it
 
 
@@ -107,7 +107,7 @@ def plan_evaluation(
     temperature: float | None,
     max_prompts: int | None,
 ) -> ModelPlan:
-    """Plan which model to evaluate, on which data and how. Refuses what cannot work, before anything is loaded."""
+    """Decide which model to evaluate, on which data and how. Refuses impossible requests before anything is loaded."""
     given = {
         "data.val": data,
         "eval.max_prompts": max_prompts,
@@ -119,9 +119,9 @@ def plan_evaluation(
     if target.is_dir() and not (target / RUN_FILE).exists() and model_folder(str(target)) is not None:
         if data is None:
             raise ConfigError(
-                f"{target} is a model directory or a checkpoint, which says nothing about data; add --data FILE"
+                f"{target} is a model directory or a checkpoint, which does not name any data; add --data FILE"
             )
-        # Keys in the embedded run file that must change for another model, other rows and longer answers.
+        # Keys of the embedded run file that do not fit another model, other rows and longer answers.
         file, defaults = (
             None,
             {
@@ -165,7 +165,7 @@ def run_evaluation(plan: ModelPlan, *, on_progress: OnProgress) -> EvalReport:
     )
     sampler = load_sampler(config.model, config.rollout, path, tokenizer, lora=plan.lora)
     room = sampler.engine.max_positions - max(len(prompt.token_ids) for prompt in prompts.prompts)
-    # No completion can exceed the model's last position. If there is no room for a single token, the engine refuses.
+    # No completion can go past the model's last position. If there is no room for even one token, the engine refuses the prompt.
     longest = max(1, min(config.rollout.max_response_tokens, room))
     temperature = config.eval.temperature
     sampling = sampling_of(config.rollout, sampler.stop_token_ids, temperature=temperature, max_tokens=longest)
@@ -226,16 +226,17 @@ def sets_model(overrides: list[str], changes: Mapping[str, Any]) -> bool:
 
 
 def plan_model(config: Config, *, origin: str | None) -> ModelPlan:
-    """Choose the model at ``model.path`` if the user set it (``origin`` describes it), otherwise the run's newest. The adapter that the run
-    starts from belongs only to the model that it starts from; a model that the run has trained already includes it."""
+    """Choose the model at ``model.path`` if the user set it, described by ``origin``; otherwise the run's newest model. An adapter in the
+    run file is only added to the model that the run starts from, because a model that the run has trained already includes it."""
     path, words = (config.model.path, origin) if origin is not None else newest_model_of(config)
     lora = config.model.lora
     if lora is None or lora.path is None or path != config.model.path:
         lora = None
     elif origin == GIVEN:
         raise ConfigError(
-            f"model.path={path} is given, and model.lora.path={lora.path} is an adapter of the run's own model; add model.lora=null to leave it "
-            "out, or name the model in place of the run"
+            f"model.path={path} is given, but model.lora.path={lora.path} is an adapter for the run's own model; add model.lora=null "
+            "to leave the "
+            "adapter out, or give the model in place of the run"
         )
     return ModelPlan(config=config, model_path=path, origin=words, lora=lora)
 

@@ -1,8 +1,8 @@
 """Keeps freed memory in the process, in huge pages.
 
 An update on a CPU allocates and frees the same large tensors again and again. glibc returns blocks of that size to the
-kernel at once, so each new allocation costs a page fault and a zeroed page for every 4 KiB. Retained memory can use 2 MiB
-pages, which also need fewer page table walks.
+kernel at once, so each new allocation pays for a page fault and a zeroed page per 4 KiB. Memory that stays in the process
+can use 2 MiB pages, which also need fewer page table walks.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ _SETTINGS = (
     (_ARENA_MAX, 1),  # other threads' arenas cannot contain blocks beyond 64 MiB
     (_MMAP_MAX, 0),  # large blocks come from the heap too
     (_TRIM_THRESHOLD, -1),  # never trim the heap
-    (_TOP_PAD, 64 << 20),  # grow it by this much
+    (_TOP_PAD, 64 << 20),  # grow the heap by this much
 )
 LARGE_PAGE = 2 << 20
 LARGE_SHARE = 4  # a quarter of the machine's memory may use huge pages
 
 
 def keep_freed_memory() -> None:
-    """Keep freed memory in this thread and in threads that start later. Does nothing for C libraries other than glibc."""
+    """Make malloc keep freed memory, in this thread and in threads that start later. Does nothing for C libraries other than glibc."""
     libc = ctypes.CDLL(None)
     if not hasattr(libc, "mallopt"):
         return
@@ -34,9 +34,9 @@ def keep_freed_memory() -> None:
 
 
 def _ask_for_large_pages(libc: ctypes.CDLL) -> None:
-    """Request huge pages for the unused part of the heap. The heap is extended first, because each later extension would need another
-    request; memory is only taken once it is used. If the kernel has no huge pages, or the process's size is limited, the kernel refuses
-    and nothing changes."""
+    """Ask for huge pages in the unused part of the heap. The heap is extended first, because each later extension would need another
+    request; the kernel provides the memory only when it is used. If the kernel has no huge pages, or limits the size of the process,
+    nothing changes."""
     libc.malloc.restype, libc.malloc.argtypes = ctypes.c_void_p, [ctypes.c_size_t]
     libc.free.restype, libc.free.argtypes = None, [ctypes.c_void_p]
     libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]

@@ -1,4 +1,4 @@
-"""Runs all roles in this process: the policy is loaded once, and engine and learner share its parameters."""
+"""Runs all roles in this process. The policy is loaded once, and the engine and the learner share its parameters."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ from rollcall.run.worker import RoleWorker
 
 
 def build_workers(config: Config, *, is_bare: bool = False) -> Workers:
-    """Load everything that the run file names. ``is_bare``, for debugging: one reward process, no CUDA graphs."""
+    """Load everything that the run file names. ``is_bare`` is for debugging: one reward process, no CUDA graphs."""
     set_threads(config.trainer.num_threads)
     check_engine(config.rollout)
-    resolve_device(config.model.device)  # refuse it before anything is read
+    resolve_device(config.model.device)  # refuse a wrong device before anything is read
     inputs = load_inputs(config)
-    # Before any weights are read: its code may be wrong.
+    # The environment starts before any weights are read, because its code may be wrong.
     environments = build_environments(config.environment, inputs.tokenizer, inputs.train, inputs.val)
     with ExitStack() as owned, ExitStack() as undo:
         if environments is not None:
@@ -56,7 +56,7 @@ def build_workers(config: Config, *, is_bare: bool = False) -> Workers:
         def call(processes: Sequence[int], method: str, *args: Any) -> list[Any]:
             return [getattr(worker, method)(*args)]
 
-        # An adapter is small and saved whole.
+        # An adapter is small, so it is saved whole.
         in_parts = learner.adapter is None and any(each and each.body.in_parts for each in (learner, critic))
         workers = Workers(
             tokenizer=inputs.tokenizer,

@@ -1,9 +1,8 @@
-"""Runs the roles in cluster processes, and drives them as if they were in this process.
+"""Runs the roles in processes on a cluster, and lets the controller use them as if they were in its own process.
 
-``build_workers_on_cluster`` builds everything in order. It places one process per seat in the plan; each process has its seat's roles
-(``worker.RoleWorker``). The controller gets the same handles as from ``local.build_workers``: an engine, a learner, a critic, a
-reference. Each handle calls the processes with its role. Calls to one process run one after the other, so an update never meets a
-half-decoded step.
+``build_workers_on_cluster`` places one process per seat in the plan. Each process has the roles of its seat (``worker.RoleWorker``). The
+controller gets the same handles as from ``local.build_workers``: an engine, a learner, a critic and a reference. Each handle calls the
+processes with its role. A process handles its calls one after the other, so an update never runs in the middle of a decoding step.
 """
 
 from __future__ import annotations
@@ -70,14 +69,14 @@ class RemoteCritic:
 
 
 def build_workers_on_cluster(config: Config, *, backend: Backend | None) -> Workers:
-    """Place the plan's processes and load every role: on ``backend``, otherwise on the cluster that this node belongs to."""
+    """Place the plan's processes and load every role, on ``backend`` or by default on the Ray cluster that this node belongs to."""
     assert config.cluster is not None
     plan = workable_plan(config, config.cluster)
     on_ray, joined = backend is None, None
     if backend is None:
         # Connect before anything slow, so that a node outside any cluster is refused at once.
         joined = connect(ray_address=config.cluster.ray_address)
-        from rollcall.process.ray.reserve import RayBackend  # here: nodes that share only a folder need no Ray
+        from rollcall.process.ray.reserve import RayBackend  # imported late: nodes that share only a folder need no Ray
 
         backend = RayBackend(joined)
     kept = _nodes_there(plan, joined, elastic=config.trainer.elastic)
@@ -96,7 +95,7 @@ def build_workers_on_cluster(config: Config, *, backend: Backend | None) -> Work
         node_ranks=None if len(kept) == config.cluster.num_nodes else kept,
         backend=backend,
     )
-    with ExitStack() as owned:  # if this fails, slots must not stay taken
+    with ExitStack() as owned:  # free the slots again if this fails
         owned.enter_context(cluster)
         site = Site(plan=plan, section=section, kept=kept, cluster=cluster)
         return _fill(config, site, inputs=inputs, in_parts=in_parts, on_ray=on_ray, owned=owned)
@@ -105,11 +104,11 @@ def build_workers_on_cluster(config: Config, *, backend: Backend | None) -> Work
 def _fill(
     config: Config, site: Site, *, inputs: Inputs, in_parts: frozenset[Role], on_ray: bool, owned: ExitStack
 ) -> Workers:
-    """Start the processes, load their roles, and build the controller's handles, which take over ``owned``."""
+    """Start the processes, load their roles, and build the controller's handles. The returned ``Workers`` own what is in ``owned``."""
     assert config.cluster is not None
     plan, processes = site.plan, site.plan.all_processes
     team, facts = _start(config, site, inputs=inputs, in_parts=in_parts)
-    # A lost process that only does rollout is replaced within the attempt; losing any other process ends it.
+    # A lost process that only does rollout is replaced within the attempt; the loss of any other process ends the attempt.
     replaceable = [worker for worker, process in enumerate(processes) if set(process.ranks) == {Role.ROLLOUT}]
     team.group.tolerate(replaceable)
     spares = [Spares(team.group, config.trainer, role=Role.ROLLOUT)]
@@ -173,9 +172,9 @@ def _fill(
 
 
 def _start(config: Config, site: Site, *, inputs: Inputs, in_parts: frozenset[Role]) -> tuple[Team, Facts]:
-    """Start every process, which joins its gang and loads its roles. All of them must have the controller's tokenizer."""
+    """Start all processes; each joins its gang and loads its roles. Raises if a process has another tokenizer than the controller."""
     plan, processes = site.plan, site.plan.all_processes
-    # Each node's own copy of the package contains the embedded model.
+    # A builtin model is part of the package, so each node uses its own copy.
     path = config.model.path if config.model.path.startswith("builtin:") else inputs.model_path
     builder = WorkerBuilder("rollcall.run.worker.RoleWorker", config, path, in_parts=in_parts)
     group = site.start(builder, processes, name=config.run.name, purposes=PURPOSES)
@@ -198,7 +197,7 @@ def _start(config: Config, site: Site, *, inputs: Inputs, in_parts: frozenset[Ro
 
 
 def _nodes_there(plan: Plan, cluster: Cluster | None, *, elastic: ElasticSection | None) -> list[int]:
-    """Return the ranks of the joined nodes if the run may use fewer than it asks for, otherwise all ranks."""
+    """Return the ranks of the nodes that have joined, if the run is elastic; otherwise all ranks."""
     if elastic is None:
         return list(range(plan.num_nodes))
     from rollcall.process.ray.reserve import wait_for_nodes
@@ -218,7 +217,7 @@ def _regrow(missing_nodes: Collection[int]) -> str | None:
 def _refuse_impossible(config: Config, plan: Plan, in_parts: Collection[Role], *, model_path: str) -> None:
     """Refuse what the model or its optimizers do not support, before any process is started."""
     problems: list[str] = []
-    with suppress(SizesUnknown):  # the processes themselves refuse such an architecture by name
+    with suppress(SizesUnknown):  # the processes refuse such an architecture by name
         problems = indivisible(plan, read_sizes(model_path))
     if problems:
         raise PlacementError("; ".join(problems))

@@ -1,5 +1,5 @@
-"""Records a run's inputs in its directory: its rows, its model, the user's code. A resume with different rows or a different model is
-refused. Changed code is only reported, because a user may fix a failed reward and continue the run."""
+"""Records in the run directory what a run began with: its rows, its model and the user's code. A resume with different rows or a
+different model is refused. Changed code is only reported, because a user may fix a reward and continue the run."""
 
 from __future__ import annotations
 
@@ -36,9 +36,9 @@ from rollcall.model.tokenizers import stop_token_ids, tokenizer_mark
 ROWS, BASE, CODE = "data.json", "base.json", "code.json"
 FORMAT = 3  # of a run directory; earlier formats are refused
 _KEPT = {
-    "reward": "groups that the journal has keep the scores of the old code, but for those on which it failed, and later ones are scored "
-    "by the new code; held-out results from before cannot be compared with those from now on",
-    "environment": "episodes that the journal has were played by the old code, and later ones are played by the new code",
+    "reward": "groups in the journal keep the scores of the old code, except where it failed; the new code scores those and later ones; "
+    "do not compare held-out results from before the change with later ones",
+    "environment": "episodes in the journal were played with the old code, and later ones are played with the new code",
 }
 T = TypeVar("T")
 
@@ -47,8 +47,8 @@ T = TypeVar("T")
 
 
 def refuse_changed_rows(run_dir: Path, split: str, prompts: PromptSet, *, limit: int | None = None) -> None:
-    """Refuse a resume if the rows of ``data.train`` or ``data.val`` have changed. ``prompts`` are the rows now. If the run's ``limit``
-    changed, only the rows that exist in both are compared."""
+    """Raise an error if the rows of ``data.train`` or ``data.val`` changed since the run began. ``prompts`` are the rows now. If
+    ``limit`` changed, only the rows that exist in both are compared."""
     noted = _noted(run_dir, ROWS, lambda found: _read_rows(found, split))
     if noted is None:
         return
@@ -57,21 +57,21 @@ def refuse_changed_rows(run_dir: Path, split: str, prompts: PromptSet, *, limit:
     differ = np.flatnonzero(before[:shared] != now[:shared])
     changes = []
     if len(before) != len(now) and limit == limit_before:
-        changes.append(f"it had {counted(len(before), 'row')} and has {len(now):,} now")
+        changes.append(f"it had {counted(len(before), 'row')} and now has {len(now):,}")
     if len(differ):
         changes.append(
-            f"{counted(len(differ), 'row')} {are(len(differ))} different, the first is {prompts.prompts[differ[0]].id!r}"
+            f"{counted(len(differ), 'row')} {are(len(differ))} different; the first is {prompts.prompts[differ[0]].id!r}"
         )
     if changes:
         raise DataError(
             f"data.{split}={prompts.source} has changed since the run in {run_dir} began: {'; '.join(changes)}. The rows of a run must "
-            f"stay the same in all their columns and in their tokens: restore the file (or the tokenizer and the chat template), or begin "
-            f"a run with these rows: {ANOTHER_RUN}"
+            f"stay the same in all columns and in their tokens: restore the file (or the tokenizer and the chat template), or start "
+            f"another run with these rows: {ANOTHER_RUN}"
         )
 
 
 def note_rows(run_dir: Path, train: PromptSet, val: PromptSet | None, *, limit: int | None) -> None:
-    """Record the run's rows. ``limit`` applies to ``val``."""
+    """Record the run's rows. ``limit`` is the limit on ``val``."""
 
     def rows() -> dict[str, Any]:
         sets = {"train": (train, None)} | ({} if val is None else {"val": (val, limit)})
@@ -89,7 +89,7 @@ def _identities(prompts: PromptSet) -> np.ndarray:
 
 
 def _identity(prompt: Prompt) -> bytes:
-    """Hash everything that can be read from a row."""
+    """Hash everything that a run reads from a row."""
     read = [prompt.id, prompt.text, prompt.answer, prompt.metadata]
     digest = blake2b(json.dumps(read, sort_keys=True, default=str).encode(), digest_size=8)
     digest.update(prompt.token_ids.tobytes())
@@ -104,8 +104,8 @@ def _read_rows(found: Any, split: str) -> tuple[np.ndarray, int | None]:
 
 
 def sampled_weights(config: Config) -> dict[str, str]:
-    """Identify the weights in local folders that ``base_of`` does not cover: reward models, and adapters that the run starts from. Only
-    samples of each file are read, which is enough to notice other training."""
+    """Identify the weights in local folders that ``base_of`` does not cover: those of reward models, and of adapters that the run starts
+    from. Reads only samples of each file, which is enough to notice differently trained weights."""
     folders = [Path(reward.path).expanduser() for reward in config.reward if isinstance(reward, ModelReward)]
     path = Path(config.model.path).expanduser()
     if path.is_dir() and (adapter := adapter_folder(path)) is not None:
@@ -127,8 +127,8 @@ def _sampled(folder: Path) -> str:
 
 
 def base_of(learner: Learner, tokenizer: Any) -> dict[str, Any]:
-    """Identify the model at ``model.path``, before a checkpoint is loaded into it: its weights, how they are used, its tokenizer and its
-    stop tokens. All ranks in a gang call this."""
+    """Identify the model at ``model.path`` by its weights, the config that affects them, its tokenizer and its stop tokens. Call it on
+    all ranks of a gang, before a checkpoint is loaded into the model."""
     model, body = learner.model, learner.body
     weights = learner.base_identities if learner.adapter else base_identities(body.base_tensors(), dtype=body.dtype)
     stops = stop_token_ids(tokenizer, model.config, model.generation_config)
@@ -142,8 +142,8 @@ def base_of(learner: Learner, tokenizer: Any) -> dict[str, Any]:
 
 
 def refuse_changed_base(run_dir: Path, now: Mapping[str, Any], *, path: str) -> None:
-    """Refuse a resume if the base model has changed, or other weights that the run uses. ``now`` is what ``base_of`` returns for the
-    model at ``path``, with ``sampled_weights`` as "samples"."""
+    """Raise an error if the base model, or other weights that the run uses, changed since the run began. ``now`` is the result of
+    ``base_of`` for the model at ``path``, with the result of ``sampled_weights`` as "samples"."""
     before = _noted(
         run_dir,
         BASE,
@@ -161,8 +161,9 @@ def refuse_changed_base(run_dir: Path, now: Mapping[str, Any], *, path: str) -> 
     changes += [f"{key}: {one} -> {config.get(key)}" for key, one in before["config"].items() if config.get(key) != one]
     if changes:
         raise ModelFilesError(
-            f"model.path={path} is not the model that the run in {run_dir} began with ({'; '.join(changes)}): put it back there as it was, or "
-            f"begin a run with this one: {ANOTHER_RUN}"
+            f"model.path={path} is not the model that the run in {run_dir} began with ({'; '.join(changes)}): restore the original "
+            "model, or "
+            f"start another run with this one: {ANOTHER_RUN}"
         )
 
 
@@ -174,20 +175,20 @@ def note_base(run_dir: Path, found: Mapping[str, Any]) -> None:
 
 
 def code_of(config: Config) -> dict[str, dict[str, str]]:
-    """Return the checksums of the modules and files that the run file names, for the rewards and the environment."""
+    """Return the checksums of the code that the run file names for the rewards and the environment."""
     found: dict[str, dict[str, str]] = {"reward": {}, "environment": {}}
     for key, path in named_code(config.reward, config.environment).items():
         found[key.partition(".")[0]] |= _modules(path.partition(":")[0])
     if isinstance(config.environment, AgentEnvironment):
         files = filter(os.path.isfile, (word.strip("'\"") for word in config.environment.run.split()))
-        # Large files in the command are data, not code.
+        # Large files named in the command are data, not code.
         texts = {name: Path(name).read_bytes() for name in files if os.path.getsize(name) < 1 << 20}
         found["environment"] = {name: sha256(text).hexdigest() for name, text in texts.items() if b"\0" not in text}
     return found
 
 
 def changed_code(run_dir: Path, now: Mapping[str, Mapping[str, str]]) -> list[str]:
-    """Describe code changes since the run last ran, and what they mean: one line for the rewards, one for the environment."""
+    """Describe the code changes since the run's last start and their effect: one line for rewards, one for the environment."""
     before = _noted(run_dir, CODE, lambda found: {part: dict(found[part]) for part in _KEPT})
     if before is None:
         return []
@@ -196,8 +197,8 @@ def changed_code(run_dir: Path, now: Mapping[str, Mapping[str, str]]) -> list[st
         names = sorted({name for name, _ in {*before[part].items()} ^ {*now[part].items()}})
         if names:
             changes.append(
-                f"the code of {part} has changed since the run in {run_dir} last ran ({', '.join(names)}): {kept}. If you "
-                f"did not mean that, stop, and restore it or {ANOTHER_RUN}"
+                f"the code of {part} has changed since the run in {run_dir} last ran ({', '.join(names)}): {kept}. If this "
+                f"is a mistake, stop the run, and restore the code or {ANOTHER_RUN}"
             )
     return changes
 
@@ -207,7 +208,7 @@ def note_code(run_dir: Path, found: Mapping[str, Any]) -> None:
 
 
 def _modules(name: str) -> dict[str, str]:
-    """Find a module and its imports, except installed ones. Nothing is imported here: only reward processes run this code."""
+    """Return checksums of a module and its imports, except installed ones. Imports nothing: only reward processes run this code."""
     found: dict[str, str] = {}
     waiting, seen = [name], set[str]()
     while waiting:
@@ -236,7 +237,7 @@ def _imports(source: bytes, name: str, *, is_package: bool) -> Iterator[str]:
     yield name.rpartition(".")[0]
     try:
         nodes = list(ast.walk(ast.parse(source)))
-    except (SyntaxError, ValueError):  # importing it says what is wrong
+    except (SyntaxError, ValueError):  # a later import reports what is wrong
         return
     for node in nodes:
         if isinstance(node, ast.Import):
@@ -251,7 +252,7 @@ def _imports(source: bytes, name: str, *, is_package: bool) -> Iterator[str]:
 
 
 def _note(run_dir: Path, name: str, facts: Callable[[], Mapping[str, Any]]) -> None:
-    """Write a record, unless the run has already begun."""
+    """Write a record if the run has not begun yet."""
     if not has_begun(run_dir):
         _write(run_dir / name, facts())
 
@@ -267,13 +268,13 @@ def _noted(run_dir: Path, name: str, read: Callable[[Any], T]) -> T | None:
     if not has_begun(run_dir):
         return None
     earlier = (
-        f"an earlier version of Rollcall than this one ({__version__}) began this run; finish it with the version that began it, or "
+        f"a version of Rollcall before {__version__} began this run; finish it with the version that began it, or "
         f"{ANOTHER_RUN}"
     )
     try:
         found = json.loads(read_small(path, most=1 << 31))
         if found["format"] < FORMAT:
-            raise CheckpointError(f"{path} has the format {found['format']}: {earlier}")
+            raise CheckpointError(f"{path} has format {found['format']}: {earlier}")
         return read(found)
     except FileNotFoundError:
         raise CheckpointError(f"{run_dir} has no {name}: {earlier}") from None
@@ -281,5 +282,5 @@ def _noted(run_dir: Path, name: str, read: Callable[[Any], T]) -> T | None:
         raise
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise CheckpointError(
-            f"{path} is not as Rollcall writes it ({type(error).__name__}: {error}); restore the file, or {ANOTHER_RUN}"
+            f"{path} is damaged ({type(error).__name__}: {error}); restore the file, or {ANOTHER_RUN}"
         ) from None

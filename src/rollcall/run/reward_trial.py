@@ -1,8 +1,8 @@
 """`rollcall reward test`: tries a run's rewards on a few of its rows, before training.
 
-Each row is scored with a group of three completions: its own answer, an empty one, and a text without an answer.
-This finds a reward that cannot be loaded, that fails on everything, or that scores correct answers with 0, before it wastes
-hours of training.
+Each row is scored as a group of three completions: the row's own answer, an empty text, and a text without an answer.
+This finds a reward that cannot be loaded, that always fails, or that scores correct answers with 0, before training wastes
+hours on it.
 """
 
 from __future__ import annotations
@@ -30,25 +30,25 @@ class Scored:
     """A trial completion and its score."""
 
     row: str
-    completion: str  # which of the three
+    completion: str  # the kind: ANSWER, EMPTY or SAMPLE
     text: str
     score: float  # the weighted sum
     parts: dict[str, float]
     errors: dict[str, str]
-    notes: dict[str, str]  # from services
-    seconds: float  # the time for its row's group, divided by the group's size
+    notes: dict[str, str]  # from reward services
+    seconds: float  # the time to score the row's group, divided by the group's size
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trial:
     scored: list[Scored]
-    failures: list[Failure]  # the first for each reward and kind, with tracebacks
-    in_force: dict[str, dict[str, str]]  # the confinement of each reward's processes on this machine
+    failures: list[Failure]  # the first failure of each reward and kind, with its traceback
+    in_force: dict[str, dict[str, str]]  # which limits apply to each reward's processes on this machine
     left_out: list[str]  # rewards that need the policy
 
     @property
     def broken(self) -> list[str]:
-        """The rewards that failed on everything."""
+        """The rewards that failed on every completion."""
         names = self.scored[0].parts if self.scored else ()
         return [name for name in names if all(name in scored.errors for scored in self.scored)]
 
@@ -85,7 +85,9 @@ def try_run(config: Config, *, num_rows: int) -> Trial:
     tokenizer = load_tokenizer(path, chat_template=model.chat_template, trust_remote_code=model.trust_remote_code)
     needs = columns_needed(config.reward)
     found = load_prompts(data.train, data=data, tokenizer=tokenizer, limit=num_rows, needs=needs)
-    if config.cluster is None and config.environment is not None:  # on a cluster, it may only exist on the nodes
+    if (
+        config.cluster is None and config.environment is not None
+    ):  # on a cluster, the environment may be installed only on the nodes
         from rollcall.run.build import build_environments
 
         environments = build_environments(config.environment, tokenizer, found)
@@ -96,7 +98,7 @@ def try_run(config: Config, *, num_rows: int) -> Trial:
 
 def try_rewards(config: Config, prompts: list[Prompt]) -> Trial:
     """Score each prompt's own answer, an empty completion, and a text without an answer."""
-    # A service that does not respond fails the trial at once.
+    # The trial does not wait for a service that is down.
     rewards = [
         reward.model_copy(update={"outage_s": 0.0}) if isinstance(reward, AskedReward) else reward
         for reward in config.reward
@@ -125,7 +127,7 @@ def completions_for(prompt: Prompt) -> list[tuple[str, str]]:
 
 
 def _score(scorer: Scorer, prompt: Prompt) -> list[Scored]:
-    """Score the completions as one group, because some rewards look at the full group."""
+    """Score the completions as one group, because some rewards compare the completions of a group."""
     texts = completions_for(prompt)
     completions = tuple(Completion.given(np.zeros(1, dtype=np.int32), text=text) for _, text in texts)
     started = time.perf_counter()

@@ -1,20 +1,20 @@
-"""Decides which engine gets which requests. Does no I/O: requests and a clock in, decisions out.
+"""Decides which engine gets which request. Does no I/O: it takes requests and a clock, and returns decisions.
 
-A completion keeps its seed, so the choice of worker only affects timing. A group's requests go to one worker together (a ``Batch``),
-because the prompt is then computed only once. A worker gets as much as it can decode at once (``room``, in completions) and some
-more, so that it never runs dry. The rest waits here, in ``Request.order``.
+A completion keeps its seed, so the choice of a worker only affects timing. A group's requests go to one worker together (a ``Batch``),
+so that the prompt is computed only once. A worker gets as many completions as it can decode at once (``room``) and a few
+more, so that it never runs dry. The other requests wait in the router, ordered by ``Request.order``.
 
 - With node weights, each node gets its share of the batches regardless of speed; a node's workers divide the share by speed.
-- Without, all workers divide everything by speed. A batch goes to the worker that is expected to finish it first. A slow
+- Without node weights, all workers divide all batches by speed. A batch goes to the worker that should finish it first. A slow
   worker gets no batch that the others would finish sooner. Near the end, batches that a busy worker has not started go
-  to an idle worker.
+  to idle workers.
 
-A session's request goes to the worker that had the session's previous request, if that worker can start at once: it may still have
-the KV. On another worker it takes longer but gives the same result.
+A session's request goes to the worker that had the session's previous request, if that worker can start it at once, because it may still
+have the KV. Another worker takes longer but gives the same result.
 
-Speed is measured: completions per second while a worker is busy, and seconds from sending a batch until all of it is back. Old
-measurements fade, so a node that slows down or recovers is noticed. If a worker got no work for ``RETRY_VERSIONS`` weight versions,
-its measurements are dropped, and it counts as fast as the others.
+Speed is measured in completions per second while a worker is busy, and in seconds from sending a batch until all of it is back. Old
+measurements fade, so the router notices a node that slows down or recovers. If a worker got no work for ``RETRY_VERSIONS`` weight
+versions, the router drops its measurements and treats it as fast as the others.
 """
 
 from __future__ import annotations
@@ -28,23 +28,23 @@ from dataclasses import dataclass, field
 
 from rollcall.engine.protocol import Request
 
-KEPT = 0.98  # share of earlier measurements kept with each finished batch
+KEPT = 0.98  # weight of earlier measurements after each finished batch
 TOLERANCE = 1.25  # completions differ in length, so equally fast workers look slightly different
 RETRY_VERSIONS = 20
-_Turn = tuple[bool, float, int]  # whether it would start later, load relative to speed, worker
+_Turn = tuple[bool, float, int]  # whether the batch would have to wait, load relative to speed, worker
 AHEAD = 8  # a worker may get 1/AHEAD more than its room, or one batch more if that is larger
 
 
 @dataclass(slots=True, eq=False)
 class Batch:
-    """A group's requests, or a single one. ``requests`` contains the unfinished ones."""
+    """The requests of a group, or a single request. ``requests`` contains those that have not finished."""
 
-    order: tuple[tuple[int, int, int], int]  # its first request's order, then its arrival
+    order: tuple[tuple[int, int, int], int]  # the order of its first request, then its arrival
     session: str | None
     pool: _Pool
     requests: dict[str, Request] = field(default_factory=dict)
-    size: int = 0  # completions when it was handed out
-    seat: RolloutWorker | None = None  # None while it waits here
+    size: int = 0  # number of completions when it was handed out
+    seat: RolloutWorker | None = None  # None while it waits in the queue
     when_s: float = 0.0
 
 
@@ -52,17 +52,17 @@ class Batch:
 class RolloutWorker:
     """A rollout process: its current work and its measured speed."""
 
-    worker: int  # its number in the team
+    worker: int  # its index in the team
     node_rank: int
     name: str  # recorded with the groups that it generates
     given: dict[Batch, None] = field(default_factory=dict)
     load: int = 0  # assigned completions
-    num_waiting: int = 0  # completions that it had not started when it last answered
+    num_waiting: int = 0  # completions that were not started when it last answered
     version: int = 0  # weight version when it last got a batch
     # Measured:
     done: float = 0.0  # completions; older ones count less
-    busy_s: float = 0.0  # the time they took; older ones count less
-    since_s: float = 0.0  # the time up to which busy_s is counted, while there is work
+    busy_s: float = 0.0  # the time that they took; older times count less
+    since_s: float = 0.0  # while there is work: the time up to which busy_s is counted
     latency_s: float | None = None  # per batch
     # Computed from these by ``_Pool._compare``:
     rate: float = 0.0  # completions per second, over all that it decodes at once
@@ -70,7 +70,7 @@ class RolloutWorker:
     share: float = 1.0  # share of the work, relative to the others
 
     def measured(self, now: float) -> tuple[float, float]:
-        """Return completions and the seconds they took. Time beyond a usual batch's also counts: such a worker is slow or stuck."""
+        """Return the finished completions and the seconds that they took, including the time by which the current batch is late."""
         overdue_s = now - self.since_s - (self.latency_s or 0.0) if self.load else 0.0
         return self.done, self.busy_s + max(overdue_s, 0.0)
 
@@ -87,7 +87,7 @@ class Router:
         self._weights: Mapping[int, float] = {0: 1.0}
         self._num_given: dict[int, int] = {}  # batches by pool
         self._batches: dict[str, Batch] = {}  # by request
-        self._open: dict[str, Batch] = {}  # by group; batches that wait here
+        self._open: dict[str, Batch] = {}  # by group; batches that are still queued
         self._arrivals = itertools.count()
         self._sessions: dict[str, list[int]] = {}  # session -> the workers that had its requests, the latest last
         self._seats: dict[int, RolloutWorker] = {}  # workers that can get requests
@@ -106,11 +106,11 @@ class Router:
         return len(self._seats)
 
     def load(self, worker: int) -> int:
-        """Return the number of completions that the worker has to make."""
+        """Return the number of unfinished completions that the worker was given."""
         return self._seats[worker].load if worker in self._seats else 0
 
     def add(self, request: Request) -> None:
-        """Queue a request: with its group, else for its session's node, else for the node that is furthest behind its share."""
+        """Queue a request with its group; or on its session's node; or on the node that is furthest behind its share."""
         batch = self._open.get(request.group) if request.group is not None else None
         if batch is None:
             homes = [rank for rank in self._weights if self._pools[rank].home(request.session) is not None]
@@ -123,7 +123,7 @@ class Router:
         self._batches[request.id] = batch
 
     def _next_pool(self, among: Sequence[int] = ()) -> int:
-        """Choose one of these pools; if none of them fits, any pool with workers."""
+        """Choose one of these pools. If ``among`` is empty, choose any pool with workers."""
         able = among or [rank for rank in self._weights if self._pools[rank].seats] or list(self._weights)
         rank = min(able, key=lambda rank: ((self._num_given.get(rank, 0) + 1) / self._weights[rank], rank))
         self._num_given[rank] = self._num_given.get(rank, 0) + 1
@@ -134,7 +134,7 @@ class Router:
         return self._sessions.pop(session, [])
 
     def hand_out(self, *, version: int = 0) -> list[tuple[int, list[Request]]]:
-        """Return the requests to send now with their worker, batch by batch. ``version`` is the weight version."""
+        """Return the requests to send now, batch by batch, each with its worker. ``version`` is the weight version."""
         out: list[tuple[int, list[Request]]] = []
         for seat, batch in [given for pool in self._pools.values() for given in pool.hand_out(version)]:
             requests = list(batch.requests.values())
@@ -143,7 +143,7 @@ class Router:
         return out
 
     def worker_of(self, request_id: str) -> int | None:
-        """Return the worker that has the request; None if it waits here or is unknown."""
+        """Return the worker that has the request. None if the request is queued or unknown."""
         batch = self._batches.get(request_id)
         return None if batch is None or batch.seat is None else batch.seat.worker
 
@@ -158,7 +158,7 @@ class Router:
         return seat.name
 
     def drop(self, request_id: str) -> None:
-        """Forget a request that nobody is waiting for any more."""
+        """Forget a request that no caller waits for any more."""
         batch = self._batches.pop(request_id)
         request = batch.requests.pop(request_id)
         if batch.seat is not None:
@@ -180,13 +180,13 @@ class Router:
             self._seats[worker].num_waiting = num_waiting
 
     def take_back(self) -> list[tuple[int, list[str]]]:
-        """Take back requests that busy workers have not started while others are idle. They wait here again; the caller cancels them."""
+        """Queue again what busy workers have not started while others are idle. The caller must cancel these requests at the workers."""
         return [
             (seat.worker, list(batch.requests)) for pool in self._pools.values() for seat, batch in pool.take_back()
         ]
 
     def lose(self, worker: int) -> None:
-        """Forget a worker that is gone. Its unfinished requests wait here again in the old order, so they are the first to be sent."""
+        """Forget a lost worker. Its unfinished requests are queued again in their old order, so they are sent first."""
         for had in self._sessions.values():
             if worker in had:
                 had.remove(worker)
@@ -198,14 +198,14 @@ class Router:
         self._spread()
 
     def join(self, new: RolloutWorker) -> None:
-        """Add a new process, which knows nothing about earlier requests."""
+        """Add a new process. It knows nothing about earlier requests."""
         rank = new.node_rank if self._by_node else 0
-        if rank in self._pools:  # else its node has weight 0
+        if rank in self._pools:  # otherwise its node has weight 0
             self._seats[new.worker] = self._pools[rank].seats[new.worker] = new
             self._spread()
 
     def _spread(self) -> None:
-        """Move the batches in a pool without workers to the other pools."""
+        """Move batches from pools without workers to other pools."""
         for pool in self._pools.values():
             waiting, pool.queue = (sorted(pool.queue), []) if not pool.seats and self.num_workers else ([], pool.queue)
             for _, batch in waiting:
@@ -221,7 +221,7 @@ class _Pool:
         self.seats: dict[int, RolloutWorker] = {}
         self.queue: list[tuple[tuple[tuple[int, int, int], int], Batch]] = []  # a heap
         self._room = room
-        self._size = 1  # completions per batch, from the last one
+        self._size = 1  # completions per batch, as in the last batch
         self._clock = clock
         self._sessions = sessions
         # For all workers together, computed by ``_compare``:
@@ -245,7 +245,7 @@ class _Pool:
         return self.seats.get(had[-1]) if had else None
 
     def hand_out(self, version: int) -> list[tuple[RolloutWorker, Batch]]:
-        """Hand the waiting batches to workers. Each batch changes only its worker's turn, because the sum of waiting and handed-out
+        """Assign waiting batches to workers. Each assignment changes only that worker's turn, because the sum of waiting and assigned
         requests stays the same."""
         out: list[tuple[RolloutWorker, Batch]] = []
         if self.first() is None or not any(self._may_get(seat, self._size) for seat in self.seats.values()):
@@ -274,7 +274,7 @@ class _Pool:
         return out
 
     def _best(self, turns: list[_Turn], size: int, waiting: int) -> RolloutWorker | None:
-        """Return the worker that is expected to finish a batch of this size first, or None if the batch should wait."""
+        """Return the worker that should finish a batch of this size first, or None if the batch should wait."""
         while turns:
             seat = self.seats[turns[0][2]]
             turn = self._turn(seat, size, waiting)
@@ -287,7 +287,7 @@ class _Pool:
         return None
 
     def _turn(self, seat: RolloutWorker, size: int, waiting: int) -> _Turn | None:
-        """Return a worker's sort key, lowest first; None if it gets nothing."""
+        """Return the worker's sort key (lowest first), or None if it must not get the batch."""
         if not self._may_get(seat, size) or not self._in_time(seat, size, waiting=waiting):
             return None
         return not self._has_place(seat, size), (seat.load + size) / seat.share, seat.worker
@@ -305,7 +305,7 @@ class _Pool:
             had[:] = [worker for worker in had if worker != seat.worker] + [seat.worker]
 
     def measure(self, seat: RolloutWorker, batch: Batch) -> None:
-        """Update a worker's measurements with a finished batch."""
+        """Add a finished batch to the worker's measurements."""
         now = self._clock()
         seat.done = KEPT * seat.done + batch.size
         seat.busy_s = KEPT * seat.busy_s + now - seat.since_s
@@ -348,13 +348,13 @@ class _Pool:
         """Whether this worker would finish a batch by about the time when the others finish everything."""
         if len(self.seats) == 1 or not self._load:
             return True  # some worker has to start
-        turns = 1 if self._has_place(seat, size) else 2  # it starts after another batch has finished
+        turns = 1 if self._has_place(seat, size) else 2  # 2: the batch starts after another one has finished
         others_s = (waiting + self._load - seat.load) / (self._rate - seat.rate)
         return turns * seat.expected_s <= TOLERANCE * max(self._latency_s, others_s)
 
     def _compare(self, now: float) -> None:
-        """Compute all workers' speeds. A worker without measurements counts as fast as the others, with the weight of one
-        batch."""
+        """Compute the speed of every worker. A worker without measurements starts with the usual speed, which has the weight of one batch
+        in its average."""
         measured = [(seat, *seat.measured(now)) for seat in self.seats.values()]
         known = [done / max(spent, 1e-6) for _, done, spent in measured if done]
         usual = sum(known) / len(known) if known else 1.0
@@ -363,8 +363,8 @@ class _Pool:
         for seat, done, spent in measured:
             seat.rate = (done + self._size) / (spent + self._size / usual)
             seat.expected_s = self._latency_s if seat.latency_s is None else seat.latency_s
-            # With more work, some engines have a higher rate at the same latency, others a higher latency at the same rate.
-            # Combining both balances the load over either kind; using only one of them would overload one kind.
+            # With more work, some engines decode faster at the same latency, and others take longer at the same rate. Combining rate and
+            # latency balances the load over both kinds; either of them by itself would overload one kind.
             relative = self._latency_s / seat.latency_s if seat.latency_s else 1.0
             seat.share = (seat.rate / usual) ** 0.75 * relative**0.25
         self._rate = sum(seat.rate for seat in self.seats.values())

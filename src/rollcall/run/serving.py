@@ -1,6 +1,6 @@
-"""`rollcall serve`: finds the model, builds its engine, and serves it behind the endpoint until it is stopped.
+"""`rollcall serve`: finds the model, builds its engine, and serves it over HTTP until it is stopped.
 
-The main thread steps the engine; the endpoint's server has its own thread (``environments/endpoint.py``).
+The main thread steps the engine; the HTTP server runs in its own thread (``environments/endpoint.py``).
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ SHORTEST_KEY = 16
 
 
 def plan_serving(target: str, *, overrides: list[str], engine: str | None = None) -> ModelPlan:
-    """Plan to serve a run's newest model (run directory or run file), or the model with that path or name. Its API name is ``run.name``."""
+    """Find the model to serve: the newest of a run (directory or file), or a model's path or name. Its API name is ``run.name``."""
     changes = {"rollout.engine": engine} if engine else {}
     path = Path(target)
     if (path / RUN_FILE).is_file() or (path.is_file() and path.suffix in (".yaml", ".yml")):
@@ -48,23 +48,23 @@ def plan_serving(target: str, *, overrides: list[str], engine: str | None = None
 
 
 def read_key(file: Path | None) -> str | None:
-    """Read the key from the file, otherwise from the environment variable; None if there is neither."""
+    """Read the API key from the file, or without one from the environment variable. Returns None if neither is set."""
     key = file.read_text(errors="replace").strip() if file is not None else os.environ.get(KEY, "").strip()
     if not key and file is None:
         return None
     if len(key) < SHORTEST_KEY or not key.isascii() or not key.isprintable() or " " in key:
         where = str(file) if file is not None else KEY
         raise ConfigError(
-            f"the key in {where} must have at least {SHORTEST_KEY} letters, digits and signs, without spaces; make one: "
+            f"the key in {where} must have at least {SHORTEST_KEY} printable ASCII characters and no spaces; generate one: "
             "python -c 'import secrets; print(secrets.token_urlsafe(32))'"
         )
     return key
 
 
 def serve(plan: ModelPlan, *, host: str, port: int, key: str | None, show: Callable[[str], None]) -> None:
-    """Serve until Ctrl-C. ``show`` gets the address, and the key if it was generated."""
+    """Serve until Ctrl-C. Calls ``show`` with the address, and with the key if it had to be generated."""
     config = plan.config
-    listener = listen(host, port)  # refuse a port that is in use before the model is loaded
+    listener = listen(host, port)  # fail on a port that is in use before loading the model
     path, tokenizer = open_model(config, plan.model_path, origin=plan.origin)
     sampler = load_sampler(config.model, config.rollout, path, tokenizer, lora=plan.lora)
     with closing(sampler.engine) as engine:
@@ -82,7 +82,7 @@ def serve(plan: ModelPlan, *, host: str, port: int, key: str | None, show: Calla
             app = Endpoint({used: caller}, served=served, tokenizer=tokenizer, call_format=call_format)
             server = EndpointServer(app, host=host, listener=listener)
             say(
-                f"serving {served.name!r} with {served.max_model_len:,} positions; Ctrl-C ends it. The address"
+                f"serving {served.name!r} with {served.max_model_len:,} positions; stop with Ctrl-C. The address"
                 f"{'' if key else ' and the key'}:"
             )
             show(f"{server.address}/v1")
@@ -98,8 +98,8 @@ def serve(plan: ModelPlan, *, host: str, port: int, key: str | None, show: Calla
 
 
 def open_caller(engine: Engine, rules: Open, *, tokenizer: Any, failed: asyncio.Future[None]) -> Caller:
-    """Build a caller for a server in this event loop. Its tokenizer is a copy, because another thread uses the engine's. ``failed`` gets
-    the error that stops the engine."""
+    """Build a caller for a server, in this event loop. It copies the tokenizer, because another thread uses the engine's. If the engine
+    stops with an error, ``failed`` gets the error."""
     own = copy.deepcopy(tokenizer)
     histories = Histories(Conversations(own), name="serve", max_kept=4_000_000)
     numbers = itertools.count()

@@ -1,8 +1,8 @@
-"""Rehearses a run's cluster on this machine: as many nodes with as many slots, the run's placement, algorithm and loop, but a tiny model
-and two steps. Ends with a verdict.
+"""Rehearses a cluster run on this machine, and returns a verdict. Nodes, slots, placement, algorithm and loop are those of the run; the
+model is tiny, and there are two steps.
 
-Nodes are started like ``rollcall node`` starts them, each with its own state folder, and are always stopped at the end. Slots are
-logical: nothing here needs a GPU.
+The nodes are started as ``rollcall node`` starts them, each with its own state folder, and are always stopped at the end. The slots are
+logical, so no GPU is needed.
 """
 
 from __future__ import annotations
@@ -36,13 +36,16 @@ SHAPE = dict(
     hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=8, num_key_value_heads=8,
     max_position_embeddings=64, tie_word_embeddings=False, rms_norm_eps=1e-6,
 )  # fmt: skip
-PROCESS_GIB, NODE_GIB = 0.4, 0.3  # measured, resident: a worker with torch and the tiny model; a node's own processes
+PROCESS_GIB, NODE_GIB = (
+    0.4,
+    0.3,
+)  # measured resident memory of a worker with torch and the tiny model, and of a node's own processes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict:
     ok: bool
-    why: str | None  # why the run does not work
+    why: str | None  # why the run would fail
     num_nodes: int
     num_slots: int
     num_processes: int
@@ -53,7 +56,7 @@ class Verdict:
 
 
 def simulate(config: Config) -> Verdict:
-    """Start nodes, run on them, stop them. Errors in the run file or the placement are raised, and are not part of the verdict."""
+    """Start the nodes, run on them, and stop them. Raises errors in the run file or the placement; other errors become the verdict."""
     if config.cluster is None:
         raise ConfigError(
             "the run file has no cluster section, so there is no placement to rehearse; `rollcall train` runs it"
@@ -61,17 +64,19 @@ def simulate(config: Config) -> Verdict:
     plan = workable_plan(config, config.cluster)
     _refuse_too_large(plan)
     if config.rollout.engine == "vllm":
-        say("rollout.engine=vllm is rehearsed with the native engine")
+        say("rollout.engine=vllm is replaced by the native engine in the rehearsal")
     started = time.monotonic()
     summary: dict[str, Any] | None = None
     why = None
-    with tempfile.TemporaryDirectory(prefix="rc-sim-", dir="/tmp") as folder:  # short: socket paths are limited
+    with tempfile.TemporaryDirectory(
+        prefix="rc-sim-", dir="/tmp"
+    ) as folder:  # a short path, because socket paths are limited
         root = Path(folder)
         with _nodes(plan, root):
             say(f"running {STEPS} steps of {config.algorithm.name} with a tiny model")
             try:
                 summary = _run(config, root)
-            except Exception as error:  # any error in the run becomes the verdict
+            except Exception as error:  # whatever it is, it becomes the verdict
                 why = str(error) or type(error).__name__
     return Verdict(
         ok=summary is not None and summary["steps"] == STEPS,
@@ -87,8 +92,10 @@ def simulate(config: Config) -> Verdict:
 
 
 def rehearsed(config: Config, root: Path, *, model: Path, reward_model: Path | None) -> Config:
-    """Shrink everything in the run except its placement."""
-    unit = math.lcm(config.actor.minibatches, config.critic.minibatches)  # minibatches must divide the prompts
+    """Return a config with a small model, small data and few steps, but the same placement."""
+    unit = math.lcm(
+        config.actor.minibatches, config.critic.minibatches
+    )  # the number of minibatches must divide the number of prompts
     document = config.model_dump(mode="json")
     document["run"] |= {"name": NAME, "dir": str(root / "run")}
     document["cluster"] |= {"accelerator": "cpu", "ray_address": None}  # the rehearsal has its own nodes
@@ -108,7 +115,7 @@ def rehearsed(config: Config, root: Path, *, model: Path, reward_model: Path | N
     }  # fmt: skip
     for trained in ("actor", "critic"):
         document[trained] |= {"compile": False}
-    # A random policy never answers correctly: a reward that varies between completions lets the update change weights.
+    # A random policy never answers correctly, so use a reward that varies between completions. Otherwise updates would change nothing.
     document["reward"] = [{"type": "regex", "pattern": "[0-4]"}] + (
         [{"type": "model", "path": str(reward_model)}] if reward_model else []
     )
@@ -135,12 +142,12 @@ def _run(config: Config, root: Path) -> dict[str, Any]:
     try:
         return train(small, quiet=True)
     finally:
-        disconnect()  # before its nodes stop
+        disconnect()  # before the nodes stop
 
 
 @contextmanager
 def _nodes(plan: Plan, root: Path) -> Iterator[None]:
-    """Start the nodes one after the other: in parallel, two cores would not start Ray any faster."""
+    """Start the nodes one after the other; in parallel, Ray would not start any faster on two cores."""
     up: list[int] = []
     with environment({CLUSTER: NAME, STATE_DIR: str(root / "node0")}):
         try:

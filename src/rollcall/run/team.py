@@ -1,4 +1,4 @@
-"""A run's processes on a cluster: where they are, which roles they have, how they are called, and what they are doing."""
+"""A run's processes on a cluster: where they run, which roles they have, how to call them, and what they are doing."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Site:
-    """An attempt's nodes. The plan and the section number them from 0; ``kept`` contains their ranks in the cluster."""
+    """The nodes of an attempt. The plan and the section number them from 0; ``kept`` contains their ranks in the cluster."""
 
     plan: Plan
     section: ClusterSection
@@ -49,7 +49,8 @@ class Site:
         env: Mapping[str, str] | None = None,
         takes_slots: bool = True,
     ) -> WorkerGroup:
-        """Start one worker for each planned process. A worker that takes no slots is placed at its first slot."""
+        """Start one worker for each planned process. With ``takes_slots=False`` a worker is placed at its first slot without reserving
+        it."""
         first_slots = [sum(self.plan.slots_per_node[:rank]) for rank in range(self.plan.num_nodes)]
         submitted = submitted_env(self.section)
         return WorkerGroup(
@@ -78,7 +79,7 @@ class Site:
 
 
 class Spares:
-    """Starts new processes in the seats of lost ones, as often as the restart budget allows."""
+    """Replaces lost processes, as often as the restart budget allows."""
 
     def __init__(self, group: WorkerGroup, trainer: TrainerSection, *, role: Role) -> None:
         self._is_closed = False
@@ -92,26 +93,26 @@ class Spares:
         self._is_closed = True
 
     def replace(self, rank: int, start: Callable[[], T]) -> T:
-        """Wait for the seat's node, then return the result of ``start``, which prepares the new process."""
+        """Start a new process in the seat once its node is available. Returns the result of ``start``, which prepares the process."""
         where = self._group.specs[rank].where
         loss: WorkerLostError = WorkerDiedError(f"{where} is lost", role=str(self._role), ranks=[rank], node_ranks=[])
         while True:
             with self._one:
                 self._budget.spend(loss)
             try:
-                self._group.replace(rank, timeout_s=24 * 3600.0)  # the other processes do the work in the meantime
+                self._group.replace(rank, timeout_s=24 * 3600.0)  # meanwhile the other processes do the work
                 return start()
             except WorkerLostError as error:
                 if self._is_closed:
                     raise
                 loss = error
-                warn(f"{where} is lost; the others do its work until it is replaced: {headline(loss)}")
+                warn(f"{where} is lost; the other workers take over its work until it is replaced: {headline(loss)}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Team:
     group: WorkerGroup
-    members: dict[Role, list[int]]  # the group's processes with each role, by rank
+    members: dict[Role, list[int]]  # for each role, the group's processes that have it, by rank
     together: frozenset[Role] = frozenset()  # roles whose processes run every forward together
 
     def call(self, workers: Sequence[int], method: str, *args: Any) -> list[Any]:
@@ -121,11 +122,11 @@ class Team:
         return self.call(self.members[role], method, *args)
 
     def meetings(self) -> dict[Role, tuple[Place, int]]:
-        """Return where each gang's processes meet, and how many there are. A gang is named after one of its roles."""
+        """Return where each gang's processes meet, and their number. The key is one of the gang's roles."""
         found: dict[Role, tuple[Place, int]] = {}
         for role in (*TRAINED, *SCORERS):
             members = self.members.get(role, [])
-            # Roles in the same processes form one gang; a process listens once.
+            # Roles in the same processes form one gang, and a process listens only once.
             known = any(self.members[other] == members for other in found)
             if len(members) > 1 and not known and (role in TRAINED or role in self.together):
                 address = self.group.worker_metadata[members[0]]["address"]
@@ -134,8 +135,8 @@ class Team:
         return found
 
     def forward(self, role: Role, method: str, samples: Sequence[Sample]) -> list[Any]:
-        """Return one result per sample. Each process with the role gets a fair share of the tokens, with an attempt's rows kept together.
-        Processes that run every forward together divide the samples among themselves."""
+        """Return one result per sample. Each process with the role gets a fair share of the tokens, and an attempt's rows stay together.
+        Processes that run every forward together all get all samples, and divide them themselves."""
         if role in self.together:
             return self.call_role(role, method, list(samples))[0]
         workers = self.members[role]
@@ -163,7 +164,7 @@ def look_at(
     on_ray: bool,
     last: bool = False,
 ) -> Look:
-    """Describe the groups' workers in the plan's terms. A group's processes are in rank order."""
+    """Describe the workers of the groups by role, node and state. ``processes`` are in rank order."""
     states: list[ProcessState] = []
     calls: dict[str, list[RecordedCall]] = {}
     marks: list[Mark] = []

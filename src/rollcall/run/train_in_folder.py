@@ -1,7 +1,7 @@
 """Runs on nodes that share only a folder: ``rollcall train --master`` and ``--worker R``.
 
-The master trains as on a cluster, but reaches its workers through the folder. The placement is fixed: the actor and the critic on node 0,
-an engine on every node.
+The master trains as on a cluster, but reaches its workers through the folder. The placement is fixed: the actor and the critic run on
+node 0, and an engine runs on every node.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def train_as_master(
     quiet: bool = False,
     bounds: Bounds | None = None,
 ) -> dict[str, Any]:
-    """Train with this node as node 0. Returns the summary."""
+    """Train, with this node as node 0. Returns the summary."""
     from rollcall.process.groups.folder.master import FolderBackend
     from rollcall.run.training import train
 
@@ -40,7 +40,7 @@ def train_as_master(
 
 
 def serve_as_worker(folder: Path, *, rank: int, num_nodes: int, options: Mapping[str, str]) -> None:
-    """Serve as node ``rank`` until the master's run is over. Options that differ from the master's are refused."""
+    """Serve as node ``rank`` until the master's run is over. Raises if the options differ from the master's."""
     if not 0 < rank < num_nodes:
         raise ConfigError(
             f"--worker {rank} with --num-nodes {num_nodes} is not a worker; node 0 is the master, the workers are 1 to "
@@ -50,31 +50,34 @@ def serve_as_worker(folder: Path, *, rank: int, num_nodes: int, options: Mapping
     from rollcall.process.debug.stopped import has_terminal
     from rollcall.process.groups.folder.worker import FolderWorker
 
-    if has_terminal():  # nodes that share only a folder cannot reach each other: without a terminal nobody could attach
+    if (
+        has_terminal()
+    ):  # without a terminal nobody could attach, because nodes that share only a folder cannot reach each other
         serve()
     FolderWorker(folder, rank=rank, num_nodes=num_nodes, options=options).run()
 
 
 def with_folder(config: Config, folder: Path, *, num_nodes: int, rank_weights: Sequence[float] | None) -> Config:
-    """Add the cluster that the folder implies to the run. Refuses a run file that contradicts it."""
+    """Return the config with the cluster section that the folder implies. Raises if the run file contradicts it."""
     if num_nodes < 2:
         raise ConfigError(
             f"--num-nodes {num_nodes}: a master without workers does not need a folder; leave --master out"
         )
     if config.rollout.weights not in ("auto", "file"):
         raise ConfigError(
-            f"rollout.weights={config.rollout.weights} needs a network between the nodes, and they share only a folder; leave "
+            f"rollout.weights={config.rollout.weights} needs a network between the nodes, but they share only a folder; leave "
             "it out, or use file"
         )
     if config.trainer.elastic is not None:
         raise ConfigError(
-            "trainer.elastic is for nodes on Ray; here the others do the part of a lost node until it is back: leave it out"
+            "trainer.elastic is for nodes on Ray; with a shared folder, the other nodes do the work of a lost node until it is back: "
+            "leave it out"
         )
     document = config.model_dump(mode="json")
     implied = {
         "num_nodes": num_nodes,
         "num_gpus_per_node": 1,
-        "accelerator": "cpu",  # a logical slot: its worker can use all of its node
+        "accelerator": "cpu",  # the slot is logical: its worker can use the whole node
         "nodes": None,
         "component_placement": PLACEMENT | ({"critic": 0} if config.algorithm.name == "ppo" else {}),
         "node_weights": None if rank_weights is None else list(rank_weights),
@@ -84,8 +87,8 @@ def with_folder(config: Config, folder: Path, *, num_nodes: int, rank_weights: S
             given = document["cluster"][key]
             if key != "accelerator" and key in config.cluster.model_fields_set and given != value:
                 raise ConfigError(
-                    f"cluster.{key}={given} in the run file, and the command line means {key}={value} (one slot on each "
-                    "of its nodes, the actor on node 0); leave it out of the run file"
+                    f"cluster.{key}={given} in the run file contradicts the command line, which implies {key}={value} (one slot on each "
+                    "node, the actor on node 0); leave it out of the run file"
                 )
     kept = {} if config.cluster is None else {key: document["cluster"][key] for key in ("env", "env_pass", "node_env")}
     document["cluster"] = {**kept, **implied}
@@ -95,12 +98,13 @@ def with_folder(config: Config, folder: Path, *, num_nodes: int, rank_weights: S
 
 
 def _shared_dir(run_dir: Path, folder: Path) -> Path:
-    """Return the run directory if it is on the folder's file system, because all nodes read checkpoints and weights there."""
+    """Return the run directory. Raises unless it is on the folder's file system, where all nodes can read checkpoints and weights."""
     run_dir, folder = run_dir.absolute(), folder.absolute()
     there = [next(each for each in (path, *path.parents) if each.exists()) for path in (run_dir, folder)]
     if folder.is_relative_to(run_dir) or there[0].stat().st_dev != there[1].stat().st_dev:
         raise ConfigError(
-            f"run.dir={run_dir} must be on the file system of --log-path {folder}, which is all that the nodes share, and must not hold "
+            f"run.dir={run_dir} must be on the file system of --log-path {folder}, which is all that the nodes share, and must not "
+            "contain "
             f"that folder; use run.dir={folder / 'run'}"
         )
     return run_dir
@@ -114,5 +118,5 @@ def read_weights(text: str | None) -> list[float] | None:
         return [float(part) for part in text.split(",")]
     except ValueError:
         raise ConfigError(
-            f"--rank-weights {text} is not a list of numbers; write one share for each node, such as 2,1,1"
+            f"--rank-weights {text} is not a list of numbers; give one weight for each node, such as 2,1,1"
         ) from None

@@ -1,4 +1,4 @@
-"""A training run, from a run file to a model directory: starts or resumes it, runs the controller in attempts, writes the summary."""
+"""Trains from a run file to a model directory: starts or resumes the run, runs the controller in attempts, and writes the summary."""
 
 from __future__ import annotations
 
@@ -87,13 +87,13 @@ def train(
 ) -> dict[str, Any]:
     """Train, or continue the run in the directory. Returns the summary.
 
-    ``backend`` runs the processes of a run with several slots, instead of the Ray cluster that this node belongs to. ``is_bare`` is for
+    ``backend`` runs the processes of a run with several slots, in place of the Ray cluster that this node belongs to. ``is_bare`` is for
     debugging: one reward process, no CUDA graphs.
     """
     bounds = bounds or Bounds()
     if bounds.split is Split.EVAL and config.data.val is None:
         raise ConfigError(
-            "--split eval needs held-out prompts, and data.val is not set; set it, or leave out --split eval"
+            "--split eval needs held-out prompts, but data.val is not set; set it, or leave out --split eval"
         )
     refuse_few_files()
     serve()
@@ -101,7 +101,7 @@ def train(
         old = move_aside(config.run.dir) if fresh else None
         if old is not None:
             say(f"the run that was in {config.run.dir} is now in {old}")
-        # Without other slots, this process has all roles.
+        # Without a cluster, this process has all roles.
         roles = () if _has_slots(config) else tuple(sorted(map(str, needed_roles(config))))
         about = About(title=CONTROLLER, roles=(CONTROLLER, *roles), run=str(config.run.dir.resolve()))
         run = _Run(config, bounds, lease, backend, callbacks or Callbacks(), is_bare)
@@ -111,8 +111,8 @@ def train(
 
 @contextmanager
 def _examining() -> Iterator[None]:
-    """Open the debugger for exceptions in this process, if the user asked for that. An error from another process was examined there.
-    Each error opens it only once, so these blocks may be nested."""
+    """Open the debugger for exceptions in this process, if the user asked for it. Errors from another process were examined there. Each
+    error opens the debugger only once, so these blocks may be nested."""
     try:
         yield
     except Exception as error:
@@ -131,7 +131,9 @@ class _Run:
     backend: Backend | None
     callbacks: Callbacks
     is_bare: bool
-    smaller: dict[str, int] = field(default_factory=dict)  # section -> tokens of a micro-batch, after one did not fit
+    smaller: dict[str, int] = field(
+        default_factory=dict
+    )  # section -> tokens per micro-batch, after a larger one did not fit
 
     def finish(self, *, quiet: bool) -> dict[str, Any]:
         """Train to the end, in as many attempts as needed. Returns the summary."""
@@ -139,8 +141,10 @@ class _Run:
         config, run_dir, trainer = self.config, self.config.run.dir, self.config.trainer
         check_loggers(config)
         changes: list[Change] = []
-        if has_begun(run_dir) or not (run_dir / RUN_FILE).exists():  # a failed start does not own the directory
-            changes = changes_on_resume(config, run_dir)  # refuses what cannot change, before anything is loaded
+        if (
+            has_begun(run_dir) or not (run_dir / RUN_FILE).exists()
+        ):  # a directory with another run's file may be left from a failed start
+            changes = changes_on_resume(config, run_dir)  # refuses impossible changes before anything is loaded
         if not has_begun(run_dir):
             refuse_changing_base(config)
         store = CheckpointStore(
@@ -156,7 +160,7 @@ class _Run:
             if changes:
                 warn(
                     f"the run is finished, so these changes have no effect: {'; '.join(map(str, changes))}. `rollcall merge "
-                    f"{run_dir} --out FOLDER` writes its model in another form"
+                    f"{run_dir} --out FOLDER` can write its model in another form"
                 )
             return summary
         return self._train(store, resume, continued=continued, started=started, quiet=quiet)
@@ -206,7 +210,7 @@ class _Run:
         return summary
 
     def _build(self) -> Workers:
-        """Build all roles in this process, unless the run file places them on several slots. The run file keeps the user's sizes."""
+        """Build all roles, in this process or on the cluster's slots. Reduced sizes apply only here; the run file keeps the user's."""
         smaller = {
             name: getattr(self.config, name).model_copy(update={"tokens_per_microbatch": tokens})
             for name, tokens in self.smaller.items()
@@ -219,7 +223,7 @@ class _Run:
         return build_workers_on_cluster(config, backend=self.backend)
 
     def _note_end(self, reason: Exception) -> None:
-        """Note why another attempt follows, in the events, and reduce its sizes if necessary."""
+        """Record in the events why another attempt follows, and reduce its micro-batches if one did not fit."""
         run_dir = self.config.run.dir
         if isinstance(reason, Regrow):
             _mark(run_dir, "node back", MarkKind.RECOVERY, reason=reason)
@@ -241,7 +245,7 @@ class _Run:
         workers = self._build()
         with closing(workers), ExitStack() as opened:
             if resume is not None and (why := workers.saving.missing(resume.path)):
-                warn(f"checkpoint {resume.path} is not complete ({why}) and is skipped")
+                warn(f"checkpoint {resume.path} is incomplete ({why}) and is skipped")
                 resume = store.latest(before=resume.step, missing=workers.saving.missing)
                 start_step = resume.step if resume else 0
                 console.restart(start_step)
@@ -255,7 +259,7 @@ class _Run:
                 console.phase(f"reading the checkpoint of step {start_step}")
                 workers.saving.read(resume.path)
             console.phase(None)
-            # Only now: a refused run file must not become this directory's run file.
+            # Not earlier, because a refused run file must not replace this directory's run file.
             _claim(config, run_dir, continued=(run_dir / "journal").exists())
             _keep_tokenizer(workers.tokenizer, run_dir / TOKENIZER)
             note_rows(run_dir, workers.train, workers.val, limit=config.eval.max_prompts)
@@ -300,13 +304,13 @@ class _Run:
 
 
 def _has_slots(config: Config) -> bool:
-    """Whether the run has slots beyond this process."""
+    """Whether the run needs processes in addition to this one."""
     return config.cluster is not None and config.cluster.num_slots > 1
 
 
 @contextmanager
 def _marking_failure(run_dir: Path) -> Iterator[None]:
-    """If the block raises, note in the events why the run ended. Another controller's events are not touched."""
+    """If the block raises, record in the events why the run ended, unless another controller has taken over the run."""
     try:
         yield
     except Exception as error:
@@ -322,7 +326,7 @@ def _mark(run_dir: Path, name: str, kind: MarkKind, *, reason: Exception) -> Non
 
 
 def _drive(controller: Controller, *, grace_s: float) -> None:
-    """Run the controller to its end, or until this process is told to stop, and then save what was trained."""
+    """Run the controller until it ends or this process is asked to stop. When asked to stop, save what was trained."""
     stop = controller.stop
 
     async def run() -> None:
@@ -335,7 +339,7 @@ def _drive(controller: Controller, *, grace_s: float) -> None:
         return
     except Stopped:
         pass
-    except asyncio.CancelledError:  # cancelled by the main thread, which waits for this one
+    except asyncio.CancelledError:  # the main thread, which waits for this one, cancelled it
         if stop.is_interrupted:
             raise KeyboardInterrupt from None
     except Exception as error:
@@ -343,12 +347,12 @@ def _drive(controller: Controller, *, grace_s: float) -> None:
             say(f"stopped by Ctrl-C, and then: {headline(error)}")
             raise KeyboardInterrupt from error
         if stop.asked is None:
-            if loss_of(error) is None:  # a checkpoint that is being written is then unaffected
+            if loss_of(error) is None:  # so a checkpoint that is being written can be finished
                 with _saying_why("the checkpoint that was being written is lost", known=error):
                     controller.record.saves.settle()
             raise
-        # The other processes were also told to stop, and are gone.
-        say(f"told to stop by {stop.asked}, and then: {headline(error)}")
+        # The other processes were also asked to stop, and have ended.
+        say(f"asked to stop by {stop.asked}, and then: {headline(error)}")
     with _saying_why("the newest step cannot be saved"):
         controller.save_unsaved()
     raise Stopped(stop.asked)
@@ -356,7 +360,7 @@ def _drive(controller: Controller, *, grace_s: float) -> None:
 
 @contextmanager
 def _saying_why(what: str, *, known: Exception | None = None) -> Iterator[None]:
-    """If the block raises, only report it, because the user is about to see another error (``known``) or the end of the run."""
+    """If the block raises, only report it, because the user will see another error (``known``) or the end of the run."""
     try:
         yield
     except Exception as error:  # noqa: BLE001 - there is no time to retry, whatever it is
@@ -365,7 +369,7 @@ def _saying_why(what: str, *, known: Exception | None = None) -> Iterator[None]:
 
 
 def _claim(config: Config, run_dir: Path, *, continued: bool) -> None:
-    """Create the directory and write its run file. If that fails, a new run is refused at once, while a continued run waits."""
+    """Create the directory and write its run file. If that fails, a new run raises at once; a continued run waits and retries."""
 
     def write() -> None:
         run_dir.mkdir(parents=True, exist_ok=True)
@@ -379,14 +383,14 @@ def _claim(config: Config, run_dir: Path, *, continued: bool) -> None:
 
 
 def _keep_tokenizer(tokenizer: Any, path: Path) -> None:
-    """Save the tokenizer, so that readers can decode the journal's token ids. `model/` contains all tokenizer files."""
+    """Save the fast tokenizer, so that readers can decode the journal's token ids. `model/` contains all tokenizer files."""
     fast = getattr(tokenizer, "backend_tokenizer", None)
     if fast is not None and not path.exists():
         persist(lambda: write_atomic(path, fast.to_str()), path=path, what="the tokenizer")
 
 
 def _check_lengths(config: Config, workers: Workers) -> None:
-    """Refuse now what the engine would otherwise refuse once the longest prompt comes up, perhaps after hours."""
+    """Refuse prompts that are too long for the engine. Otherwise the engine would refuse them later, perhaps after hours."""
     answer, positions, room = config.rollout.max_response_tokens, workers.max_positions, config.rollout.kv_tokens
     for prompts in filter(None, (workers.train, workers.val)):
         longest = max((len(prompt.token_ids) for prompt in prompts.prompts), default=0)
@@ -394,12 +398,12 @@ def _check_lengths(config: Config, workers: Workers) -> None:
         makes = f"{prompts.source} has a prompt of {longest} tokens{prompts.with_template}; with rollout.max_response_tokens={answer} that makes {wanted}"
         if wanted > positions:
             raise ConfigError(
-                f"{makes} positions, and the model has {positions}: lower rollout.max_response_tokens, or "
-                "data.max_prompt_tokens to leave such prompts out"
+                f"{makes} positions, but the model has {positions}: lower rollout.max_response_tokens, or lower "
+                "data.max_prompt_tokens to leave out such prompts"
             )
         if room is not None and wanted > room:
             raise ConfigError(
-                f"{makes}, and the KV cache has room for rollout.kv_tokens={room}: use {wanted} or more, or leave it out"
+                f"{makes}, but the KV cache has room for rollout.kv_tokens={room}: use {wanted} or more, or leave it out"
             )
 
 
@@ -407,7 +411,7 @@ def _say_size(config: Config) -> None:
     try:
         sizes = read_sizes(config.model.path)
     except SizesUnknown:
-        return  # another check refuses such a model by its architecture's name
+        return  # another check refuses such an architecture by name
     width = element_size(config)
     if not _has_slots(config):
         width = resolve_dtype(config.model.dtype, resolve_device(config.model.device)).itemsize
@@ -418,7 +422,7 @@ def _say_size(config: Config) -> None:
 
 
 def _say_changes(events: Events, changes: list[Change], *, step: int, code: list[str]) -> None:
-    """Show what this resume changes. The events record it too, because the run file only has the newest values."""
+    """Report what this resume changes. The events record it too, because the run file keeps only the newest values."""
     for line in code:
         warn(line)
         events.mark(Mark(time.time(), "code changed", MarkKind.NOTE, None, line))
@@ -426,8 +430,8 @@ def _say_changes(events: Events, changes: list[Change], *, step: int, code: list
         return
     lines = [f"  {change}" for change in changes]
     meaning = (
-        "groups that the journal has were made with the old values; steps after the checkpoint are trained with the new ones, and where "
-        "the learning rate depends on them it differs"
+        "groups in the journal were made with the old values; steps after the checkpoint are trained with the new ones, and the "
+        "learning rate may differ where it depends on them"
     )
     say("\n".join(["settings that this resume changes:", *lines, meaning]))
     events.write(
@@ -445,7 +449,7 @@ def _say_where(run_dir: Path, start_step: int, journal: Journal) -> None:
 
 
 def _journaled_failures(directory: Path, *, shown: list[dict[str, str]]) -> list[dict[str, str]]:
-    """Return the first failure of each kind that only earlier processes in this run encountered."""
+    """Return the first failure of each kind that is not in ``shown``, because an earlier process met it."""
     known = {(failure["reward"], failure["kind"]) for failure in shown}
     found: dict[tuple[str, str], dict[str, str]] = {}
     with Journal(directory) as journal:
@@ -460,7 +464,7 @@ def _journaled_failures(directory: Path, *, shown: list[dict[str, str]]) -> list
 
 
 def _say_rollout(run_dir: Path, controller: Controller, summary: dict[str, Any]) -> dict[str, Any]:
-    """Report the result of a command that only generated."""
+    """Report the result of a command that only generated completions."""
     done = {"run": summary["run"], "step": controller.start_step}
     if controller.bounds.split is Split.EVAL:
         headline = BY_METRIC[summary["headline"]]

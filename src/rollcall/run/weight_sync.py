@@ -1,10 +1,10 @@
-"""Distributes new weights on a cluster: who sends, who receives, and when they connect.
+"""Sends new weights to the processes of a cluster: who sends, who receives, and when they connect.
 
-The first actor process sends. If vLLM has the only copy in its process, each actor process sends its own part instead
+The first actor process sends. If only vLLM's process has the weights, each actor process sends its own part instead
 (``engine/weights/parts.py``). Every process with a rollout or inference role but no actor receives. A process with an actor reads the
-actor's parameters, so it only notes the version. The controller calls all of them at once (``WeightSync``); the bytes go directly between
-processes (``WorkerWeights``), over the transport that ``rollout.weights`` names. When a process is new, or back after a failure, the
-senders invite all receivers again, and the first update then sends all weights.
+actor's parameters, so it only records the version. The controller calls all of them at once (``WeightSync``). The data goes directly from
+process to process (``WorkerWeights``), over the transport that ``rollout.weights`` names. When a process is new, or is back after a
+failure, the senders invite all receivers again, and the next update sends all weights.
 """
 
 from __future__ import annotations
@@ -32,20 +32,18 @@ class WeightSync:
 
     def __init__(self, team: Team) -> None:
         self._team = team
-        self._invited: (
-            dict[int, str] | None
-        ) = {}  # each receiver's name, by process; None if they must be invited again
-        self._invitations: Mapping[str, list[Invitation]] = {}  # for each receiver, one from each sender
+        self._invited: dict[int, str] | None = {}  # receiver names by process; None if all must be invited again
+        self._invitations: Mapping[str, list[Invitation]] = {}  # by receiver: an invitation from each sender
         self._broken_off: list[Any] = []
 
     def push(self, version: int, *, without: Collection[int] = ()) -> None:
-        """Return once every process with a policy has this version, except the processes in ``without``."""
+        """Send this version to every process with a policy, except those in ``without``. Returns when all have it."""
         group, actors = self._team.group, self._team.members[Role.ACTOR]
         names = {worker: name for worker, name in self._names().items() if worker not in without}
         apart = {worker: name for worker, name in names.items() if worker not in actors}
         if apart != self._invited:
             self._invite(apart)
-        # Call all of the actor's processes: each may have a part of what the first one sends.
+        # Call all actor processes, because each may have a part of what the first one sends.
         futures = group.run_some_workers_single_data("send_weights", actors, version)
         for worker, name in apart.items():
             arguments = (version, name, self._invitations[name])
@@ -53,15 +51,16 @@ class WeightSync:
         try:
             group.get_all_worker_results(futures)
         except BaseException:
-            self._invited = None  # the remaining processes connect again
+            self._invited = None  # the remaining processes must connect again
             self._broken_off = futures
             raise
 
     def settle(self, *, lost: Collection[int], timeout_s: float) -> None:
-        """After a failed push, wait until the actor's processes have abandoned it. Raises if one does not."""
+        """After a failed push, wait until the actor's processes have given it up. Raises if one takes longer than ``timeout_s``."""
         deadline, actors = time.monotonic() + timeout_s, self._team.members[Role.ACTOR]
         for name in [name for worker, name in self._names().items() if worker in lost and name in self._invitations]:
-            # A sender that was connected to the receiver notices its loss and no longer listens; others may listen only on their own host.
+            # A sender that was connected to the receiver noticed the loss and no longer listens; others may listen only on their own
+            # host.
             for invitation in self._invitations[name]:
                 with suppress(MissingPeerError):
                     decline(invitation, name=name, timeout_s=2.0)
@@ -76,7 +75,7 @@ class WeightSync:
                 )
 
     def invite_again(self) -> None:
-        """Invite all receivers before the next push, because one is a new process."""
+        """Make the next push invite all receivers, because one of them is a new process."""
         self._invited = None
 
     def _invite(self, apart: dict[int, str]) -> None:
@@ -87,12 +86,12 @@ class WeightSync:
             node = metadata[actor]["node_rank"]
             on_node = {name: metadata[worker]["node_rank"] == node for worker, name in apart.items()}
             futures.append(group.run_single_worker_single_data("invite", actor, on_node, metadata[actor]["address"]))
-        from_each = group.get_all_worker_results(futures)  # empty from processes that do not send
+        from_each = group.get_all_worker_results(futures)  # a process that does not send returns nothing
         self._invitations = {name: [one[name] for one in from_each if name in one] for name in apart.values()}
         self._invited = apart
 
     def _names(self) -> dict[int, str]:
-        """Return the processes that have a policy, with their names for errors."""
+        """Return the processes that have a policy, with names for error messages."""
         metadata = self._team.group.worker_metadata
         names: dict[int, str] = {}
         for role in HOLDERS:
@@ -102,14 +101,14 @@ class WeightSync:
 
 
 class WorkerWeights:
-    """A process's side of the weight sync: its end of each transport that it uses."""
+    """A process's side of the weight sync, as sender or as receiver."""
 
     def __init__(self, transport: WeightTransport, *, folder: Path, on_gpu: bool) -> None:
         self._transport: WeightTransport = transport
         self._folder = folder
         self._on_gpu = on_gpu
         self._sender: FanOut | None = None
-        self._receiver: Any = None  # for parts, or for full tensors
+        self._receiver: Any = None  # receives either parts or full tensors
         self._invitations: Sequence[Invitation] = ()  # the invitations that the receiver was opened for
 
     @property
@@ -117,7 +116,7 @@ class WorkerWeights:
         return self._sender is not None
 
     def invite(self, receivers: Mapping[str, bool], host: str, *, name: str) -> Mapping[str, Invitation]:
-        """Become the sender to these receivers. Each value says whether the receiver is on this host; ``name`` is for messages."""
+        """Open a sender to these receivers. A value says whether the receiver is on this host; ``name`` appears in messages."""
         if self._sender is not None:
             self._sender.close()
             self._sender = None
@@ -134,7 +133,7 @@ class WorkerWeights:
         return self._sender.invitations
 
     def send(self, tensors: Iterable[tuple[str, Tensor]] | Parts, *, version: int) -> None:
-        """Send to all invited receivers. A process that invited none only helps to gather the tensors."""
+        """Send to all invited receivers. A process without receivers only takes part in gathering the tensors."""
         if self._sender is not None:
             self._sender.send(tensors if isinstance(tensors, Parts) else dict(tensors), version=version)
         elif not isinstance(tensors, Parts):
@@ -142,7 +141,7 @@ class WorkerWeights:
                 continue
 
     def receiver(self, invitations: Sequence[Invitation], make: Callable[[], Any]) -> Any:
-        """Return the receiver that ``make`` made for these invitations."""
+        """Return the receiver for these invitations, made by ``make`` if the invitations are new."""
         if invitations != self._invitations:
             if self._receiver is not None:
                 self._receiver.close()

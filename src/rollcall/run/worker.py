@@ -1,9 +1,9 @@
-"""One process in a run: on a cluster, it has the roles that its slots were given, and does what the controller asks. A run in one process
-has one such worker, with all roles, in the controller's process.
+"""A process of a run. On a cluster, it has the roles of its slots and does what the controller asks. A run in one process has one such
+worker, with all roles, in the controller's process.
 
-Roles in one process share the policy: engine and learner read the same parameters. A process with a rollout role but no actor has its own
-policy, which gets new weights after every update. If vLLM samples there, only vLLM has the policy, and this process passes each arriving
-tensor to it.
+Roles in one process share the policy: the engine and the learner read the same parameters. A process with a rollout role but no actor has
+its own copy of the policy, which gets new weights after every update. If vLLM samples in it, only vLLM has the policy, and this process
+passes each arriving tensor on.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ from rollcall.run.card import settle
 from rollcall.run.origin import base_of
 from rollcall.run.weight_sync import WorkerWeights
 
-POLICY = (Role.ACTOR, Role.INFERENCE)  # roles that need the policy's weights; an engine may have its own
+POLICY = (Role.ACTOR, Role.INFERENCE)  # roles that need the policy's weights; an engine may have its own copy
 # What the controller waits for when it calls a method; {0} is the call's first argument.
 PURPOSES = {
     "build": "to load its model",
@@ -88,7 +88,7 @@ PURPOSES = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Facts:
-    """What the controller needs to know about a model that only the workers have loaded."""
+    """What the controller needs to know about the model, which only the workers load."""
 
     max_positions: int
     stop_token_ids: tuple[int, ...]
@@ -97,13 +97,15 @@ class Facts:
 
 def _syncing(why: str) -> str:
     return (
-        f"there is no memory left to send new weights to the engines ({why}); one tensor at a time is copied on its way. Lower "
-        "actor.tokens_per_microbatch or rollout.kv_memory_fraction; with rollout.weights=shared_memory the node's /dev/shm holds a copy"
+        f"there is no memory left to send new weights to the engines ({why}); sending copies one tensor at a time. Lower "
+        "actor.tokens_per_microbatch or rollout.kv_memory_fraction; with rollout.weights=shared_memory, the node's /dev/shm holds a "
+        "full copy"
     )
 
 
 class RoleWorker(Trained):
-    """A process with some of the run's roles. For roles ``in_parts``, each process has a part of the model, and all run forwards together."""
+    """A process with some of a run's roles. For roles ``in_parts``, each process has a part of the model, and all run every forward
+    together."""
 
     def __init__(
         self, config: Config, model_path: str, *, in_parts: frozenset[Role] = frozenset(), tokenizer: Any = None
@@ -123,8 +125,8 @@ class RoleWorker(Trained):
         self.engine: LocalEngine | None = None
         self._served: int | None = None  # the engine's version, once it is complete
         self._sent_blocks: list[tuple[str, Block]] | None = None
-        # If vLLM has the only copy, each actor sends its own parts, and tensors are assembled in host memory on their way there.
-        # An adapter is small and is sent whole.
+        # If only vLLM has the weights, each actor sends its own parts, and host memory assembles the tensors on their way. An adapter is
+        # small and is sent whole.
         self._by_parts = not config.rollout.keeps_policy and config.model.lora is None
         self._weights = WorkerWeights(
             config.rollout.weights,
@@ -133,13 +135,13 @@ class RoleWorker(Trained):
         )
 
     def listen(self, address: str) -> int:
-        """Open the port where the gang's other ranks meet this process, which is its rank 0. Returns the port."""
+        """Open the port where the gang's other ranks connect to this process, which is rank 0. Returns the port."""
         self._listener = listen_at(address)
         return self._listener.getsockname()[1]
 
     def build(self, ranks: Mapping[Role, int], meeting: Mapping[Role, tuple[Place, int]]) -> Facts:
-        """Load what the roles of a cluster's process need. ``ranks`` contains its rank in each role. For each role whose processes work
-        together, ``meeting`` says where rank 0 listens and how many processes there are."""
+        """Load what this process needs for its roles on a cluster. ``ranks`` contains its rank in each role. For each role whose
+        processes work together, ``meeting`` contains the address of rank 0 and the number of processes."""
         transformers_logging.disable_progress_bar()  # otherwise every process would draw a bar
         set_threads(self.config.trainer.num_threads, processes_here=int(os.environ["LOCAL_WORLD_SIZE"]))
         title = " + ".join(f"{role} {rank}" for role, rank in ranks.items())
@@ -152,16 +154,16 @@ class RoleWorker(Trained):
         )
 
     def load(self, roles: AbstractSet[Role], *, gang: Gang, is_alone: bool = False, graphs: bool = True) -> None:
-        """Load what these roles need. ``is_alone``: nobody calls ``send_weights``, so the learner keeps the engine's model up to date.
-        Without ``graphs``, the native engine captures none."""
+        """Load what these roles need. With ``is_alone`` nobody calls ``send_weights``, so the learner updates the engine's model. Without
+        ``graphs``, the native engine captures no CUDA graphs."""
         samples = Role.ROLLOUT in roles and self.config.rollout.keeps_policy
         unread = None
         if samples or not roles.isdisjoint(POLICY):
-            # If a model is in parts, only this process's parts go to the device, unless an engine here reads the full model.
+            # If the model is in parts, only this process's parts go to the device, unless its engine reads the full model.
             model, unread = self._load(gang, Role.ACTOR, in_roles=roles, whole=samples)
         else:
             model = self._outline()
-        # Every process that has the policy also has the full adapter, which is small.
+        # The adapter is small, so every process that has the policy has all of it.
         has_policy = Role.ROLLOUT in roles or not roles.isdisjoint(POLICY)
         self.adapter = build_adapter(self.config, model, device=self.device) if has_policy else None
         if Role.ACTOR in roles:
@@ -193,7 +195,7 @@ class RoleWorker(Trained):
             self.reference = self._build_reference(gang, in_roles=roles)
         rewards = self.config.reward if Role.REWARD in roles else ()
         self.reward_models = load_reward_models(rewards, device=self.device, trust_remote_code=self.trust)
-        # Everything that stays for the full run is loaded by now; the engine gets the remaining memory.
+        # By now everything that stays for the whole run is loaded; the engine gets the remaining memory.
         learners = [each for each in (self.learner, self.critic) if each is not None]
         kv_tokens = settle(self.config, model, learners=learners, samples=Role.ROLLOUT in roles)
         if Role.ROLLOUT in roles:
@@ -206,7 +208,7 @@ class RoleWorker(Trained):
                 adapter=self.adapter,
                 kv_tokens=kv_tokens,
             )
-        # Whether any process in the gang has both an engine and a part of the model: the engine then gathers the full model.
+        # True if a process in the gang has an engine but only a part of the model: its engine then needs the gathered model.
         self._gathers = (
             self.learner is not None and self.learner.body.in_parts and any(gang.gather(self.engine is not None))
         )
@@ -220,7 +222,7 @@ class RoleWorker(Trained):
         )
 
     def _build_reference(self, gang: Gang, *, in_roles: Collection[Role]) -> Reference:
-        """Build the frozen model, sharded like the actor. A learner with an adapter already contains it."""
+        """Build the frozen model, sharded like the actor. A learner with an adapter already contains it, so it is not loaded again."""
         learner, section, in_parts = self.learner, self.config.actor, Role.REFERENCE in self._in_parts
         plain = learner is not None and learner.adapter is not None
         plain = plain and (gang.size == 1 or learner.body.in_parts == in_parts)
@@ -237,9 +239,9 @@ class RoleWorker(Trained):
     def _load(
         self, gang: Gang, role: Role, *, in_roles: Collection[Role], whole: bool = False
     ) -> tuple[Any, Stored | None]:
-        """Load the model for ``role``. If it is only an outline, also return where its weights are: in a gang whose model is in parts,
-        each process reads its own part. If the files do not allow that, the gang's first process loads the model and sends the others
-        their parts. ``whole``: something here needs the full model."""
+        """Load the model for ``role``, or only its outline with the place of its weights: if the model is in parts, each process in the
+        gang later reads its own part. If the files do not allow that, the first process of the gang loads the model and sends the others
+        their parts. ``whole`` means that something in this process needs the full model."""
         in_parts = role in self._in_parts and role in in_roles
         outline = self._outline() if in_parts and not whole else None
         unread, why = None, None
@@ -248,7 +250,7 @@ class RoleWorker(Trained):
                 unread = open_unread(self.model_path, outline, fetch=True, compares_head=gang.rank == 0)
             except WholeOnly as error:
                 why = str(error)
-        # All members get here, because a role is in parts for all of them or for none.
+        # All members of the gang reach this line, because a role is in parts for all of them or for none.
         reasons = [reason for reason in gang.gather(why) if reason is not None] if in_parts else []
         if reasons and gang.rank == 0:
             say(
@@ -282,13 +284,13 @@ class RoleWorker(Trained):
     def exchange(
         self, new: Sequence[Request], cancelled: Sequence[str], ended_sessions: Sequence[str], look_s: float
     ) -> Exchanged:
-        """Accept requests and decode for a moment."""
+        """Accept requests, decode for up to ``look_s`` seconds, and return what has finished."""
         assert self.engine is not None
         return exchange(self.engine, new, cancelled, ended_sessions, look_s=look_s)
 
     @short_of_memory(_syncing)
     def use_weights(self, version: int, name: str, invitations: Sequence[Invitation]) -> None:
-        """Receive this version from the actor's processes, which invited this process by ``name``, and sample from it."""
+        """Receive this version from the actor's processes, which invited this process as ``name``, and sample from it."""
         if version != self._served:
             self._note_change()
         if self._by_parts:  # assembled in host memory, one tensor at a time
@@ -301,14 +303,14 @@ class RoleWorker(Trained):
         self._serve(version)
 
     def _note_change(self) -> None:
-        """Note that parameters read by an engine here are about to change. The controller leaves it idle until it has their version."""
+        """Tell the engine that its parameters are about to change. The controller sends it no requests until it has their new version."""
         self._served = None
         if self.engine is not None:
             self.engine.settle()
 
     @torch.no_grad()
     def _take(self, version: int, tensors: Iterator[tuple[str, Tensor]]) -> None:
-        """Apply new weights one by one, to this process's policy or to the engine if it has the only copy."""
+        """Load new weights one by one, into this process's policy or into the engine if it has the only copy."""
         if self._hands_on:
             assert isinstance(self.engine, VllmEngine), "only vLLM keeps its own weights"
             if version != self._served:
@@ -319,7 +321,7 @@ class RoleWorker(Trained):
             parameters[name].copy_(tensor)
 
     def _serve(self, version: int) -> None:
-        """Serve this version, whose parameters are now complete. An engine that already has this version keeps its cache."""
+        """Let the engine use this version, whose parameters are now complete. An engine that already has it keeps its cache."""
         if self.engine is not None and version != self._served:
             if not self._hands_on:
                 self.engine.update_weights(version)
@@ -327,7 +329,7 @@ class RoleWorker(Trained):
 
     @property
     def _hands_on(self) -> bool:
-        """Whether the engine has this process's only copy of the policy."""
+        """Whether the engine has the only copy of the policy in this process."""
         return self.engine is not None and self.adapter is None and next(self.model.parameters()).is_meta
 
     # The policy
@@ -336,7 +338,7 @@ class RoleWorker(Trained):
         return {} if self.learner is None else base_of(self.learner, self.tokenizer)
 
     def invite(self, receivers: Mapping[str, bool], host: str) -> Mapping[str, Invitation]:
-        """Send the policy to these receivers from now on, if this process sends. Each value says whether the receiver is on this node."""
+        """Open this process's sender, if it sends. Each value in ``receivers`` says whether the receiver is on this node."""
         assert self.learner is not None
         rank, body = self.learner.gang.rank, self.learner.body
         sends = rank == 0 or (self._by_parts and body.in_parts and rank < num_parts(body))
@@ -344,9 +346,9 @@ class RoleWorker(Trained):
 
     @short_of_memory(_syncing)
     def send_weights(self, version: int) -> None:
-        """Send this version, which the learner has, to the invited receivers and to the engine in this process."""
+        """Send the learner's weights, as this version, to the invited receivers and to the engine in this process."""
         if self._by_parts:
-            # First, because all of the gang's processes take part in it: a lost receiver only stops the sending below.
+            # Gather first, because the whole gang takes part in it; a lost receiver then stops only the sending below.
             if self._gathers:
                 self._pass_on(version)
             if self._weights.sends:
@@ -356,14 +358,14 @@ class RoleWorker(Trained):
         self._serve(version)
 
     def _pass_on(self, version: int) -> None:
-        """Pass full weights to the engines in the learner's processes, one at a time."""
+        """Gather full weights, one at a time, for the engines in the learner's processes."""
         assert self.learner is not None
         weights = iter(in_modules(self.learner.body).values)
         try:
             if self.engine is not None:
                 self._take(version, weights)
         finally:
-            for _ in weights:  # the others need this process's parts of the rest
+            for _ in weights:  # other processes need this one's parts of the remaining weights
                 continue
 
     def _own_parts(self) -> Parts:
@@ -387,7 +389,7 @@ class RoleWorker(Trained):
         )
 
     def _whole_policy(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield all trained weights. An engine in this process gets a copy if the learner only has parts."""
+        """Yield all trained weights. If the learner only has parts, also copy them to the engine's model in this process."""
         assert self.learner is not None
         in_parts = self.learner.body.in_parts
         own = whole_body(self.model, adapter=self.adapter).named if in_parts and self.engine is not None else {}
@@ -407,7 +409,7 @@ class RoleWorker(Trained):
         return self._once(scores, self.body)
 
     def _once(self, results: list[Any], body: Body) -> list[Any]:
-        """If processes run every forward together, each has all results, and only the first returns them."""
+        """Return the results from one process only: processes that run every forward together all have them."""
         return results if not body.together or body.gang.rank == 0 else []
 
     # The other roles

@@ -1,5 +1,5 @@
-"""Reads run directories: ``reader.py`` for everything that shows a run; recover, audit and compare; and `rollcall view`'s page.
+"""Reads run directories: ``reader.py`` for every command that shows a run; recover, audit and compare; and the page of `rollcall view`.
 
-The page: ``server.py`` answers a browser on the loopback interface and never writes to run directories. ``page/`` is
-the page itself, which asks ``api.py`` for JSON. Neither torch nor ray is imported here.
+``server.py`` answers a browser on the loopback interface and never writes to run directories. ``page/`` contains the page, which gets its
+data from ``api.py`` as JSON. This package imports neither torch nor ray.
 """

@@ -1,4 +1,4 @@
-"""Finds the run directories that a page shows, and answers its requests in JSON. Each method of ``Api`` is one endpoint."""
+"""Finds the run directories that a page shows, and answers the page's requests in JSON. Each method of ``Api`` is one endpoint."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ from rollcall.view.reader import RunReader
 from rollcall.view.summary import no_signal
 
 MOST_CURVES = 100
-MOST_RUNS = 12  # shown together
-LOOK_EVERY_S = 3.0  # for new runs in a folder
-READ_S = 2.0  # at most, to read a growing file before answering
-INDEX_S = 1.0  # at most, to index the journal before answering
+MOST_RUNS = 12  # per request
+LOOK_EVERY_S = 3.0  # how often to look for new runs in a folder
+READ_S = 2.0  # at most, for reading a growing file before answering
+INDEX_S = 1.0  # at most, for indexing the journal before answering
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,7 +53,7 @@ class UnknownRunError(LookupError):
 
 class ShownRuns:
     def __init__(self, given: Sequence[Path], *, is_one: bool = False) -> None:
-        """With ``is_one``, the only path in ``given`` is a run directory, even while it is still empty."""
+        """With ``is_one``, ``given`` contains one run directory, which may still be empty."""
         self._given = [Path(path) for path in given] or [Path("runs")]
         self._is_one = is_one
         for path in self._given if not is_one else []:
@@ -65,7 +65,7 @@ class ShownRuns:
         self._looked = float("-inf")
 
     def all(self) -> list[ShownRun]:
-        """Return all shown runs. A new run in a folder appears within seconds; a removed run disappears."""
+        """Return all runs to show. New runs in a folder appear within seconds, and removed runs disappear."""
         with self._lock:
             if time.monotonic() - self._looked > LOOK_EVERY_S:
                 self._found = {place.id: place for path in self._given for place in self._look(path)}
@@ -76,7 +76,7 @@ class ShownRuns:
         self.all()
         if place := self._found.get(id):
             return place
-        raise UnknownRunError(f"no run {id!r} is shown here; it may have been moved or removed")
+        raise UnknownRunError(f"this page shows no run {id!r}; the run may have been moved or removed")
 
     def _look(self, path: Path) -> Iterator[ShownRun]:
         real = Path(os.path.realpath(path))
@@ -92,7 +92,7 @@ class ShownRuns:
 
 def _runs_below(folder: Path, *, depth: int) -> Iterator[Path]:
     """Yield the run directories in a folder, without following links."""
-    with suppress(OSError):  # skips directories that may not be read
+    with suppress(OSError):  # skip directories that cannot be read
         if is_run(folder):
             yield folder
         elif depth:
@@ -108,7 +108,7 @@ Number = Annotated[float, Field(allow_inf_nan=False)]
 
 
 class Ask(BaseModel):
-    """A request from the page, with the parameters of all endpoints."""
+    """A request from the page. It has the parameters of all endpoints."""
 
     run: Annotated[list[str], Field(min_length=1)]
     name: list[str] = []
@@ -140,7 +140,7 @@ class Ask(BaseModel):
 
 
 class WatchedRun(RunReader):
-    """A run directory that somebody is viewing, with methods that only the page needs."""
+    """A run directory that the page shows, with methods that only the page needs."""
 
     def __init__(self, run_dir: Path) -> None:
         super().__init__(run_dir, read_s=READ_S)
@@ -151,7 +151,7 @@ class WatchedRun(RunReader):
 
     @property
     def index(self) -> JournalIndex:
-        """The journal's index, created when somebody first looks at samples."""
+        """The journal's index, created when it is first used."""
         with self._making:
             self._index = self._index or JournalIndex(self.dir)
             return self._index
@@ -161,7 +161,7 @@ class WatchedRun(RunReader):
         return None if (config := self.config) is None else public_dump(config)
 
     def sizes(self) -> dict[str, int]:
-        """Return the sizes of journal, checkpoints and model, cached for 30 s because counting a large folder takes a while."""
+        """Return the sizes of journal, checkpoints and model, cached for 30 s, because adding up a large folder takes a while."""
         with self._making:
             if time.monotonic() - self._sizes[0] > 30.0:
                 found = {name: _folder_bytes(self.dir / name) for name in ("journal", "checkpoints", "model")}
@@ -169,7 +169,7 @@ class WatchedRun(RunReader):
             return self._sizes[1]
 
     def row(self) -> dict[str, Any]:
-        """Return the run as one row in the list of runs."""
+        """Return the run's row for the list of runs."""
         config, state = self.config, self.state()
         found = self.standing(state)
         times = self.metrics.column("step")[1]
@@ -188,7 +188,7 @@ class WatchedRun(RunReader):
         }
 
     def kept_checkpoints(self) -> list[dict[str, Any]]:
-        """Return the kept checkpoints, judged by their manifests and file sizes."""
+        """Return the kept checkpoints. Checks them only by manifest and file sizes."""
         return [
             {
                 "step": one.step,
@@ -222,7 +222,7 @@ class Api:
         return {"runs": rows, "now_s": time.time()}
 
     def metrics(self, ask: Ask) -> Any:
-        """Return the metrics that at least one of these runs has."""
+        """Return the metrics that occur in at least one of these runs."""
         names: set[str] = set()
         for id in ask.run:
             table = self.run(id).metrics
@@ -231,12 +231,12 @@ class Api:
         return {"metrics": curves.describe(sorted(names)[:5000])}
 
     def curves(self, ask: Ask) -> Any:
-        """Return these runs' curves for each ``name``, with faults and recoveries. ``seen`` is the ``mark`` from an earlier
-        answer: if nothing is new, the answer is short."""
+        """Return these runs' curves for each ``name``, with faults and recoveries. ``seen`` is the ``mark`` of an earlier
+        answer; if nothing is new since then, the answer is short."""
         runs = [self.run(id) for id in ask.run]
         for run in runs:
             run.metrics.refresh()
-        # A fault that ended the run has no new row after it.
+        # Count the marks too, because no row follows a fault that ended the run.
         mark = "-".join(f"{run.metrics.version}.{len(run.events.marks())}" for run in runs)
         if mark == ask.seen:
             return {"mark": mark, "same": True}
@@ -248,7 +248,7 @@ class Api:
         }
 
     def difference(self, ask: Ask) -> Any:
-        """Return the run-file keys in which several runs differ, and a few numbers for each run."""
+        """Return the run file keys in which these runs differ, and each run's row."""
         runs = [self.run(id) for id in ask.run]
         dumps = [one.public_config() for one in runs]
         settings = [
@@ -282,7 +282,7 @@ class Api:
         return samples.show_group(group, config=run.config, trained_in=run.trained.step_of(group.draw))
 
     def text(self, ask: Ask) -> Any:
-        """Return the full version of a text that ``group`` cut."""
+        """Return the full text of a completion that ``group`` returned shortened."""
         _, group = self._group(ask)
         return {"said": samples.said_of(group, completion=ask.completion)}
 
@@ -329,7 +329,7 @@ ADDRESSES = (
 
 
 def answering(name: str, answer_to: Callable[[Any], Any]) -> Callable[[Request], Response]:
-    """Build the handler for an endpoint. It is synchronous, so it runs in a thread, because it reads files."""
+    """Build the handler for an endpoint. The handler is synchronous, so that it runs in a thread, because it reads files."""
 
     def answer(request: Request) -> Response:
         try:
@@ -346,7 +346,7 @@ def answering(name: str, answer_to: Callable[[Any], Any]) -> Callable[[Request],
 
 
 def as_json(value: Any, *, status: int = 200) -> Response:
-    """Build a JSON response. It is ASCII, since UTF-8 cannot encode half a surrogate pair. NaN becomes null."""
+    """Build a JSON response. It is ASCII, because UTF-8 cannot encode a lone surrogate. NaN becomes null."""
     try:
         text = json.dumps(value, allow_nan=False, separators=(",", ":"))
     except ValueError:
@@ -367,7 +367,7 @@ def _shown(value: Any, dump: dict[str, Any] | None) -> str | None:
 
 
 def _folder_bytes(folder: Path) -> int:
-    """Return the total size of all files in a folder, without files that are removed in the meantime."""
+    """Return the total size of all files in a folder. Ignores files that are removed meanwhile."""
     total = 0
     for path in folder.rglob("*"):
         with suppress(OSError):

@@ -1,7 +1,7 @@
-"""Counts what a run directory proves: nothing skipped, nothing trained twice, nothing generated twice, nothing torn.
+"""Counts errors in a run directory: draws that were skipped, trained twice or generated twice, and torn files.
 
-``audit`` reads the journal, the record of trained steps, the checkpoints and the JSONL files. It changes nothing and trusts
-nothing: it counts. A killed run's files may have torn ends until it is resumed; after a run has ended, all counts are 0.
+``audit`` reads the journal, the record of trained steps, the checkpoints and the JSONL files. It changes nothing and recounts
+everything. A killed run's files may have torn ends until the run is resumed. When a run has finished, all counts are 0.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from rollcall.view.reader import RunReader
 
 TRAINED = "trained.jsonl"
 LINE_FILES = (f"journal/{TRAINED}", "metrics.jsonl", "events.jsonl")
-FARTHEST = 10_000  # the most draws that a run can leave out for each trained or journaled draw
+FARTHEST = 10_000  # how many draws a run can leave out for each trained or journaled draw
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,10 +33,10 @@ class Torn:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Audit:
-    """The counts and the data behind them. Lists of draws are ascending."""
+    """The counts, and the data that they come from. Lists of draws are ascending."""
 
-    checkpoints: tuple[Checkpoint, ...]  # oldest first, with every byte verified
-    trained: tuple[tuple[int, list[int]], ...]  # steps and their draws, in the order of training, replays included
+    checkpoints: tuple[Checkpoint, ...]  # oldest first, with verified checksums
+    trained: tuple[tuple[int, list[int]], ...]  # steps with their draws in training order, including replays
     groups: dict[int, int]  # step -> finished groups in the journal
     steps: int  # number of trained steps
     skipped: tuple[int, ...]  # untrained draws that came before trained draws
@@ -63,16 +63,18 @@ class Audit:
 def audit(run_dir: Path) -> Audit:
     run_dir = Path(run_dir)
     if not run_dir.is_dir():
-        raise ValueError(f"{run_dir} is not a directory; give the run.dir of a run")
+        raise ValueError(f"{run_dir} is not a directory; give the directory of a run (run.dir)")
     if not (run_dir / "journal").is_dir():
-        raise ValueError(f"{run_dir} has no journal, so it is not a run directory; give the run.dir of a run")
+        raise ValueError(
+            f"{run_dir} has no journal, so it is not a run directory; give the directory of a run (run.dir)"
+        )
     files = inspect(run_dir / "journal")
     attempts = inspect(run_dir / "journal", ATTEMPTS)
     records = Counter(draw for file in files for draw in file.draws)
     episodes = Counter(place for file in attempts for place in file.places)
     rows = [json.loads(line) for line, good in judge_file(run_dir / "journal" / TRAINED) if good]
     trained = tuple((row["step"], row["draws"]) for row in rows)
-    # A step that was trained again after a crash repeats its row.
+    # A step that was trained again after a crash has several rows.
     steps_of: dict[int, set[int]] = {}
     for step, draws in trained:
         for draw in draws:
@@ -93,7 +95,7 @@ def audit(run_dir: Path) -> Audit:
 
 
 def find_torn(run_dir: Path, *, files: Sequence[StepFile], checkpoints: Sequence[Checkpoint]) -> list[Torn]:
-    """Return everything that a killed write may have left behind."""
+    """Return everything that a killed write may have left incomplete."""
     torn = [
         Torn(
             path=file.path, why=f"{counted(file.num_bad_bytes, 'byte')} {are(file.num_bad_bytes)} not a complete record"
@@ -116,9 +118,10 @@ def find_torn(run_dir: Path, *, files: Sequence[StepFile], checkpoints: Sequence
 
 
 def judge_file(path: Path) -> list[tuple[bytes, bool]]:
-    """Return each line and whether it is intact: a JSON object that, for trained steps, names a step's draws.
+    """Return each line and whether it is intact. An intact line is a JSON object; in the file of trained steps, it also names a step's
+    draws.
 
-    A last line without a line break is not intact. A file that does not exist has no lines.
+    A last line without a line break is not intact. A missing file has no lines.
     """
     data = path.read_bytes() if path.is_file() else b""
     end = lines_end(data)
@@ -128,21 +131,21 @@ def judge_file(path: Path) -> list[tuple[bytes, bool]]:
 
 
 def _is_superseded(path: Path) -> bool:
-    """Whether this is an old checkpoint that has been replaced. Without a replacement it is still the checkpoint."""
+    """Whether this is an old checkpoint that was replaced. Without a replacement, it still is the checkpoint."""
     return path.name.startswith(".old-") and path.with_name(path.name.removeprefix(".old-")).exists()
 
 
 def _skipped(run_dir: Path, trained: set[int], journaled: set[int], checkpoints: Sequence[Checkpoint]) -> set[int]:
-    """Return the draws below the highest trained draw that were not trained themselves.
+    """Return the untrained draws below the highest trained draw.
 
-    If groups may be left out for lack of signal, or may finish later, a draw does not count as skipped if it is in the journal,
-    if the newest checkpoint lists it as pending, or if it came after that checkpoint.
+    If the run may leave out groups without signal or train groups as they complete, a draw counts as skipped only if it is not in the
+    journal, the newest checkpoint does not list it as pending, and it came before that checkpoint.
     """
     last = max(trained, default=-1)
     if last > FARTHEST * (len(trained) + len(journaled)) + FARTHEST:
         raise ValueError(
-            f"{run_dir / 'journal' / TRAINED} names draw {last}, and the run has {len(trained)} trained draws; the file is "
-            "damaged: restore it, or remove that line if the step in it is trained again"
+            f"{run_dir / 'journal' / TRAINED} names draw {last}, but the run has only {len(trained)} trained draws; the file is "
+            "damaged: restore it, or remove that line if its step is trained again"
         )
     missing = set(range(last + 1)) - trained
     run = RunReader(run_dir)

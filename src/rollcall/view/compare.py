@@ -1,4 +1,4 @@
-"""Compares runs side by side: the settings that differ and the results."""
+"""Compares runs: the settings that differ, and the results."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from rollcall.view.reader import RunReader
 
 
 def compare(first: RunReader, second: RunReader) -> dict[str, Any]:
-    """Return both values of each setting that differs and of each number."""
+    """Return both runs' values for each setting that differs and for each result."""
     before, after = _numbers(first), _numbers(second)
     return {
         "runs": (str(first.dir), str(second.dir)),
@@ -21,8 +21,8 @@ def compare(first: RunReader, second: RunReader) -> dict[str, Any]:
 
 
 def differing_settings(dumps: Sequence[dict[str, Any] | None]) -> dict[str, list[Any]]:
-    """Return key -> its value in each run file, for keys that differ. None stands for a file that cannot be read. The runs' names
-    and folders always differ, so they are left out."""
+    """Return each key that differs, with its value in each run file. The value is None for a file that cannot be read. Names and folders
+    of runs always differ, so they are left out."""
     first = next((dump for dump in dumps if dump is not None), {})
     changes = [{change.key: change for change in differences("", first, dump)} for dump in dumps if dump is not None]
     before = {key: change.before for own in changes for key, change in own.items() if key != "run.name"}

@@ -1,5 +1,5 @@
-"""Prepares curves for a screen: smooths them over all points, then thins them to what a screen can show. Spikes survive. Also draws the
-learning curve of a finished run."""
+"""Prepares curves for a screen: smooths them over all points, and then thins them without losing spikes. Also draws the learning curve of
+a finished run."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from rollcall.view.growing import MetricsTable, Numbers
 
 MOST_POINTS = 4000
 
-# In the page's order; the first pattern that matches a name decides.
+# In the page's order. A metric belongs to the best match: an exact name, or the longest prefix.
 GROUPS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("Accuracy", ("eval/accuracy", "eval/pass_at_k", "train/accuracy", "eval/graded_fraction")),
     ("Reward", ("train/reward_mean", "eval/reward_mean", "train/reward_std", "reward/", "train/zero_variance_groups",
@@ -37,7 +37,7 @@ GROUPS: tuple[tuple[str, tuple[str, ...]], ...] = (
 
 
 def group_of(name: str) -> tuple[int, int]:
-    """Return a metric's position on the page: its group and its place in the group.
+    """Return a metric's position on the page: the index of its group and its place in the group.
 
     >>> GROUPS[group_of("time/step_s")[0]][0], GROUPS[group_of("rollout/tokens_per_s")[0]][0]
     ('Speed', 'Speed')
@@ -79,10 +79,10 @@ def curve(
     low: float | None = None,
     high: float | None = None,
 ) -> dict[str, Any]:
-    """Return ``x`` and ``y`` between ``low`` and ``high``; with ``smooth``, ``even`` contains the smoothed values."""
+    """Return ``x`` and ``y`` between ``low`` and ``high``. With ``smooth``, also return the smoothed values as ``even``."""
     steps, times, values = table.column(name)
     x = times if axis == "time" else steps
-    # A few points, such as evaluations, are not smoothed.
+    # Short curves, such as evaluations, are not smoothed.
     even = smoothed(values, smooth) if smooth > 0 and len(values) >= 30 else None
     kept = np.isfinite(x)
     if low is not None:
@@ -100,7 +100,7 @@ def curve(
 
 
 def smoothed(values: Numbers, weight: float) -> Numbers:
-    """Return an exponential mean that starts at the first value instead of 0.
+    """Return the exponential moving average, which starts at the first value instead of 0.
 
     >>> smoothed(np.array([1.0, 0.0, 0.0]), 0.5).round(3).tolist()
     [1.0, 0.333, 0.143]
@@ -115,8 +115,8 @@ def smoothed(values: Numbers, weight: float) -> Numbers:
 
 
 def thinned(values: Numbers, *, points: int) -> NDArray[np.intp]:
-    """Choose about ``points`` values so that a line through them keeps all extremes: the smallest and the largest in each of
-    ``points / 2`` parts, and both ends.
+    """Choose about ``points`` values that keep all extremes: both ends, and the smallest and the largest value in each of ``points / 2``
+    parts.
 
     >>> thinned(np.array([0.0, 9.0, 1.0, 2.0, -5.0, 3.0]), points=4).tolist()
     [0, 1, 4, 5]
@@ -132,12 +132,12 @@ def thinned(values: Numbers, *, points: int) -> NDArray[np.intp]:
 
 
 def short(values: NDArray[np.floating]) -> list[float]:
-    """Round to six digits: still more than a screen can show, at half the bytes."""
+    """Round to six digits, which is more than a screen can show and half the bytes."""
     return [float(f"{value:.6g}") for value in values.tolist()]
 
 
 def learning_curve(metrics: MetricsTable, out: Path, *, name: str) -> Path | None:
-    """Draw the PNG ``out`` with ``name`` as its title; if it cannot be drawn, warn and return None."""
+    """Draw the PNG ``out`` with ``name`` as its title. Warns and returns None if it cannot be drawn."""
     metrics.refresh()
     headline = metrics.headline
     series = ((headline.words, headline.metric, "#1f5fa8"), ("training reward", "train/reward_mean", "#d9822b"))
@@ -152,7 +152,7 @@ def learning_curve(metrics: MetricsTable, out: Path, *, name: str) -> Path | Non
         return None
     from matplotlib.figure import Figure
 
-    with matplotlib.rc_context({"font.family": "DejaVu Sans"}):  # included in matplotlib
+    with matplotlib.rc_context({"font.family": "DejaVu Sans"}):  # this font comes with matplotlib
         figure = Figure(figsize=(9, 5), dpi=150, layout="constrained")
         all_axes = figure.subplots(len(panels), 1, sharex=True, squeeze=False)[:, 0]
         for axes, (label, (steps, _, values), colour) in zip(all_axes, panels, strict=True):

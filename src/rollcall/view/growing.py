@@ -1,4 +1,4 @@
-"""Reads a run's growing files: their lines are read once, and later only the new lines. Thread-safe."""
+"""Reads a run's growing files: first all lines, and later only the new lines. Thread-safe."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from rollcall.observe.headline import GRADED, Headline, headline_of
 
 Numbers = NDArray[np.float64]
 PIECE = 16 << 20  # bytes in memory at once
-HEAD = 256  # bytes; a new file may reuse a removed file's inode, but does not begin like it
+HEAD = 256  # bytes; a new file may reuse a removed file's inode, but its first bytes differ
 
 
 class GrowingFile(ABC):
-    """A file to which lines are added. A different file with the same name, or one that got shorter, is read from the start.
-    ``read_s`` bounds one ``refresh``; the rest of a long file comes with the next."""
+    """A file to which lines are added. If it is replaced or gets shorter, it is read from the start. ``read_s`` bounds the time of one
+    ``refresh``; the next one reads the rest of a long file."""
 
     def __init__(self, path: Path, *, read_s: float = math.inf) -> None:
         self._path, self._read_s = path, read_s
@@ -59,14 +59,14 @@ class GrowingFile(ABC):
                 same = (about.st_dev, about.st_ino) == self._file and about.st_size >= self._read
                 if not (same and head.startswith(self._head)):
                     self._start_over((about.st_dev, about.st_ino))
-                self._head = head[: head.rfind(b"\n") + 1]  # complete lines only: the last may still grow
+                self._head = head[: head.rfind(b"\n") + 1]  # only complete lines, because the last line may still grow
                 file.seek(self._read)
                 data = file.read(min(about.st_size - self._read, PIECE))
         except OSError:
             if self._file is not None:
                 self._start_over(None)
             return False
-        # A line longer than a piece is not ours: skip the piece; the line's rest does not parse as a row.
+        # Skip a line that is longer than a piece, because it is not ours; its rest does not parse as a row.
         whole = len(data) if len(data) == PIECE and b"\n" not in data else data.rfind(b"\n") + 1
         self._read += whole
         self._take([line for line in data[:whole].split(b"\n") if line])
@@ -78,7 +78,7 @@ class GrowingFile(ABC):
 
 
 class EventLog(GrowingFile):
-    """A run's marks and its last phase."""
+    """The marks and the last phase in a run's events."""
 
     def __init__(self, run_dir: Path, *, read_s: float = math.inf) -> None:
         super().__init__(run_dir / EVENTS, read_s=read_s)
@@ -96,13 +96,13 @@ class EventLog(GrowingFile):
         return self._marks
 
     def last_phase(self) -> PhaseEvent | None:
-        """Return the phase that began last, with its end if it has ended."""
+        """Return the phase that began last, including its end if it has ended."""
         self.refresh()
         return self._phase
 
 
 class TrainedDraws(GrowingFile):
-    """Says which step trained on which draw, from ``journal/trained.jsonl``."""
+    """Finds the step that trained on a draw, from ``journal/trained.jsonl``."""
 
     def __init__(self, run_dir: Path, *, read_s: float = math.inf) -> None:
         super().__init__(run_dir / "journal" / "trained.jsonl", read_s=read_s)
@@ -116,7 +116,7 @@ class TrainedDraws(GrowingFile):
                 self._step_of.update(dict.fromkeys(row["draws"], row["step"]))
 
     def step_of(self, draw: int) -> int | None:
-        """Return the step that trained on a draw, or None if none has yet."""
+        """Return the step that trained on a draw, or None if the draw is untrained."""
         self.refresh()
         return self._step_of.get(draw)
 
@@ -167,7 +167,7 @@ class MetricsTable(GrowingFile):
             return [name for name in self._columns if name not in ("step", "time")]
 
     def _values(self, name: str) -> Numbers:
-        """Return a value for each row, NaN if the row lacks it. A step's last value counts."""
+        """Return one value per row, NaN if the row lacks the metric. If a step has several values, the last one counts."""
         values = np.full(len(self._row_of), math.nan)
         if column := self._columns.get(name):
             values[np.array(column.rows)] = np.array(column.values)
@@ -189,7 +189,7 @@ class MetricsTable(GrowingFile):
         return next(reversed(self.values(name)), None)
 
     def whole_columns(self) -> dict[str, list[float | None]]:
-        """Return every column with one entry per step, in step order; None if the step has no value."""
+        """Return every column with one entry per step, in step order. The entry is None if the step lacks the metric."""
         with self._lock:
             order = np.argsort(self._values("step"), kind="stable")
             found: dict[str, list[float | None]] = {}

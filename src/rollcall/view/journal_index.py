@@ -1,7 +1,7 @@
-"""Indexes all groups in a journal: the values by which they are sorted, filtered and found, and where their records are.
+"""Indexes all groups in a journal, with the values that the page sorts and filters by and the place of each record.
 
-The index is an in-memory SQLite table. Each query first updates it, for a bounded time: a file's bytes up to ``end`` are in the
-table, and only what was added is read. A file that got shorter, or a different file with the same name, is read again.
+The index is an in-memory SQLite table. Each refresh updates it, for a bounded time, by reading only bytes after a file's ``end``. If a
+file got shorter, or was replaced by another, it is read again from the start.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ class GroupRow(NamedTuple):
     prompt: str
     completions: int
     tokens: int
-    reward: float  # the mean over its completions
+    reward: float  # mean over its completions
     lowest: float
     highest: float
     truncated: int
-    failed: int  # completions that a reward could not score
+    failed: int  # number of completions that a reward could not score
     worker: str
     finished_s: float
 
@@ -70,7 +70,7 @@ FILTERS = {
 
 
 class Indexed(NamedTuple):
-    files: int  # files with all their groups in the table
+    files: int  # number of files that are completely in the table
     total: int
     groups: int
 
@@ -78,7 +78,7 @@ class Indexed(NamedTuple):
 class _Read(NamedTuple):
     """How much of a file is in the table."""
 
-    mark: tuple[int, int] | None  # its modification time and size when it was read to the end; None if there is more
+    mark: tuple[int, int] | None  # modification time and size when the file was read to its end; None if it was not
     inode: int
     head: bytes
     end: int
@@ -88,8 +88,8 @@ class Found(NamedTuple):
     """A page of groups, with counts from the same moment."""
 
     rows: list[GroupRow]
-    total: int  # groups that match
-    groups: int  # groups in the table
+    total: int  # number of groups that match
+    groups: int  # number of groups in the table
 
 
 class JournalIndex:
@@ -106,7 +106,7 @@ class JournalIndex:
         self._progress = Indexed(files=0, total=0, groups=0)
 
     def refresh(self, *, seconds: float = math.inf) -> Indexed:
-        """Update the table for at most this many seconds and return its progress."""
+        """Update the table for at most this many seconds. Returns its progress."""
         if not self._reading.acquire(timeout=-1 if seconds == math.inf else seconds):
             return self._progress  # another thread is reading
         try:
@@ -132,7 +132,7 @@ class JournalIndex:
                 about, known = path.stat(), self._files.get(name)
                 if known is None or known.mark != (about.st_mtime_ns, about.st_size):
                     due.append(name)
-        # Newest first: people look at new groups while an old journal is being read.
+        # Newest first, because users look at new groups while an old journal is being read.
         due.sort(key=lambda name: int(name.partition(".")[0]), reverse=True)
         left = len(due)
         for name in due:
@@ -142,7 +142,7 @@ class JournalIndex:
         return Indexed(files=len(paths) - left, total=len(paths), groups=self._count())
 
     def _index(self, name: str, *, until: float) -> bool:
-        """Index a file and return whether it is in the table completely."""
+        """Index a file. Returns whether the whole file is in the table."""
         rows: list[GroupRow] = []
         again: list[GroupRow] = []
         try:
@@ -150,7 +150,7 @@ class JournalIndex:
                 about = os.fstat(file.fileno())
                 head = file.read(HEAD_BYTES)
                 before, end = self._files.get(name), 0
-                # A different file with this name may have the same first record or the old file's inode, but not both.
+                # A new file with this name may have the old file's inode or its first record, but not both.
                 if before and (before.inode, before.head) == (about.st_ino, head) and before.end <= about.st_size:
                     end = before.end
                 else:
@@ -170,7 +170,7 @@ class JournalIndex:
             return True
         mark = (about.st_mtime_ns, about.st_size) if is_whole else None
         with self._lock:
-            # A draw's first record counts, unless its group was scored again.
+            # The first record of a draw counts, unless its group was scored again.
             self._db.executemany(f"insert or ignore {_INTO_GROUPS}", rows)
             self._db.executemany(f"insert or replace {_INTO_GROUPS}", again)
             self._files[name] = _Read(mark, about.st_ino, head, end)
@@ -214,7 +214,7 @@ class JournalIndex:
         return GroupRow(*found[0]) if found else None
 
     def before(self, *, step: int, draw: int, only: str | None, limit: int) -> list[GroupRow]:
-        """Return the groups before this one, newest first, for a search that goes through them piece by piece."""
+        """Return up to ``limit`` groups before this one, newest first, for a search in pieces."""
         more = f"and {FILTERS[only]}" if only else ""
         query = f"select * from groups where (step, draw) < (?, ?) {more} order by step desc, draw desc limit ?"
         return [GroupRow(*row) for row in self._rows(query, (step, draw, limit))]

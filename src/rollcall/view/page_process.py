@@ -1,10 +1,10 @@
-"""Serves the page of a running run (`trainer.page`) in a separate process that never gets in the controller's way.
+"""Serves the page of a running run (`trainer.page`) in a separate process, so that it never disturbs the controller.
 
-The child prints an address, and a new one whenever the last was used; the controller passes them on. The child's stdin stays open
-while the controller lives, so it exits when the controller dies. If the child fails, the run continues.
+The child process prints an address, and a new one whenever the last was used; the controller shows them. The child exits when its stdin
+closes, which also happens when the controller dies. If the child fails, the run continues.
 
-An address works once. ``page.json`` in the run directory says where the page is served. Only its owner can read that file: the secret in it
-creates addresses, so `rollcall tunnel` can open the page from elsewhere.
+An address works only once. ``page.json`` in the run directory says where the page is served. It contains a secret, from which `rollcall
+tunnel` creates addresses to open the page from other machines. Only its owner can read the file.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Keys:
         return f"{nonce}.{_sign(self.secret, nonce)}"
 
     def use(self, key: str) -> bool:
-        """Use up a key; return whether it was ours and not used before."""
+        """Use up a key. Returns whether the key is valid and was not used before."""
         nonce, _, mark = key.partition(".")
         if not hmac.compare_digest(mark.encode(), _sign(self.secret, nonce).encode()):
             return False
@@ -76,7 +76,7 @@ class PageRecord:
 
 
 def parse_record(text: str) -> PageRecord | None:
-    """Parse the contents of ``page.json``; return None if they are not valid."""
+    """Parse the contents of ``page.json``. Returns None if they are not valid."""
     try:
         return TypeAdapter(PageRecord).validate_json(text)
     except ValidationError:
@@ -84,7 +84,7 @@ def parse_record(text: str) -> PageRecord | None:
 
 
 def refuse_without_packages() -> None:
-    """Refuse to start if the packages from the optional extra are not installed."""
+    """Raise an error if the packages of the optional extra are not installed."""
     missing = [name for name in ("starlette", "uvicorn", "plotly") if find_spec(name) is None]
     if missing:
         raise ValueError(
@@ -97,7 +97,7 @@ def serving_page(run_dir: Path, *, tell: Callable[[str], None]) -> Iterator[None
     """Serve the page of this run directory while the block runs."""
     refuse_without_packages()
     record, is_over = run_dir / PAGE_FILE, threading.Event()
-    # It needs no secret, and its environment can be read in /proc. Ctrl-C in the terminal is for the controller: a separate session.
+    # The child needs no secrets, and its environment can be read in /proc. Its own session keeps Ctrl-C for the controller.
     env = {name: value for name, value in os.environ.items() if not is_secret(name)}
     child = subprocess.Popen(
         [sys.executable, "-m", "rollcall.view.server", str(run_dir)],
@@ -110,7 +110,7 @@ def serving_page(run_dir: Path, *, tell: Callable[[str], None]) -> Iterator[None
         for line in lines:
             tell(line.rstrip())
         if child.wait() and not is_over.is_set():
-            record.unlink(missing_ok=True)  # it names a port on which nobody listens any more
+            record.unlink(missing_ok=True)  # nobody listens on its port any more
             warn(f"the page of {run_dir} has ended with status {child.returncode}; the run continues without it")
 
     threading.Thread(target=listen, name="page", daemon=True).start()

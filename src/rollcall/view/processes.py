@@ -1,4 +1,4 @@
-"""Shows a run's processes on the page: their timeline, the marks for faults and recoveries, and the placement with each slot's
+"""Prepares a run's processes for the page: their timeline, the marks for faults and recoveries, and the placement with each slot's
 worker."""
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from rollcall.observe.timeline import idle_shares, read_timeline
 from rollcall.plan.placement import plan_for
 from rollcall.view.growing import MetricsTable
 
-MOST_SPANS = 5000  # shown at once
+MOST_SPANS = 5000  # most that the page shows at once
 MOST_LANES = 600
 MOST_MARKS = 300
 
 
 def show_timeline(root: Path, table: MetricsTable, *, first_step: int | None, last_step: int | None) -> dict[str, Any]:
-    """Return the spans in some steps. If there are too many to show, the shortest are left out and counted."""
+    """Return the spans of these steps. If there are too many to show, the shortest are left out, and their number is returned."""
     table.refresh()
     steps, _, _ = table.column("step")
     newest = int(steps[-1]) if len(steps) else 0
@@ -58,7 +58,7 @@ def _show_mark(mark: Mark) -> dict[str, Any]:
 
 
 def show_marks(marks: Sequence[Mark], table: MetricsTable, *, axis: str) -> list[dict[str, Any]]:
-    """Return faults and recoveries with their place on the curves' axis: the time, or the step that ran at that time."""
+    """Return faults and recoveries with their position on the curves' axis, as a time or as the step at that time."""
     found = [mark for mark in marks if mark.kind != MarkKind.NOTE][-MOST_MARKS:]
     steps, times, _ = table.column("step")
     known = np.isfinite(times)
@@ -95,7 +95,7 @@ def show_cluster(root: Path, config: Config | None, *, marks: Sequence[Mark]) ->
 
 
 def _planned(config: Config) -> dict[int, list[dict[str, Any]]]:
-    """Return each node's slots with their roles, as the run file places them."""
+    """Return the slots of each node with their roles, as the run file places them."""
     if config.cluster is None:
         return {0: [{"slot": 0, "roles": ["actor", "rollout"]}]}
     plan = plan_for(config, config.cluster)
@@ -106,7 +106,7 @@ def _planned(config: Config) -> dict[int, list[dict[str, Any]]]:
 
 
 def _with_workers(nodes: dict[int, list[dict[str, Any]]], workers: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the nodes with each slot's worker, including nodes that the run file does not place."""
+    """Return the nodes with the worker of each slot, including nodes that are not in the run file's placement."""
     addresses: dict[int, str] = {}
     slots = {(node, slot["slot"]): {**slot, "lane": None} for node, own in nodes.items() for slot in own}
     for worker in workers:

@@ -1,7 +1,7 @@
-"""Reads one run directory, for `rollcall status`, recover and compare, for the page and for Python.
+"""Reads a run directory, for `rollcall status`, recover and compare, for the page, and for the Python API.
 
-It only reads, even while the run is running. A caller that asks repeatedly, as the page does, keeps a ``RunReader``, which reads
-only what was added to growing files. Thread-safe.
+It never writes, so it can be used while the run is running. A caller that asks repeatedly, as the page does, keeps a ``RunReader``,
+which reads only what was added to the files. Thread-safe.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class RunState:
 
 
 class RunReader:
-    """Reads one run directory. ``read_s`` bounds the time for one call; the rest of a long file comes with the next call."""
+    """Reads a run directory. ``read_s`` bounds the time of one call; the next call reads the rest of a long file."""
 
     def __init__(self, run_dir: Path, *, read_s: float = math.inf) -> None:
         self.dir = Path(run_dir)
@@ -52,7 +52,7 @@ class RunReader:
 
     @property
     def config(self) -> Config | None:
-        """The settings that the run was last started with, or None if they cannot be read (``config_problem`` says why)."""
+        """The settings of the run's last start, or None if they cannot be read (``config_problem`` says why)."""
         return self._read_config()[0]
 
     @property
@@ -63,7 +63,7 @@ class RunReader:
         """Return the settings, or raise an error that says why they cannot be read."""
         config, problem = self._read_config()
         if config is None:
-            raise ConfigError(f"{problem}\nThe settings of a run are only in this file; restore it to read them")
+            raise ConfigError(f"{problem}\nOnly this file contains the settings of the run; restore it to read them")
         return config
 
     def _read_config(self) -> tuple[Config | None, str]:
@@ -89,7 +89,7 @@ class RunReader:
 
     @property
     def num_steps(self) -> int | None:
-        """The number of steps, or None if the run file does not say."""
+        """The run's number of steps, or None if the run file cannot be read."""
         steps = self.setting("trainer", "steps")
         return steps if is_count(steps) else None
 
@@ -99,7 +99,7 @@ class RunReader:
         return count if is_count(count) else None
 
     def setting(self, section: str, key: str) -> Any:
-        """Return one key from the saved run file, even if other parts of it are damaged, or None if it cannot be read."""
+        """Return one key of the saved run file, or None if it cannot be read. Other parts of the file may be damaged."""
         if (config := self.config) is not None:
             return getattr(getattr(config, section), key, None)
         try:
@@ -108,14 +108,15 @@ class RunReader:
             return None
 
     def holder(self) -> Holder | None:
-        """Return the process that holds the run directory or held it last."""
+        """Return the process that holds the run directory, or the last one that held it."""
         try:
             return read_holder(self.dir)
         except OSError:  # the file belongs to another user and cannot be read
             return None
 
     def _is_alive(self, holder: Holder | None) -> bool | None:
-        """Look up a process on this machine; elsewhere its counter must move. Return None while the answer is not known yet."""
+        """Whether the holder is alive. On this machine, look up the process; on another, see whether its counter moves. None if not known
+        yet."""
         if holder is None or holder.is_gone:
             return False
         if holder.is_here:
@@ -164,20 +165,20 @@ class RunReader:
         return RunState(word="stopped", text=f"stopped after step {step}; the same command continues it", since_s=at_s)
 
     def standing(self, state: RunState) -> dict[str, Any]:
-        """Return the run's progress. Only a run whose ``state`` is running has time left."""
+        """Return the run's progress. The time left is only known while ``state`` is running."""
         holder = self.holder() if state.word == "running" else None
         return standing(self.metrics, num_steps=self.num_steps, holder=holder)
 
     def summary(self) -> dict[str, Any]:
-        """Return the numbers for the full run, from ``summary.json`` or, before the run has ended, from its metrics so far."""
+        """Return the results of the whole run, from ``summary.json``, or from the metrics so far if the run has not finished."""
         summary, step = read_summary(self.dir), self.step
-        if summary is not None and summary["steps"] >= step:  # otherwise a finished run is being trained further
+        if summary is not None and summary["steps"] >= step:  # otherwise a finished run has been trained further
             return summary
         name = None if self.config is None else self.config.run.name
         return build_summary(self.metrics, resume_step=step, run=name)
 
     def moved_s(self) -> float | None:
-        """Return the time at which the run last wrote something."""
+        """Return the time of the run's last write."""
         moved = []
         for name in (EVENTS, "metrics.jsonl", RUN_FILE):
             with suppress(OSError):
@@ -190,24 +191,24 @@ class RunReader:
 
 
 def open_run(run_dir: Path) -> RunReader:
-    """Open a run directory and refuse anything else. It may not exist yet if the run has just started."""
+    """Open a run directory. Raises if it is not one. It may be missing if the run has just started."""
     run = RunReader(run_dir)
     holder = run.holder()
     if not run_dir.is_dir() and (holder is None or holder.is_gone):
-        problem = "is a file" if run_dir.exists() else "does not exist. A run makes it some seconds after its start"
-        raise ConfigError(f"{run_dir} {problem}; give the run.dir of a run")
+        problem = "is a file" if run_dir.exists() else "does not exist. A run creates it some seconds after its start"
+        raise ConfigError(f"{run_dir} {problem}; give the directory of a run (run.dir)")
     if holder is None and not is_run(run_dir):
-        raise ConfigError(f"{run_dir} is not a run directory; give the run.dir of a run")
+        raise ConfigError(f"{run_dir} is not a run directory; give the directory of a run (run.dir)")
     return run
 
 
 def describe_holder(holder: Holder | None) -> str:
-    """Describe the process that holds the run directory, as far as this host can tell right away."""
+    """Describe the process that holds the run directory, as far as this host can tell at once."""
     if holder is None or holder.released:
         return "nobody"
     if holder.is_here:
-        return f"{holder}, which {'is gone' if holder.is_gone else 'runs'}"
-    return f"{holder}; this host cannot see at once whether it is alive"
+        return f"{holder}, which {'has ended' if holder.is_gone else 'is running'}"
+    return f"{holder}; this host cannot tell at once whether it is alive"
 
 
 def holder_as_json(holder: Holder | None) -> dict[str, Any] | None:

@@ -1,8 +1,8 @@
-"""Explains a run directory after a crash or damage, and what `rollcall train` would do with it.
+"""Describes a run directory after a crash or damage, and what `rollcall train` would do with it.
 
 ``look`` changes nothing and may be used while the run is running. ``repair`` moves torn files to ``RUN_DIR/set-aside/`` and
-deletes nothing: if part of a file is intact, the original is moved there and the intact part takes its place. A run repairs
-itself when it is resumed; this is for looking first, and for directories that something else has damaged.
+deletes nothing: if part of a file is intact, it moves the original there and keeps the intact part in its place. A run repairs
+itself when it is resumed. Use this to look first, or if something other than a crash damaged the directory.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from rollcall.view.reader import RunReader, RunState, holder_as_json
 class RunReport:
     run_dir: Path
     audit: Audit
-    num_steps: int | None  # for the full run; None if its run file cannot be read
+    num_steps: int | None  # of the whole run; None if the run file cannot be read
     prompts_per_step: int | None
     holder: Holder | None
     state: RunState
@@ -39,12 +39,12 @@ class RunReport:
 
     @property
     def groups(self) -> dict[int, int]:
-        """Steps past the checkpoint with their number of finished groups."""
+        """Steps after the checkpoint, with their number of finished groups."""
         return {step: count for step, count in self.audit.groups.items() if step > self.start_step}
 
     @property
     def replayed(self) -> list[int]:
-        """Steps past the checkpoint that were trained before and will be trained again on the same groups."""
+        """Steps after the checkpoint that were trained and will be trained again, on the same groups."""
         return sorted({step for step, _ in self.audit.trained if step > self.start_step})
 
     @property
@@ -52,22 +52,22 @@ class RunReport:
         return self.last.step if self.last else 0
 
     def next(self) -> list[str]:
-        """What the next `rollcall train` will do, in sentences."""
+        """Describe what the next `rollcall train` will do."""
         holder = self.holder
         if holder is None or holder.is_gone:
             lines = ["start at once: no process holds the run directory"]
         elif holder.is_here:
-            lines = [f"refuse: {holder} has the run directory and is running"]
+            lines = [f"refuse: {holder} holds the run directory and is running"]
         else:
             lines = [f"watch {holder} for {WATCH_S:g} s, take over if its counter does not move, refuse if it does"]
         if self.num_steps is not None and self.start_step >= self.num_steps:
             has_model = (self.run_dir / "model").exists()
-            done = "it is in model/" if has_model else "and write the model"
+            done = "the model is in model/" if has_model else "write the model"
             return [*lines, f"find {all_of(self.num_steps, 'step')} trained; {done}"]
         lines.append(f"start from {'the checkpoint of step ' + str(self.start_step) if self.last else 'the beginning'}")
         if self.replayed:
             lines.append(
-                f"train {span(self.replayed[0], self.replayed[-1])} again, on the groups it was trained on before, with the same result"
+                f"train {span(self.replayed[0], self.replayed[-1])} again, on the same groups and with the same result"
             )
         for step, count in self.groups.items():
             if step not in self.replayed:
@@ -75,7 +75,7 @@ class RunReport:
                 rest = f", generate the other {missing}" if missing > 0 else ""
                 lines.append(f"take {counted(count, 'finished group')} of step {step} from the journal{rest}")
         if self.audit.torn:
-            lines.append("set torn ends aside and skip torn checkpoints; nothing intact is lost")
+            lines.append("move torn ends to set-aside/ and skip torn checkpoints; nothing intact is lost")
         return lines
 
     def as_json(self) -> dict[str, Any]:
@@ -108,7 +108,7 @@ def look(run_dir: Path) -> RunReport:
 
 
 def repair(run_dir: Path) -> list[Path]:
-    """Set torn files aside and return their new paths. Refuse while a controller holds the run directory."""
+    """Move torn files to ``set-aside/`` and return their new paths. Raises if a controller holds the run directory."""
     run_dir = Path(run_dir)
     with hold(run_dir):
         torn = audit(run_dir).torn
@@ -136,7 +136,7 @@ def _set_aside(torn: Torn, target: Path) -> None:
         whole = whole_records(path)
     else:
         whole = b"".join(line for line, good in judge_file(path) if good)
-    # Copy instead of moving: a kill between two renames must not leave the run without the file.
+    # Copy instead of move, so that the run is never without the file, even if this process is killed.
     shutil.copy2(path, target)
     fsync(target)
     write_atomic(path, whole)

@@ -1,5 +1,5 @@
-"""Samples for the page: groups in the journal, a search over them, single completions token by token, and the completions on
-held-out prompts that each evaluation writes to ``samples/val-STEP.jsonl``."""
+"""Prepares samples for the page: groups in the journal, a search over them, single completions token by token, and the held-out
+completions that each evaluation writes to ``samples/val-STEP.jsonl``."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ from rollcall.view.curves import short
 from rollcall.view.growing import TrainedDraws
 from rollcall.view.journal_index import FOLDER, GroupRow, JournalIndex
 
-SHORT = 280  # characters shown for a text in a list
-LONG = 20_000  # characters shown for a text in a group
+SHORT = 280  # characters of a text that a list shows
+LONG = 20_000  # characters of a text that a group shows
 MOST_HELD_OUT = 200
 _HELD_OUT = re.compile(r"val-(\d{6,12})\.jsonl")
 
@@ -39,7 +39,7 @@ class NoGroupError(LookupError):
 
 
 def preview(root: Path, row: GroupRow) -> str:
-    """Return the end of a group's prompt, because chat templates all begin alike."""
+    """Return the end of a group's prompt, because prompts with a chat template all begin alike."""
     data = _header_bytes(root, row)
     try:
         return "" if data is None else _asked(json.loads(data))[-SHORT:]
@@ -48,7 +48,7 @@ def preview(root: Path, row: GroupRow) -> str:
 
 
 def _asked(header: dict[str, Any]) -> str:
-    """Return the user's message without its chat template; for an empty prompt, the environment's first message."""
+    """Return the user's message without the chat template. If the prompt is empty, return the environment's first message."""
     prompt = header["prompt"]
     openings = (episode.get("opening", "") for row in header["completions"] if (episode := row.get("episode")))
     return asked(prompt["text"], prompt["metadata"]) or next(openings, "")
@@ -65,7 +65,7 @@ def _header_bytes(root: Path, row: GroupRow) -> bytes | None:
 
 class SearchPage(NamedTuple):
     rows: list[dict[str, Any]]
-    cursor: tuple[int, int] | None  # the last group that was searched, or None if all were
+    cursor: tuple[int, int] | None  # the last group that was searched; None if all were
     looked_at: int
 
 
@@ -73,10 +73,10 @@ def search(
     root: Path, index: JournalIndex, needle: str, *, only: str | None, after: tuple[int, int], limit: int
 ) -> SearchPage:
     """Find groups whose prompt, answer, completions or notes contain the text, ignoring case, newest first. Stops after ``limit``
-    matches or 0.8 s; ``after`` continues from there."""
+    matches or 0.8 s; pass the returned cursor as ``after`` to continue."""
     at, looked_at, rows = after, 0, []
     until, wanted = time.monotonic() + 0.8, needle.casefold()
-    # The header is ASCII with escapes, so plain text can be found in its bytes without parsing JSON.
+    # The header is ASCII with escapes, so ASCII text can be found in its bytes without parsing JSON.
     raw = json.dumps(needle)[1:-1].lower().encode() if needle.isascii() else None
     while piece := index.before(step=at[0], draw=at[1], only=only, limit=500):
         for row in piece:
@@ -89,7 +89,7 @@ def search(
 
 
 def _hit(root: Path, row: GroupRow, wanted: str, raw: bytes | None) -> str | None:
-    """Return the text around the first match in a group, or None."""
+    """Return the text around the first match in a group, or None if there is no match."""
     data = _header_bytes(root, row)
     if data is None or (raw is not None and raw not in data.lower()):
         return None
@@ -113,7 +113,7 @@ def _hit(root: Path, row: GroupRow, wanted: str, raw: bytes | None) -> str | Non
 
 
 def read_group(root: Path, index: JournalIndex, *, step: int, draw: int) -> Group:
-    """Read a group at its indexed place, else search the step's file, since a new group may not be indexed yet."""
+    """Read a group at its indexed place. If it is not indexed yet, search the step's file."""
     row = index.get(step=step, draw=draw)
     for start in [*([] if row is None else [row.start]), 0]:
         for group in _groups_in(root / FOLDER / f"{step:06d}.groups", start=start):
@@ -131,13 +131,13 @@ def _groups_in(path: Path, *, start: int) -> Iterator[Group]:
                 try:
                     yield decode(payload)
                 except NOT_A_GROUP:
-                    pass  # skips a record from another program, as the journal itself does
+                    pass  # skip a record from another program, as the journal does
     except OSError:
         return
 
 
 def show_group(group: Group, *, config: Config | None, trained_in: int | None) -> dict[str, Any]:
-    """Return a group as JSON. Long texts are cut; ``said_of`` returns them in full."""
+    """Return a group as JSON. Shortens long texts; ``said_of`` returns them in full."""
     advantages = advantages_of(group, config)
     prompt, shown = group.prompt, _prompt_text(group)
     own = (one.prompt_ids(prompt.token_ids) for one in group.completions if not prompt.text)
@@ -167,7 +167,7 @@ def show_group(group: Group, *, config: Config | None, trained_in: int | None) -
 
 
 def advantages_of(group: Group, config: Config | None) -> Floats | None:
-    """Return each completion's advantage, or None if it depends on more than the group or the run file cannot be read."""
+    """Return each completion's advantage. None if it depends on more than the group, or if the run file cannot be read."""
     if config is None:
         return None
     most = config.rollout.max_response_tokens
@@ -176,10 +176,10 @@ def advantages_of(group: Group, config: Config | None) -> Floats | None:
 
 def _no_advantages(config: Config | None) -> str:
     if config is None:
-        return "the run file cannot be read, so the algorithm is not known"
+        return "the run file cannot be read, so the algorithm is unknown"
     if isinstance(config.algorithm, GroupAlgorithm) and config.algorithm.advantage == "turn":
-        return "with advantage: turn each turn of an attempt has its own advantage, and they are not stored"
-    return f"with {config.algorithm.name} and these settings an advantage depends on more than the group, and is not stored"
+        return "with advantage: turn, each turn of an attempt has its own advantage, and these are not stored"
+    return f"with {config.algorithm.name} and these settings, an advantage depends on more than the group and is not stored"
 
 
 def _show_completion(completion: Completion, *, number: int, group: Group) -> dict[str, Any]:
@@ -202,7 +202,7 @@ def _show_completion(completion: Completion, *, number: int, group: Group) -> di
 
 
 def said_of(group: Group, *, completion: int | None) -> list[tuple[str, str]]:
-    """Return a completion's messages with their speakers, without the message shown as the prompt; None returns the prompt."""
+    """Return a completion's messages with their speakers, without the one shown as the prompt. For None, return the prompt."""
     prompt = _prompt_text(group)
     if completion is None:
         return [("", prompt)]
@@ -212,12 +212,12 @@ def said_of(group: Group, *, completion: int | None) -> list[tuple[str, str]]:
 
 def _known_completion(group: Group, number: int) -> int:
     if not 0 <= number < len(group.completions):
-        raise NoGroupError(f"the group has {len(group.completions)} completions, and no number {number}")
+        raise NoGroupError(f"the group has {len(group.completions)} completions, but no number {number}")
     return number
 
 
 def _prompt_text(group: Group) -> str:
-    """Return the prompt's text; if it is empty, the environment's first message, if all attempts share it."""
+    """Return the prompt's text. If it is empty, return the environment's first message, provided all attempts share it."""
     openings = {one.episode.opening for one in group.completions if one.episode is not None}
     return group.prompt.text or (openings.pop() if len(openings) == 1 else "")
 
@@ -238,7 +238,7 @@ class Vocabulary:
     """Turns token ids into text with the tokenizer in a run directory."""
 
     def __init__(self, data: bytes) -> None:
-        # This is the library below transformers. It loads in a tenth of a second without torch.
+        # The tokenizer library of transformers, which loads in a tenth of a second without torch.
         from tokenizers import Tokenizer
 
         self._tokenizer = Tokenizer.from_buffer(data)
@@ -247,14 +247,14 @@ class Vocabulary:
         }
 
     def texts(self, ids: list[int]) -> list[str]:
-        """Return each token's text. If several tokens form one character, the last gets it and the others are empty."""
+        """Return each token's text. If several tokens form one character, the last one gets it and the others are empty."""
         from tokenizers.decoders import DecodeStream
 
         stream = DecodeStream(skip_special_tokens=False)
         return [stream.step(self._tokenizer, number) or "" if self._piece(number) is not None else "" for number in ids]
 
     def pieces(self, ids: list[int]) -> dict[str, str]:
-        """Return the tokenizer's own spelling of each token that occurs."""
+        """Return each token's spelling in the tokenizer's vocabulary, keyed by its id."""
         return {str(number): piece for number in set(ids) if (piece := self._piece(number)) is not None}
 
     def special(self, ids: list[int]) -> list[int]:
@@ -266,7 +266,7 @@ class Vocabulary:
 
 
 def vocabulary_of(root: Path) -> Vocabulary | None:
-    """Load the run directory's tokenizer, or return None while there is none."""
+    """Load the run directory's tokenizer. None if it has none yet."""
     for folder in (root, root / "model", *sorted(root.glob("checkpoints/*/model"), reverse=True)):
         with suppress(Exception):  # the library raises a plain Exception for a file that is not a tokenizer
             path = folder / "tokenizer.json"
@@ -280,7 +280,7 @@ def _vocabulary(path: Path, written_ns: int) -> Vocabulary:
 
 
 def read_scores(root: Path, group: Group, *, completion: int, trained: TrainedDraws) -> dict[str, Floats] | None:
-    """Return the learner's log-probs and entropy for each token, or None if they were not kept for this group."""
+    """Return the learner's log-prob and entropy of each token, or None if they were not kept for this group."""
     step = trained.step_of(group.draw) or group.step
     try:
         with (root / TOKEN_SCORES / file_name(step)).open("rb") as file:
@@ -297,7 +297,7 @@ def show_tokens(
     vocabulary: Vocabulary | None,
     learner: dict[str, Floats] | None,
 ) -> dict[str, Any]:
-    """Return columns of equal length with one entry per token. ``learner`` contains the learner's own numbers for the same
+    """Return columns of equal length with one entry per token. ``learner`` contains the learner's log-probs and entropy for the same
     tokens, if they were kept."""
     one, score = group.completions[_known_completion(group, completion)], group.scores[completion]
     advantages = advantages_of(group, config)
@@ -313,7 +313,7 @@ def show_tokens(
         columns["mismatch"] = short(np.where(one.mask, difference, 0.0))
         columns["ratio"] = short(np.where(one.mask, np.exp(np.clip(difference, -20, 20)), 1.0))
     whole_prompt = one.prompt_ids(group.prompt.token_ids)
-    prompt = whole_prompt[-2000:].tolist()  # the end is what the completion answers
+    prompt = whole_prompt[-2000:].tolist()  # the completion answers the end of the prompt
     return {
         "step": group.step,
         "draw": group.draw,

@@ -1,8 +1,8 @@
-"""The page's server: Starlette on the loopback interface. ``Api`` answers requests in JSON; ``Guard`` decides who may ask.
+"""The page's server: Starlette on the loopback interface. ``Api`` answers requests in JSON; ``Guard`` decides who gets an answer.
 
-Only a browser that opened an address from this server sees the page. An address works once (``/open/KEY``) and sets a cookie;
-without the cookie every answer is 401. A Host header that does not name this machine's loopback is refused: another site could
-point its own name to our address (DNS rebinding) and read the answers. The browser loads scripts and data only from this server.
+Only a browser that has opened an address from this server sees the page. An address works once (``/open/KEY``) and sets a cookie;
+without the cookie, every answer is 401. A Host header that does not name this machine's loopback is refused, because another site could
+point its name to our address (DNS rebinding) and read the answers. The browser loads scripts and data only from this server.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ HEADERS = {
     "cross-origin-resource-policy": "same-origin",
     "x-frame-options": "DENY",
 }
-# Not a redirect: if the address was opened from another page, the browser would not send a strict cookie with it.
+# Not a redirect, because a browser that came from another page would not send the strict cookie with a redirect.
 OPENED = '<!doctype html><meta charset="utf-8"><meta http-equiv="refresh" content="0; url=/"><title>Rollcall</title><link rel="icon" href="/page/icon.svg">'
 PAGE = Path(__file__).with_name("page")
 
@@ -80,19 +80,19 @@ def _refused(request: Request, error: Exception) -> Response:
 
 def _plotly(request: Request) -> Response:
     script = files("plotly") / "package_data" / "plotly.min.js"
-    # The address contains no version, so let browsers cache it for a working session and no longer.
+    # The address contains no version, so browsers may cache the script only for some hours.
     return FileResponse(str(script), headers={"cache-control": "private, max-age=14400"})
 
 
 class Guard:
-    """Wraps the app and refuses strangers. ``on_open`` is called after an address was used."""
+    """Wraps the app and refuses requests without the cookie. Calls ``on_open`` after an address was used."""
 
     def __init__(self, app: ASGIApp, *, keys: Keys, on_open: Callable[[], None] = lambda: None) -> None:
         self._app = app
         self._keys = keys
         self._on_open = on_open
         self._session = secrets.token_urlsafe(32)
-        # Cookies ignore ports, so each server's cookie has its own name; otherwise two servers would log each other out.
+        # Cookies ignore ports. With the same cookie name, two servers would log each other out.
         self._cookie = f"rollcall-{secrets.token_hex(4)}"
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -104,7 +104,7 @@ class Guard:
             answer = _page(421, "This server answers only to 127.0.0.1 and localhost.")
         elif (answer := self._opened(scope)) is None and not self._is_known(Request(scope)):
             answer = _page(
-                401, "This page needs the address that Rollcall printed. Each address works once: look for the newest."
+                401, "Open this page with the newest address that Rollcall printed. Each address works once."
             )
 
         async def with_headers(message: Message) -> None:
@@ -114,7 +114,7 @@ class Guard:
                     own[name] = value
                 own.setdefault("cache-control", "no-store")
                 if answer is not None:
-                    own["connection"] = "close"  # strangers do not keep a connection
+                    own["connection"] = "close"  # a refused client does not keep its connection
             await send(message)
 
         await (answer or self._app)(scope, receive, with_headers)
@@ -138,7 +138,7 @@ def _page(status: int, text: str) -> Response:
 
 
 class PageServer:
-    """Serves the page: ``run`` returns when the process is interrupted or ``stop`` is called."""
+    """Serves the page. ``run`` returns when the process is interrupted or ``stop`` is called."""
 
     def __init__(self, places: ShownRuns, *, port: int = 0) -> None:
         self.keys = Keys()
@@ -152,7 +152,7 @@ class PageServer:
         return f"http://{HOST}:{self.port}{OPEN}{self.keys.new()}"
 
     def run(self) -> None:
-        with suppress(OSError):  # if it is not allowed, the page keeps its normal priority
+        with suppress(OSError):  # if this is not allowed, keep the normal priority
             os.nice(10)  # a run on the same machine has priority
         self._server.run(sockets=[self._socket])
 
@@ -163,10 +163,10 @@ class PageServer:
 def serve(shown: ShownRuns, *, port: int, open_browser: bool, tell: Callable[[str], None]) -> None:
     """Serve the page for a user at a terminal: print an address, and a new one whenever the last was used."""
     server = PageServer(shown, port=port)
-    tell(f"showing {counted(len(shown.all()), 'run')}; Ctrl-C ends the page")
+    tell(f"showing {counted(len(shown.all()), 'run')}; stop with Ctrl-C")
     address = server.new_address()
     print(address, flush=True)
-    server.on_open = lambda: tell(f"opened; for another browser: {server.new_address()}")
+    server.on_open = lambda: tell(f"opened; to use another browser: {server.new_address()}")
     if open_browser and not webbrowser.open(address):
         tell("no browser was found; open the address yourself")
     server.run()
@@ -181,13 +181,13 @@ def main(run_dir: Path) -> None:
         print(f"page           {record.address()}   (on {record.host}; works once)", flush=True)
 
     def write_record() -> None:
-        while not run_dir.is_dir():  # the run creates it
+        while not run_dir.is_dir():  # the controller creates it
             time.sleep(0.5)
         try:
             record.write(run_dir)
         except OSError as error:
             warn(
-                f"{run_dir / PAGE_FILE} cannot be written ({error.strerror}), so `rollcall tunnel` does not find the page"
+                f"{run_dir / PAGE_FILE} cannot be written ({error.strerror}), so `rollcall tunnel` cannot find the page"
             )
 
     def watch() -> None:

@@ -1,5 +1,5 @@
-"""Builds ``summary.json``, with the numbers for a full run including its earlier processes, the messages at its end, and the progress of a
-run from its metrics: step, reward, headline, time left."""
+"""Builds ``summary.json``, the results of a whole run including earlier processes; the messages at a run's end; and its progress: step,
+reward, headline and time left."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ from rollcall.observe.progress import STEPS_COUNTED, format_duration
 from rollcall.view.growing import MetricsTable
 
 ADVANTAGE = "train/advantage_abs_mean"
-WORTH_SAYING = 0.1  # share of the steps
+WORTH_SAYING = 0.1  # fraction of the steps
 ADVICE = (
-    "In such a step all completions of each group scored alike or were left out of the loss, so there was nothing to prefer. Use "
-    "prompts that the model solves sometimes but not always, raise rollout.samples_per_prompt, or let the reward give more than "
+    "In such a step, all completions of each group scored alike or were left out of the loss, so the model had nothing to learn. Use "
+    "prompts that the model solves sometimes but not always, raise rollout.samples_per_prompt, or use a reward with more values than "
     "right and wrong"
 )
 
@@ -35,10 +35,10 @@ ADVICE = (
 def build_summary(
     metrics: MetricsTable, *, seconds: float = 0.0, resume_step: int | None = None, peak_gib: float = 0.0, **extra: Any
 ) -> dict[str, Any]:
-    """Build the summary. ``seconds`` and ``peak_gib`` are the training process's wall time and memory; steps up to
+    """Build the summary. ``seconds`` and ``peak_gib`` are the training process's wall time and memory. Steps up to
     ``resume_step`` add the time that they took in earlier processes.
 
-    ``extra`` joins the result unchanged (run name, model directory, ...). A number that no row contains is None.
+    ``extra`` values (run name, model directory, ...) are copied to the result. A number that no row contains is None.
     """
     metrics.refresh()
     before_s = 0.0
@@ -82,7 +82,7 @@ def _or_none(of: Callable[[list[float]], float], values: list[float]) -> float |
 
 
 def _median_generated(metrics: MetricsTable, name: str) -> float | None:
-    """Return the median over steps that were not replayed, since replayed steps generate little or nothing."""
+    """Return the median without replayed steps, because those generate little or nothing."""
     replayed, _, groups = metrics.column("rollout/groups_from_journal")
     steps, _, values = metrics.column(name)
     return _or_none(median, values[~np.isin(steps, replayed[groups > 0])].tolist())
@@ -93,7 +93,7 @@ def trained(num_steps: int) -> str:
 
 
 def no_signal(counts: Mapping[str, int]) -> str | None:
-    """Say how many steps taught nothing because every advantage was 0, or return None if there are few of them.
+    """Say in how many steps every advantage was 0, so that nothing was learned. Returns None if these are few.
 
     >>> no_signal({"steps": 11, "of": 12}), no_signal({"steps": 12, "of": 12}), no_signal({"steps": 1, "of": 12})
     ('11 of 12 steps had no signal', 'no step had a signal: nothing was learned in 12 steps', None)
@@ -107,7 +107,7 @@ def no_signal(counts: Mapping[str, int]) -> str | None:
 
 
 def _headline_course(summary: dict[str, Any]) -> str | None:
-    """Return the headline from the first evaluation to the last, or None if the run has no evaluation."""
+    """Return the headline's first and last value as text, or None if the run has no evaluation."""
     headline = BY_METRIC[summary["headline"]]
     course = summary["eval"][headline.key]
     if course["first"] is None:
@@ -120,7 +120,7 @@ def _no_signal(run_dir: Path, summary: dict[str, Any]) -> str | None:
     if words is None:
         return None
     return (
-        f"{words}. {ADVICE}. {run_dir / 'samples'} has answers with their rewards, and `rollcall reward test "
+        f"{words}. {ADVICE}. {run_dir / 'samples'} contains answers with their rewards, and `rollcall reward test "
         f"{run_dir / 'run.yaml'}` tries the reward"
     )
 
@@ -135,7 +135,7 @@ def finished(run_dir: Path, summary: dict[str, Any]) -> str:
 
 
 def interrupted(run_dir: Path, *, num_steps: int, by: str, fresh: bool) -> str:
-    """Describe an interrupted run's state to the person who interrupted it."""
+    """Describe an interrupted run's state, and how to continue it."""
     if not run_dir.exists():
         return f"stopped by {by} before anything was trained; {run_dir} was not created"
     metrics, saved = MetricsTable(run_dir), newest_step(run_dir)
@@ -154,7 +154,7 @@ def say_result(run_dir: Path, summary: dict[str, Any], curve: Path | None) -> No
     if course := _headline_course(summary):
         say(f"{course} in {summary['seconds']:.0f} s")
     if summary["reward_errors"]:
-        say(f"{counted(summary['reward_errors'], 'completion')} could not be scored and counted as 0; the first ones:")
+        say(f"{counted(summary['reward_errors'], 'completion')} could not be scored and counted as 0; the first are:")
         for failure in summary["reward_failures"][:3]:
             say(f"  {failure['reward']} {failure['kind']} on {failure['prompt']}: {failure['why'].splitlines()[-1]}")
     if told := _no_signal(run_dir, summary):
@@ -169,7 +169,7 @@ def say_result(run_dir: Path, summary: dict[str, Any], curve: Path | None) -> No
     say(f"metrics        {run_dir / 'metrics.jsonl'}\nsummary        {run_dir / 'summary.json'}")
 
 
-# Metrics under ``episode/`` and their names in the printed line.
+# Metrics under ``episode/``, with their names in the printed line.
 EPISODE_COUNTS = {"turns_mean": "turns", "tool_calls_mean": "tool calls"}
 EPISODE_ENDS = {
     "failed_fraction": "failed", "truncated_fraction": "reached a limit", "timed_out_fraction": "took too long",
@@ -177,7 +177,7 @@ EPISODE_ENDS = {
 
 
 def standing(metrics: MetricsTable, *, num_steps: int | None, holder: Holder | None) -> dict[str, Any]:
-    """Return the last step and the run so far. ``holder`` is the process that runs it; without a holder there is no time left."""
+    """Return the run's progress. ``holder`` is the process that runs it; without a holder, the time left is None."""
     so_far, headline = build_summary(metrics), metrics.headline
     return {
         "step": so_far["steps"],
@@ -192,7 +192,7 @@ def standing(metrics: MetricsTable, *, num_steps: int | None, holder: Holder | N
 
 
 def standing_rows(found: dict[str, Any]) -> list[tuple[str, str]]:
-    """Return label and text for each number that is known."""
+    """Return a label and a text for each known number."""
     rows = [("step", f"{found['step']}" if found["steps"] is None else f"{found['step']} of {found['steps']}")]
     headline, words = found["headline"], no_signal(found["no_signal"])
     if found["reward"] is not None:
@@ -229,7 +229,7 @@ def _in_words(episodes: Mapping[str, float]) -> str:
 
 
 def _left_s(metrics: MetricsTable, *, num_steps: int | None, since: float) -> float | None:
-    """Estimate the time left from the current process's recent steps, without its first, which includes the warm-up."""
+    """Estimate the time left from recent steps of the current process. Ignores its first step, which includes the warm-up."""
     steps, times, _ = metrics.column("time/step_s")
     recent = set(steps[times >= since][1:][-STEPS_COUNTED:].tolist())
     if not recent or num_steps is None or steps[-1] >= num_steps:
@@ -242,7 +242,7 @@ def _left_s(metrics: MetricsTable, *, num_steps: int | None, since: float) -> fl
 
 
 def _since(holder: Holder) -> float:
-    """Return when the holder took the directory, on the same clock as its metrics, or 0 if it does not say."""
+    """Return when the holder took the directory, on the same clock as its metrics. 0 if this is not known."""
     try:
         return datetime.strptime(holder.since, "%Y-%m-%d %H:%M:%S UTC").replace(tzinfo=UTC).timestamp()
     except ValueError:

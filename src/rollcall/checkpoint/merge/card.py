@@ -1,4 +1,4 @@
-"""The files of a merged model other than its weights: config files, and a model card with facts about the run."""
+"""Writes the files of a merged model other than its weights: config files, and a model card with facts about the run."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from rollcall.model.stored.files import StoredError
 from rollcall.model.stored.find import ADAPTER_CONFIG, PROBE, checkpoint_of
 from rollcall.model.stored.tensors import DType, Stored
 
-# Suffixes of config files. The only folder that is copied is the one with additional templates.
+# Suffixes of config files. The only subfolder that is copied is that of the additional templates.
 CONFIG_ENDS = (".json", ".txt", ".model", ".jinja", ".tiktoken", ".py")
 NOT_COPIED = (
     "model.safetensors.index.json", "pytorch_model.bin.index.json", "verified.json", "README.md", ADAPTER_CONFIG,
@@ -27,7 +27,7 @@ _HUB_NAME = re.compile(r"[\w][\w.-]*(/[\w][\w.-]*)?")
 
 
 def not_of_a_model(folder: Path) -> Path | None:
-    """Find a file or folder in a model directory that does not belong to a model: a user's own file, or a symlink."""
+    """Return a path in a model directory that is not part of a model, such as a user's own file or a symlink. None if there is none."""
     suffixes, words = (*CONFIG_ENDS, ".safetensors", ".bin", ".md"), ("LICENSE", "NOTICE")
 
     def belongs(path: Path) -> bool:
@@ -43,7 +43,7 @@ def not_of_a_model(folder: Path) -> Path | None:
 def copy_config_files(stored: Stored, folder: Path, out: Path, *, dtype: DType | None) -> None:
     """Copy the files in ``folder`` that belong to a model, and set the dtype of the weights in config.json.
 
-    The probe is copied only from the folder with the weights: a different model's probe would refuse this one.
+    The probe is copied only from the folder with the weights, because the probe of another model would not match.
     """
     own = () if stored.folder is None else stored.folder.glob(PROBE)
     others = (path for path in (*folder.iterdir(), *folder.glob(TEMPLATES)) if path.name != PROBE)
@@ -67,15 +67,15 @@ def copy_config_files(stored: Stored, folder: Path, out: Path, *, dtype: DType |
 
 
 def _free_config_files(data: bytes) -> bytes:
-    """Drop the config file checksums from the probe if the user chose other config files: then only the log-probs must match."""
+    """Drop the config file checksums from the probe, because the user chose other config files. Only the log-probs must match then."""
     try:
         return json.dumps({**json.loads(data), "beside": {}}, indent=1).encode()
     except (ValueError, TypeError, RecursionError):
-        return data  # the merge, which reads it next, reports the error
+        return data  # the next reader reports the error
 
 
 def _config(data: bytes, path: Path, *, dtype: DType | None) -> bytes:
-    """Remove the local path that the model was loaded from, which is useless elsewhere, and set the dtype."""
+    """Remove the local path that the model was loaded from, because it means nothing on other machines, and set the dtype."""
     try:
         fields = json.loads(data)
         name = fields.pop("_name_or_path", None)
@@ -90,7 +90,8 @@ def _config(data: bytes, path: Path, *, dtype: DType | None) -> bytes:
 
 
 def is_hub_name(name: str) -> bool:
-    """
+    """Whether the text can be a model's name on the hub, and is not a local path.
+
     >>> is_hub_name("Qwen/Qwen3-0.6B"), is_hub_name("/data/models/qwen"), is_hub_name("../qwen")
     (True, False, False)
     """
@@ -98,7 +99,7 @@ def is_hub_name(name: str) -> bool:
 
 
 def run_facts(stored: Stored) -> dict[str, str]:
-    """Return facts about the run for human readers: no paths and nothing else from the run file."""
+    """Return facts about the run for human readers. They contain no paths."""
     facts = stored.facts
     found: dict[str, str] = {}
     run = _run_file(Path(stored.origin))
@@ -123,13 +124,13 @@ def run_facts(stored: Stored) -> dict[str, str]:
 
 
 def _run_file(origin: Path) -> dict[str, Any]:
-    """Return the run file of the run that wrote a checkpoint or an exported ``model/``; empty if no run wrote the weights."""
+    """Return the run file of the run that wrote a checkpoint or an exported ``model/``. Empty if no run wrote the weights."""
     path = origin.absolute()
     if (checkpoint := checkpoint_of(path)) is not None:
         path = checkpoint.parent.parent if checkpoint.parent.name == "checkpoints" else checkpoint
     elif (
         path.name == "model" and (path.parent / "metrics.jsonl").is_file()
-    ):  # otherwise the run file may belong to something else
+    ):  # otherwise run.yaml may belong to something else
         path = path.parent
     try:
         fields = read_yaml(path / "run.yaml", what="run file")

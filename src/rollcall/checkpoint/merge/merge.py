@@ -1,7 +1,7 @@
-"""Merges a checkpoint into one directory: a plan of copies, threads that execute it, and one rename at the end.
+"""Merges a checkpoint into one directory: plans the copies, runs them in threads, and renames the result into place.
 
-Threads take units from the plan. Each reads its range of a stored file, verifies it and writes it. The calling thread flushes what
-they have written to disk and records it. The first error, or Ctrl-C, stops the others. Finished units are kept for the next try.
+Threads take units from the plan. Each thread reads its unit's range of a stored file, verifies it and writes it. The calling thread
+flushes finished units to disk and records them. The first error, or Ctrl-C, stops all threads. Finished units are kept for the next try.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class Merged:
     num_tensors: int
     num_bytes: int
     num_files: int
-    continued_bytes: int  # already written by an earlier, interrupted merge
+    continued_bytes: int  # written by an earlier merge that was interrupted
     duration_s: float
     facts: dict[str, str]
     notes: tuple[str, ...]
@@ -73,7 +73,7 @@ def merge(
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Merged:
     """Merge ``source`` into ``out``. ``base`` is a model directory with config and tokenizer, for weights that come without them.
-    ``progress`` receives the number of bytes copied so far and the total."""
+    ``progress`` gets the number of bytes copied so far and the total number."""
     out = Path(os.path.abspath(out))
     if isinstance(source, Path):
         with _disk_in_words(out), whole_model(source, out=out) as whole:
@@ -91,7 +91,7 @@ def merge(
     folder = base or stored.folder
     if folder is None or not (folder / "config.json").is_file():
         raise StoredError(
-            f"{folder or stored.origin} has no config.json, so it is not known which model the weights are of; give a directory with "
+            f"{folder or stored.origin} has no config.json, so the model of these weights is unknown; give a directory with "
             "config and tokenizer: --base DIR"
         )
     _refuse_target(out, stored, folder)
@@ -105,7 +105,7 @@ def merge(
         tensors = [stored.tensors[name] for name in names]
         dtypes = {written_dtype(one, target) for one in tensors}
         floats = [one for one in dtypes if one.is_floating_point]
-        # A loader takes the dtype of the weights from config.json, which may differ from the dtype of the shards.
+        # Loaders take the dtype from config.json, which may differ from that of the stored shards.
         copy_config_files(stored, folder, staging.model, dtype=floats[0] if len(floats) == 1 else target)
         if (index := plan.index()) is not None:
             (staging.model / INDEX).write_text(index)
@@ -167,10 +167,13 @@ def _copy_all(plan: MergePlan, staging: Staging, *, continued: int, progress: Ca
 
 def _refuse_target(out: Path, stored: Stored, folder: Path) -> None:
     if out.exists() and (not out.is_dir() or (any(out.iterdir()) and not (out / "config.json").is_file())):
-        raise StoredError(f"{out} exists and is not a model directory; choose another --out, or remove it yourself")
+        raise StoredError(
+            f"{out} exists and is not a model directory; choose another --out, or remove this one yourself"
+        )
     if out.is_dir() and (other := not_of_a_model(out)) is not None:
         raise StoredError(
-            f"{out} contains {other.relative_to(out)}, which is not part of a model and would be deleted; choose another --out, or remove it "
+            f"{out} contains {other.relative_to(out)}, which is not part of a model and would be deleted; choose another --out, or "
+            "remove it "
             "yourself"
         )
     target = out.resolve()
@@ -190,21 +193,22 @@ def _notes(stored: Stored, plan: MergePlan) -> list[str]:
 
 
 def select(stored: Stored, folder: Path) -> tuple[list[str], list[str]]:
-    """Return the tensor names, and notes on what was left out or could not be checked. ``folder`` contains the model's config.json."""
+    """Return the names of the tensors to merge, and notes on what was left out or not checked. ``folder`` contains config.json."""
     if adapter := next((name for name in stored.tensors if any(part in name for part in ADAPTERS)), None):
         raise StoredError(
-            f"{stored.origin} holds an adapter ({adapter}), not only a model; merge the adapter into its model first, with peft's "
+            f"{stored.origin} contains an adapter ({adapter}) in addition to a model; merge the adapter into its model first, with "
+            "peft's "
             "merge_and_unload"
         )
     try:
-        fields = read_model_config(folder / "config.json")  # transformers would build any number of layers
+        fields = read_model_config(
+            folder / "config.json"
+        )  # checked first, because transformers would build any number of layers
     except ModelFilesError as error:
         raise StoredError(str(error)) from None
     outline = known_outline(fields) or outline_of(folder)
     if outline is None:
-        note = (
-            "the installed transformers does not know this kind of model, so names and shapes were not compared with it"
-        )
+        note = "the installed transformers does not know this architecture, so names and shapes were not checked"
         return list(stored.tensors), [note]
     outline = outline.like(stored.tensors)
     others = [name for name in stored.tensors if name not in outline.shapes]
@@ -216,8 +220,8 @@ def select(stored: Stored, folder: Path) -> tuple[list[str], list[str]]:
     for name, source in copies.items():
         if not stored.are_equal(name, source):
             raise StoredError(
-                f"{stored.origin}: config.json ties {name} to {source}, and the two are stored with different numbers; correct "
-                "tie_word_embeddings in config.json, or give the files that belong together"
+                f"{stored.origin}: config.json ties {name} to {source}, but their stored values differ; correct "
+                "tie_word_embeddings in config.json, or give files that belong together"
             )
     names = [name for name in stored.tensors if name not in {*copies, *heads, *rotary}]
     _refuse_others(stored, outline, names, folder=folder)
@@ -225,7 +229,7 @@ def select(stored: Stored, folder: Path) -> tuple[list[str], list[str]]:
         refuse_whole_numbers(stored.types, names, origin=stored.origin)
     notes = [f"{head} is a value head, not part of the model, and was left out" for head in heads]
     if rotary:
-        notes.append(f"{rotary[0]} is computed by the model when it is loaded, and was left out")
+        notes.append(f"{rotary[0]} was left out, because the model computes it when it is loaded")
     return names, notes
 
 
@@ -235,14 +239,14 @@ def _refuse_others(stored: Stored, outline: Outline, names: Sequence[str], *, fo
     there = {outline.tied.get(name, name): stored.tensors[name].shape for name in names}
     if faults := other_tensors(wanted=wanted, found=there):
         raise StoredError(
-            f"{stored.origin} does not hold the model of {folder / 'config.json'}: {faults}. Give the files that belong together"
+            f"{stored.origin} does not match {folder / 'config.json'}: {faults}. Give files that belong together"
         )
 
 
 @contextmanager
 def whole_model(source: Path, *, out: Path) -> Iterator[Stored | None]:
-    """Write the full model for the adapter at ``source`` to a file next to the target and yield its tensors. The file is removed
-    when the block ends. Yields None if there is no adapter at ``source``."""
+    """Write the full model for the adapter at ``source`` to a file next to the target, and yield its tensors. The file is removed
+    when the block ends. Yields None if ``source`` is not an adapter."""
     folder = adapter_folder(source) if source.is_dir() else None
     if folder is None:
         yield None
@@ -253,7 +257,7 @@ def whole_model(source: Path, *, out: Path) -> Iterator[Stored | None]:
     from rollcall.base.errors import ModelFilesError
     from rollcall.model.load import ModelError, bases_of, load_causal_lm, outline_causal_lm
 
-    space = out.with_name(f".adapter-{out.name}")  # a killed merge leaves it behind, and the next one reuses it
+    space = out.with_name(f".adapter-{out.name}")  # left behind by a killed merge, and used again by the next one
     with locked(space, out):
         try:
             _refuse_changed(folder)
@@ -283,13 +287,13 @@ def whole_model(source: Path, *, out: Path) -> Iterator[Stored | None]:
 
 
 def _refuse_changed(folder: Path) -> None:
-    """Refuse a checkpoint with changed files. Checked here because the code that reads them does not know the checksums."""
+    """Raise if the checkpoint's files have changed. The code that reads them later does not know their checksums."""
     checkpoint = checkpoint_of(folder)
     if checkpoint is None or checkpoint / "model" != folder:
         return
     for name, file in read_manifest(checkpoint).files.items():
         if name.startswith("model/") and (not file.path.is_file() or file_checksum(file.path) != file.blake2b):
             raise StoredError(
-                f"{file} has changed since it was written (its checksum differs); copy it again from where it was written, or use another "
+                f"{file} has changed since it was written (its checksum differs); copy it again from its source, or use another "
                 "checkpoint"
             )

@@ -1,8 +1,8 @@
 """Plans a merge byte by byte and copies its units.
 
-A unit is a range in a stored file that is read once, in order, and verified while it is read. Each element is written to its place.
-Progress is recorded per unit: an interrupted merge continues with the missing ones. Each thread uses one buffer of ``CHUNK``
-bytes, small enough that the data is still in the CPU cache when it is verified and written.
+A unit is a range in a stored file that is read once, in order, and verified while it is read. Each element goes to its place in the
+output. Progress is recorded per unit, so an interrupted merge continues with the missing units. Each thread uses one buffer of ``CHUNK``
+bytes, which is small enough for the CPU cache to hold the data until it is verified and written.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class OutFile:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Copy:
-    """A piece and its target: the tensor that begins at byte ``offset`` in output file ``file``."""
+    """A stored piece and its target: the tensor that begins at byte ``offset`` of output file number ``file``."""
 
     piece: Piece
     stored: DType
@@ -57,7 +57,7 @@ class Copy:
 class Unit:
     file: StoredFile
     copies: tuple[Copy, ...]
-    records: tuple[CheckedRange, ...]  # to verify; empty if the file has one checksum, or none at all
+    records: tuple[CheckedRange, ...]  # to verify; empty if the file has a single checksum or none
 
     @property
     def name(self) -> str:
@@ -86,12 +86,12 @@ class MergePlan:
 
 
 def plan_merge(stored: Stored, names: Sequence[str], *, dtype: DType | None, max_shard_size: int) -> MergePlan:
-    """Plan to write the tensors ``names`` in this order. Floating-point tensors are converted to ``dtype``; None keeps their dtypes."""
+    """Plan to write the tensors ``names`` in this order. Converts floating-point tensors to ``dtype``, unless it is None."""
     written = {name: written_dtype(stored.tensors[name], dtype) for name in names}
     if unknown := next((name for name in names if written[name].in_safetensors is None), None):
         file = next((str(piece.file) for piece in stored.tensors[unknown].pieces), stored.origin)
         raise StoredError(
-            f"{file}: {unknown} is of type {written[unknown]}, which safetensors does not have; give --dtype bf16, fp16 or fp32, or "
+            f"{file}: {unknown} is of type {written[unknown]}, which safetensors cannot store; give --dtype bf16, fp16 or fp32, or "
             "save it in another type"
         )
     sizes = {name: prod(stored.tensors[name].shape) * written[name].itemsize for name in names}
@@ -130,7 +130,7 @@ def written_dtype(tensor: StoredTensor, dtype: DType | None) -> DType:
 
 
 def _shards(names: Sequence[str], sizes: Mapping[str, int], *, most: int) -> list[list[str]]:
-    """Split tensors into files of at most ``most`` bytes. A larger tensor gets its own file."""
+    """Split tensors into files of at most ``most`` bytes. A tensor that is larger gets its own file."""
     shards: list[list[str]] = [[]]
     filled = 0
     for name in names:
@@ -168,7 +168,7 @@ def _units(file: StoredFile, copies: Iterable[Copy]) -> list[Unit]:
 
 
 def _fingerprint(files: Sequence[OutFile], units: Sequence[Unit]) -> str:
-    """Return a hash that is equal for two plans that read the same files and write the same bytes."""
+    """Return a hash. Plans that read the same files and write the same bytes have the same hash."""
     digest = blake2b(digest_size=16)
     for out in files:
         digest.update(f"{out.name} {out.size} ".encode() + out.header)
@@ -202,13 +202,13 @@ def copy_unit(unit: Unit, outs: Sequence[int], *, advance: Callable[[int], None]
                     advance(len(data))
                 at += len(data)
         checks.end()
-        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)  # it is read only once, so free the page cache
+        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)  # the file is read only once, so free the page cache
     finally:
         os.close(fd)
 
 
 def _spans(unit: Unit) -> Iterator[tuple[int, int, list[Copy]]]:
-    """Yield the ranges to read, in order: everything to copy or covered by a checksum. A copy uses a full range or none of it."""
+    """Yield the ranges to read, in order, each with its copies. They cover everything that is copied or has a checksum."""
     covered = [(one.offset, one.offset + one.size) for one in unit.records]
     if unit.file.blake2b is not None:
         covered = [(0, unit.file.size)]
@@ -226,7 +226,7 @@ def _spans(unit: Unit) -> Iterator[tuple[int, int, list[Copy]]]:
 
 
 class _Checks:
-    """Verifies a unit's checksums over bytes that arrive in order."""
+    """Verifies a unit's checksums. The bytes must arrive in order."""
 
     def __init__(self, unit: Unit) -> None:
         self._file = unit.file
@@ -246,18 +246,18 @@ class _Checks:
             if ends > offset + len(data):
                 return
             if self._crc != record.crc32:
-                raise self._changed(f"its bytes {record.offset:,} to {ends:,} have")
+                raise self._changed(f"bytes {record.offset:,} to {ends:,} have")
             self._records.pop()
             self._crc = 0
 
     def end(self) -> None:
         if self._whole is not None and self._whole.hexdigest() != self._file.blake2b:
-            raise self._changed("it has")
+            raise self._changed("the file has")
         assert not self._records, "a record was not read to its end"
 
     def _changed(self, what: str) -> StoredError:
         return StoredError(
-            f"{self._file}: {what} changed since it was written (its checksum differs); copy it again from where it was written, or use "
+            f"{self._file}: {what} changed since it was written (its checksum differs); copy it again from its source, or use "
             "another checkpoint"
         )
 
@@ -267,7 +267,7 @@ def _write(copy: Copy, data: memoryview, at: int, outs: Sequence[int]) -> None:
     behind = at - copy.begin
     if behind % copy.stored.itemsize or len(data) % copy.stored.itemsize:
         raise StoredError(
-            f"{copy.piece.file}: two tensors share bytes {at:,} in a way that no writer leaves; restore the file"
+            f"{copy.piece.file}: two tensors overlap at byte {at:,} in a way that no writer produces; restore the file"
         )
     first = behind // copy.stored.itemsize
     if copy.written != copy.stored:
@@ -275,7 +275,7 @@ def _write(copy: Copy, data: memoryview, at: int, outs: Sequence[int]) -> None:
     width = copy.written.itemsize
     fd = outs[copy.file]
     outer = _outer(copy)
-    run = prod(copy.piece.shape[outer:])  # elements that are contiguous in the full tensor
+    run = prod(copy.piece.shape[outer:])  # number of elements that are contiguous in the full tensor
     done, count = 0, len(data) // width
     while done < count:
         number, inside = divmod(first + done, run)
@@ -286,7 +286,7 @@ def _write(copy: Copy, data: memoryview, at: int, outs: Sequence[int]) -> None:
 
 
 def _outer(copy: Copy) -> int:
-    """Return how many of the piece's leading dimensions are outside a run that is contiguous in the full tensor."""
+    """Return the number of leading dimensions of the piece that are outside a contiguous run in the full tensor."""
     dim = len(copy.shape)
     while dim and copy.piece.shape[dim - 1] == copy.shape[dim - 1]:
         dim -= 1
@@ -294,7 +294,7 @@ def _outer(copy: Copy) -> int:
 
 
 def _begin_of_run(copy: Copy, number: int, *, outer: int) -> int:
-    """Return where a run of the piece begins in the full tensor, in elements."""
+    """Return the index in the full tensor, in elements, where a run of the piece begins."""
     at = list(copy.piece.start)
     for dim in reversed(range(outer)):
         number, index = divmod(number, copy.piece.shape[dim])
@@ -314,7 +314,5 @@ def _converted(data: memoryview, copy: Copy) -> memoryview:
     if torch.finfo(target).max < torch.finfo(stored.dtype).max and not torch.equal(
         stored.isfinite(), written.isfinite()
     ):
-        raise StoredError(
-            f"{copy.piece.file}: some weights are too large for {target}, where they would be infinite; use --dtype bf16 or keep"
-        )
+        raise StoredError(f"{copy.piece.file}: some weights would be infinite in {target}; use --dtype bf16 or keep")
     return written.view(torch.uint8).numpy().data

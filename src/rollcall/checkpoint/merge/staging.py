@@ -1,7 +1,7 @@
-"""The working folder of a merge, next to its target: it survives an interruption and becomes the target in one rename.
+"""The working folder of a merge, next to its target. It survives an interruption, and one rename makes it the target.
 
 ``.merging-NAME/`` contains the output files in ``model/``, the plan's fingerprint, one line for each unit on disk, and a
-lock. The same command finds it and continues. A merge with different inputs or outputs starts again.
+lock. The same command finds the folder and continues. A merge with different inputs or outputs starts over.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Staging:
         self.done: set[str] = set()
 
     def prepare(self) -> None:
-        """Continue with the files of an earlier try if they belong to the same plan; otherwise start again."""
+        """Continue with the files of an earlier try if they belong to the same plan; otherwise start over."""
         kept = self._folder / PLAN
         try:
             same = json.loads(kept.read_bytes()) == {"fingerprint": self._plan.fingerprint}
@@ -50,7 +50,7 @@ class Staging:
                 path.unlink(missing_ok=True)
             shutil.rmtree(self.model, ignore_errors=True)
         written = sum(path.stat().st_blocks * 512 for path in sizes if path.is_file())
-        needed = sum(sizes.values()) - written + (64 << 20)  # for tokenizer, configs and file system overhead
+        needed = sum(sizes.values()) - written + (64 << 20)  # plus the tokenizer, configs and file system overhead
         free = free_bytes(self._folder)
         if free is not None and free < needed:
             raise OSError(
@@ -64,7 +64,7 @@ class Staging:
                     file.truncate(out.size)
             fsync_tree(self.model)
             self._progress.touch()
-            # From here on, the files are known to belong to this plan.
+            # From now on, a later try knows that the files belong to this plan.
             write_atomic(kept, json.dumps({"fingerprint": self._plan.fingerprint}))
 
     @contextmanager
@@ -94,8 +94,8 @@ class Staging:
 
 @contextmanager
 def begin(out: Path, plan: MergePlan) -> Iterator[Staging]:
-    """Lock the staging folder for a target. If the block is interrupted, the folder is kept for the next try. If the stored files
-    are refused, it is removed."""
+    """Lock the staging folder for a target. If the block is interrupted, the folder stays for the next try. If the block refuses the
+    stored files, the folder is removed."""
     folder = out.with_name(f".merging-{out.name}")
     with locked(folder, out):
         try:
@@ -109,7 +109,7 @@ def begin(out: Path, plan: MergePlan) -> Iterator[Staging]:
 
 @contextmanager
 def locked(folder: Path, out: Path) -> Iterator[None]:
-    """Create a folder that only this process uses."""
+    """Create a folder, and lock it so that only this process uses it."""
     while True:
         folder.mkdir(parents=True, exist_ok=True)
         try:

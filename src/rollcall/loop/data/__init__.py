@@ -1,1 +1,1 @@
-"""Task data: reading prompts, the order in which they are drawn, and building task files."""
+"""Task data: reads prompts, decides the order in which they are drawn, and builds task files."""

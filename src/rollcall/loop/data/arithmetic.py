@@ -12,11 +12,11 @@ TEST_FRACTION = 0.1
 
 
 def arithmetic(*, split: Literal["train", "val"], seed: int = 0) -> Iterator[dict[str, Any]]:
-    """Yield sums a+b with both numbers up to ``MAX_NUMBER``, each in one split, in a shuffled order.
+    """Yield sums a+b with both numbers up to ``MAX_NUMBER``, in a shuffled order. Each sum belongs to one split.
 
-    a+b and b+a are always in the same split, so held-out sums are new in either order. The held-out sums are the same for every
-    ``seed``, which only decides the order, because the embedded model has seen all the others. Even sums without a carry in the
-    units are left out, so that six in ten of the rest need a carry: carrying is what there is to learn.
+    a+b and b+a are in the same split, so held-out sums are new in either order. The held-out sums are the same for every ``seed``,
+    because the embedded model has seen all the others; ``seed`` only changes the order. Even sums without a carry in the units are left
+    out, so that six of ten remaining sums need a carry, which is the part that the model has to learn.
     """
     rows: list[tuple[float, int, int]] = []
     for a, b in itertools.product(range(MAX_NUMBER + 1), repeat=2):
@@ -30,5 +30,5 @@ def arithmetic(*, split: Literal["train", "val"], seed: int = 0) -> Iterator[dic
 
 
 def fraction(text: str) -> float:
-    """Map the string to a number in [0, 1) that depends on nothing else."""
+    """Map a string to a number in [0, 1), deterministically."""
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") / 2**64

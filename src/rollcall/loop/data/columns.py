@@ -1,8 +1,8 @@
-"""Row values: which ones can be used, and how values without a JSON type are written.
+"""Row values: which values are allowed, and how values without a JSON type are written.
 
-A prompt's other columns go to rewards and into the journal as JSON. Dates and times become ISO strings, durations seconds,
-decimals strings of digits, bytes base64 strings, and NaN (a gap in pandas) null. Other values are refused with the column's
-name.
+A prompt's other columns go to rewards and into the journal as JSON. Dates and times become ISO strings, durations become seconds,
+decimals become strings of digits, bytes become base64 strings, and NaN (a gap in pandas) becomes null. Other values are refused; the
+error names the column.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class ColumnError(ValueError):
 
 
 def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Build a JSON object from its pairs. A duplicate key is refused, because parsers disagree about which value counts."""
+    """Build a JSON object from its pairs. Refuses a duplicate key, because parsers disagree on which value counts."""
     found = dict(pairs)
     if len(found) < len(pairs):
         names = [name for name, _ in pairs]
@@ -49,7 +49,7 @@ def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def check_texts(value: Any, *, depth: int = 0) -> None:
-    """Refuse what no file or tokenizer accepts: half a surrogate pair, which JSON can express, and excessive nesting."""
+    """Refuse lone surrogates, which JSON can express but no file or tokenizer accepts, and excessive nesting."""
     if depth > MAX_DEPTH:
         raise ColumnError(f"has lists and maps nested more than {MAX_DEPTH} deep")
     if isinstance(value, str):
@@ -93,7 +93,7 @@ def plain(value: Any) -> Any:
 
 
 def answer_text(value: Any) -> str:
-    """Convert an answer to a string, with ``true`` and ``false`` as in JSON. NaN and infinity are refused."""
+    """Convert an answer to a string, with ``true`` and ``false`` as in JSON. Refuses NaN and infinity."""
     if value is None:
         return ""
     if isinstance(value, bool):
@@ -101,14 +101,14 @@ def answer_text(value: Any) -> str:
     if isinstance(value, float | Decimal) and not math.isfinite(value):
         raise ColumnError(f"is {value}, which no completion can equal; give the row an answer, or leave the row out")
     if isinstance(value, float) and value.is_integer():
-        return str(int(value))  # a column of whole numbers with gaps is read as floats
+        return str(int(value))  # a column of integers with gaps is read as floats
     if isinstance(value, str | int | float | Decimal):
         return str(value)
     raise ColumnError(f"is {type(value).__name__} ({str(value)[:60]}); it must be text or a number")
 
 
 def row_name(value: Any) -> str:
-    """Convert a row's own id to a string."""
+    """Convert the id that a row contains to a string."""
     if isinstance(value, float) and not math.isfinite(value):
         raise ColumnError(f"is {value}; give every row an id, or leave the column out")
     if isinstance(value, bool):
@@ -119,7 +119,7 @@ def row_name(value: Any) -> str:
 
 
 def nearest(key: str, columns: Mapping[str, Any], option: str) -> str:
-    """List the existing columns, and suggest the one that ``key`` probably means."""
+    """List the existing columns, and suggest the one that the user probably meant by ``key``."""
     names = [name for name in list(columns)[:1000] if len(name) < 60]
     near = [name for name in _OTHER_NAMES.get(option, ()) if name in names]
     near += difflib.get_close_matches(key, names, n=1, cutoff=0.5)

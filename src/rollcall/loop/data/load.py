@@ -1,4 +1,4 @@
-"""Turns rows (``loop/data/rows.py``) into tokenised Prompts. Every refusal names the file and the row."""
+"""Turns rows (``loop/data/rows.py``) into tokenised prompts. Every error names the file and the row."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ NUM_ROWS = 1024
 _ROWS_PER_BATCH = 1024
 _CHARACTERS_PER_BATCH = 1 << 20
 _FEW_CHARACTERS = 1 << 16  # a prompt up to this length is always tokenised
-_OURS = ("prompt_messages", "prompt_text")  # metadata keys for what the chat template rendered
+_OURS = ("prompt_messages", "prompt_text")  # metadata keys for prompts that a chat template rendered
 _IN_TEMPLATE = " with the model's chat template"
 
 
@@ -41,7 +41,7 @@ class PromptSet:
 
     @property
     def with_template(self) -> str:
-        """Words that follow a token count in messages: a chat template makes a prompt longer than its row."""
+        """Words that follow a token count in messages, because a chat template makes a prompt longer than its row."""
         return _IN_TEMPLATE if any("prompt_messages" in prompt.metadata for prompt in self.prompts) else ""
 
 
@@ -65,7 +65,7 @@ def load_prompts(
     split: Split = "train",
     needs: Mapping[str, str] = MappingProxyType({}),
 ) -> PromptSet:
-    """Load the prompts from ``source``, at most ``limit``. ``split`` selects the part of a built-in task; ``needs`` maps each required
+    """Load the prompts from ``source``, at most ``limit``. ``split`` selects the split of a built-in task. ``needs`` maps each required
     column to the reward that reads it."""
     _check_section(data, tokenizer)
     if source == NO_DATA:
@@ -78,8 +78,8 @@ def load_prompts(
     prompts: list[Prompt] = []
     num_overlong, shortest, words = 0, math.inf, ""
     seen: dict[str, tuple[str, int]] = {}
-    # Tokenising takes a second and 250 MB per million characters, and cannot be interrupted. A text is certainly too long if it exceeds
-    # the token limit times the longest token; times four, because a token may combine a letter with its accents.
+    # Tokenising takes a second and 250 MB per million characters, and cannot be interrupted. A text certainly is too long if it exceeds
+    # the token limit times the length of the longest token, times four because a token may combine a letter with its accents.
     most = max(_FEW_CHARACTERS, 4 * data.max_prompt_tokens * max(map(len, tokenizer.get_vocab())))
     for batch in _batches(_asked_rows(source, data=data, tokenizer=tokenizer, split=split, needs=needs)):
         _render(batch, tokenizer)
@@ -105,7 +105,7 @@ def load_prompts(
 
 
 def _without_data(data: DataSection, tokenizer: Any, *, split: str, limit: int | None) -> PromptSet:
-    """Build rows that contain only an index: the environment says how an episode begins, so their tokens are never read."""
+    """Build rows that contain only an index. Their tokens are never read, because the environment says how an episode begins."""
     is_chat = data.chat if data.chat is not None else bool(tokenizer.chat_template)
     system = [{"role": "system", "content": data.system}] if data.system is not None else []
     chat = {"prompt_messages": [*system, {"role": "user", "content": ""}]} if is_chat else {}
@@ -132,11 +132,12 @@ def _check_section(data: DataSection, tokenizer: Any) -> None:
         )
     if data.system is not None and tokenizer.chat_template:
         asked = [{"role": "user", "content": "a"}]
-        with suppress(TemplateError):  # a template that refuses a system message says so for a row
+        with suppress(TemplateError):  # a template that refuses a system message raises later, for a row
             with_it, without = render_chats(tokenizer, [[{"role": "system", "content": data.system}, *asked], asked])
             if with_it == without:
                 raise DataError(
-                    "the chat template drops data.system: it renders the same text with and without it. Put that text in data.template, or set "
+                    "the chat template drops data.system: it renders the same text with and without it. Put the text in data.template, "
+                    "or set "
                     "model.chat_template to one that renders system messages"
                 )
 
@@ -209,10 +210,11 @@ def _checked_messages(value: Any, row: Row) -> list[dict[str, Any]]:
             raise DataError(f"{row.where}: message {place} is {str(message)[:80]}; the prompt must be {wanted}")
     if value[-1]["role"] == "assistant":
         raise DataError(
-            f"{row.where}: the last message is the model's own (role 'assistant'), so the prompt would contain an answer and the model would "
+            f"{row.where}: the last message is the model's own (role 'assistant'), so the prompt would contain an answer and the model "
+            "would "
             "learn to repeat it; end each prompt with a message from the user"
         )
-    # Parquet adds every key that any message has to all messages, as null.
+    # In Parquet, each message has the keys of all messages, with null for its missing ones.
     return [{key: item for key, item in message.items() if item is not None} for message in value]
 
 
@@ -231,7 +233,7 @@ def _render(batch: list[_Asked], tokenizer: Any) -> None:
 
 
 def _refuse_same_text(asked: _Asked, seen: dict[str, tuple[str, int]]) -> None:
-    """Refuse a chat template that renders different rows to the same text. Spaces and the model's messages do not count: templates
+    """Refuse a chat template that renders different rows to the same text. Ignores spaces and the model's messages, because templates
     trim spaces and remove thoughts from the model's messages."""
     if asked.messages is None:
         return
@@ -239,8 +241,9 @@ def _refuse_same_text(asked: _Asked, seen: dict[str, tuple[str, int]]) -> None:
     where, other = seen.setdefault(asked.text, (asked.row.where, asks))
     if other != asks:
         raise DataError(
-            f"the chat template renders the same text for {where} and {asked.row.where}, although they differ: it drops what they ask. Set "
-            "model.chat_template to one that keeps it, or data.chat=false"
+            f"the chat template renders the same text for {where} and {asked.row.where}, although they differ: it drops their "
+            "questions. Set "
+            "model.chat_template to one that keeps them, or data.chat=false"
         )
 
 
@@ -252,7 +255,7 @@ def _with_template(text: str, data: DataSection) -> str:
 def _answer(row: Row, data: DataSection) -> str:
     if data.answer_key not in row.columns:
         if data.answer_key == DataSection.model_fields["answer_key"].default:
-            return ""  # some rewards need no answer; those that do say so
+            return ""  # rewards that need an answer check it themselves
         raise DataError(
             f"{row.where} has no column {data.answer_key!r}; {nearest(data.answer_key, row.columns, 'answer_key')}"
         )
@@ -260,7 +263,7 @@ def _answer(row: Row, data: DataSection) -> str:
 
 
 def _check_needs(row: Row, data: DataSection, needs: Mapping[str, str]) -> None:
-    """Refuse a row that lacks a column that a reward reads: an empty completion would match an empty answer."""
+    """Refuse a row that lacks a column that a reward reads, because an empty completion would match an empty answer."""
     for column, reward in needs.items():
         key = data.answer_key if column == "answer" else column
         if key not in row.columns:
@@ -270,7 +273,8 @@ def _check_needs(row: Row, data: DataSection, needs: Mapping[str, str]) -> None:
         shown = isinstance(value, str) and any(char.isprintable() and not char.isspace() for char in value)
         if value is None or (isinstance(value, str) and not shown):
             raise DataError(
-                f"{row.where}: {key} is empty, but the reward {reward} needs it; fill it in, or leave such rows out. If a function can do "
+                f"{row.where}: {key} is empty, but the reward {reward} needs it; fill it in, or leave such rows out. If a function can "
+                "do "
                 "without it, give the parameter a default"
             )
 
@@ -279,7 +283,7 @@ def _check_needs(row: Row, data: DataSection, needs: Mapping[str, str]) -> None:
 
 
 def _encode(batch: list[_Asked], tokenizer: Any) -> None:
-    """Tokenise the batch. A chat template writes the special tokens itself; plain text gets the tokenizer's special tokens."""
+    """Tokenise the batch. Plain text gets the tokenizer's special tokens; a chat template has already written its own."""
     for is_chat in (False, True):
         some = [asked for asked in batch if (asked.messages is not None) == is_chat]
         if some:
@@ -310,7 +314,7 @@ def _prompt(asked: _Asked, token_ids: list[int], data: DataSection) -> Prompt:
     if asked.messages is not None:
         metadata["prompt_messages"] = asked.messages  # a reward model renders them with its own template
         if isinstance(given := row.columns[data.prompt_key], str):
-            metadata["prompt_text"] = given  # TRL passes the prompt to functions as it is in the data
+            metadata["prompt_text"] = given  # TRL passes the unrendered prompt to functions
     identity = row.columns.get("id")
     try:
         ids = np.array(token_ids, dtype=np.int32)

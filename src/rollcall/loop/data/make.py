@@ -1,4 +1,4 @@
-"""Builds task files: train and test Parquet files with `prompt`, `answer` and what the task's reward reads.
+"""Builds task files: train and test Parquet files with `prompt`, `answer` and the columns that the task's reward reads.
 
 Each builder is deterministic for a given seed and keeps train and test disjoint.
 """
@@ -44,12 +44,12 @@ class TaskRows:
 
     train: Iterable[RowDict]
     test: Iterable[RowDict]
-    num_rows: int | None  # train and test together, if known before reading
+    num_rows: int | None  # number of train and test rows together, if known before reading
     reward: str  # the reward type that fits
 
 
 def make_task(task: str, *, num: int | None, seed: int, source: Path | None) -> TaskRows:
-    """Build a task's rows from its name on the command line; ``num`` counts training rows."""
+    """Build a task's rows from its name on the command line; ``num`` is the number of training rows."""
     name, _, gym_task = task.partition(":")
     if source is not None and name not in _HUB:
         raise MakeError(f"{task} is generated and reads no file; remove --source")
@@ -65,7 +65,7 @@ def make_task(task: str, *, num: int | None, seed: int, source: Path | None) -> 
 
 
 def write_parquet(rows: Iterable[RowDict], path: Path) -> int:
-    """Write all the rows atomically. Returns how many there were."""
+    """Write all rows atomically. Returns the number of rows."""
     import pyarrow
     import pyarrow.parquet
 
@@ -94,7 +94,7 @@ def _make_arithmetic(*, num: int | None, seed: int) -> TaskRows:
 
 
 def countdown(num_rows: int, *, seed: int) -> Iterator[RowDict]:
-    """Yield distinct puzzles with three or four numbers up to 99 and two-digit targets, each built from a solution.
+    """Yield distinct puzzles with three or four numbers up to 99 and two-digit targets, each made from a solution.
 
     ``answer`` is one solution; the reward reads ``numbers`` and ``target``.
     """
@@ -116,7 +116,7 @@ def countdown(num_rows: int, *, seed: int) -> Iterator[RowDict]:
 
 
 def _combine(numbers: list[int], rng: random.Random) -> tuple[int, str]:
-    """Combine the numbers at random, two at a time, through positive integers. Returns the value and its expression."""
+    """Combine the numbers at random, two at a time, so that every result is a positive integer. Returns value and expression."""
     terms = [(number, str(number)) for number in numbers]
     while len(terms) > 1:
         (a, left), (b, right) = sorted((terms.pop(rng.randrange(len(terms))) for _ in range(2)), reverse=True)
@@ -160,7 +160,7 @@ def math(rows: Iterable[Row]) -> Iterator[RowDict]:
 
 
 def _loosely_boxed(solution: str) -> str | None:
-    """Find results that MATH writes as ``\\boxed 2`` or ``\\fbox{2}``, which a few rows do."""
+    """Find a result that is written as ``\\boxed 2`` or ``\\fbox{2}``, as in a few rows of MATH."""
     found = re.findall(r"\\(?:boxed|fbox)\s*\{?\s*([^\s{}$]+)", solution)
     return found[-1].rstrip(".") if found else None
 
@@ -222,7 +222,7 @@ def _hub_rows(task: str, split: str) -> Iterator[Row]:
 
 
 def reasoning_gym(task: str, *, num_rows: int, seed: int) -> Iterator[RowDict]:
-    """Yield rows from a reasoning-gym task, which its own scorer grades. Tasks that it cannot grade this way are refused."""
+    """Yield rows from a reasoning-gym task, whose own scorer grades answers. Refuses tasks whose scorer cannot do this."""
     dataset = _reasoning_gym_dataset(task, num_rows=num_rows, seed=seed)
     entries = (dataset[index] for index in range(num_rows))
     first = next(entries)
@@ -270,6 +270,6 @@ def _make_generated(name: str, make: Callable[..., Iterator[RowDict]], *, num: i
             seen.add(row["prompt"])
             yield row
 
-    # A task with few distinct questions repeats them, and a question from training tests nothing.
+    # A task with few distinct questions repeats them. A training question must not be in the test rows.
     test = (row for row in rows if row["prompt"] not in seen)
     return TaskRows(train=train(), test=test, num_rows=num_rows, reward=name.replace("-", "_"))

@@ -1,7 +1,7 @@
 """Reads rows as Python objects, numbered from 1, from a JSONL or Parquet file, a dataset (``hub:openai/gsm8k``, ``hub:./my_dataset``)
 or a built-in task.
 
-Files may come from a hub, so a row larger than ``MAX_ROW_BYTES`` is refused before it is parsed. Every refusal names the file and the row.
+Files may come from a hub, so a row larger than ``MAX_ROW_BYTES`` is refused before it is parsed. Every error names file and row.
 """
 
 from __future__ import annotations
@@ -23,10 +23,13 @@ from rollcall.config.checks import HUB, is_hub
 from rollcall.loop.data.arithmetic import arithmetic
 from rollcall.loop.data.columns import ColumnError, DataError, check_texts, listed, unique_keys
 
-NO_DATA = "builtin:environment"  # the environment owns the task
+NO_DATA = "builtin:environment"  # the environment provides the tasks
 MAX_ROW_BYTES = 1 << 26  # ten times the size of a prompt with a million tokens
-_ROWS_PER_READ = 16  # for Parquet: a 1 kB file can contain a string of megabytes that Arrow copies for every row
-_UNPACKED_BYTES, _UNPACKED_TIMES = 1 << 31, 64  # a Parquet file unpacks to at most this, or this many times its size
+_ROWS_PER_READ = 16  # for Parquet, where a 1 kB file can contain a string of megabytes that Arrow copies for every row
+_UNPACKED_BYTES, _UNPACKED_TIMES = (
+    1 << 31,
+    64,
+)  # a Parquet file may unpack to this size, or to this many times its own size
 Split = Literal["train", "val"]
 
 
@@ -69,7 +72,7 @@ def read_rows(source: str, *, split: Split = "train") -> Iterator[Row]:
 
 
 def section_rows(source: str, *, data: DataSection, split: Split) -> Iterator[Row]:
-    """Read the rows that the section selects, with columns renamed as it says."""
+    """Read the rows that the data section selects, and rename their columns as it says."""
     rows = _dataset_rows(source, data=data, split=split) if is_hub(source) else read_rows(source, split=split)
     for row in rows:
         yield replace(row, columns=_renamed(row, data.columns)) if data.columns else row
@@ -80,14 +83,14 @@ def _renamed(row: Row, names: Mapping[str, str]) -> dict[str, Any]:
     columns = {name: value for name, value in row.columns.items() if name not in names}
     for before, after in names.items():
         if before not in row.columns and after in columns:
-            continue  # data.train and data.val may differ: this row already has the new name
+            continue  # this row already has the new name, because data.train and data.val may differ
         if before not in row.columns:
             raise DataError(
                 f"{row.where} has no column {before!r}, which data.columns renames; it has {listed(row.columns)}"
             )
         if after in columns:
             raise DataError(
-                f"{row.where} already has a column {after!r}, and data.columns renames {before!r} to that too; rename the first one "
+                f"{row.where} already has a column {after!r}, but data.columns renames {before!r} to the same name; rename the first one "
                 f"as well, such as {after}: {after}_before"
             )
         columns[after] = row.columns[before]
@@ -139,7 +142,7 @@ def _dataset_rows(source: str, *, data: DataSection, split: Split) -> Iterator[R
 
 
 def _check_name(name: str, source: str) -> None:
-    """Refuse a name that is neither a named folder nor valid on the hub: for ``..``, every file below it would be read."""
+    """Refuse a name that is neither a folder with a name nor valid on the hub. For ``..``, every file below would be read."""
     from huggingface_hub.utils import validate_repo_id
 
     try:
@@ -148,7 +151,8 @@ def _check_name(name: str, source: str) -> None:
         validate_repo_id(name)
     except (OSError, ValueError):
         raise DataError(
-            f"{source} is not the name of a dataset; write OWNER/NAME as on the hub, such as hub:openai/gsm8k, or the dataset's own folder, "
+            f"{source} is not the name of a dataset; write OWNER/NAME as on the hub, such as hub:openai/gsm8k, or the dataset's own "
+            "folder, "
             "such as hub:../my_dataset"
         ) from None
 
@@ -196,8 +200,9 @@ def _read_parquet(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
                 unpacked += size
                 if unpacked > most:
                     raise DataError(
-                        f"{path} unpacks to more than {most >> 20:,} MiB by row {number + 1}: it repeats a long text in many rows, each of "
-                        "which would hold a copy; leave that column out, or put a text that all prompts share in data.system"
+                        f"{path} unpacks to more than {most >> 20:,} MiB by row {number + 1}, because it repeats a long text in many "
+                        "rows and each "
+                        "would be a copy; leave that column out, or put a text that all prompts share in data.system"
                     )
                 step = _ROWS_PER_READ if size <= MAX_ROW_BYTES else 1
                 for rows in (batch.slice(first, step) for first in range(0, batch.num_rows, step)):
@@ -212,13 +217,13 @@ def _read_parquet(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
     except DataError:
         raise
     except (pyarrow.ArrowException, MemoryError, ValueError, OverflowError) as error:
-        # Damage in a file may show up in its footer or in any page.
+        # A file may be damaged in its footer or in any page.
         raise DataError(f"{path} cannot be read past row {number}: {in_one_line(error)}") from None
 
 
 def _unpacked_bytes(array: Any) -> int:
     """Estimate the least memory that the array's Python objects need: 8 bytes per reference, plus each value's own bytes.
-    Arrow's ``nbytes`` counts a shared string once, a boolean as a bit and a null as nothing."""
+    Arrow's ``nbytes`` would count a shared string once, a boolean as a bit and a null as nothing."""
     import pyarrow
     from pyarrow.compute import call_function
 
@@ -239,8 +244,8 @@ def _unpacked_bytes(array: Any) -> int:
 
 
 def _object(cell: Any, where: str) -> Any:
-    """Convert an Arrow value to a Python object. Invalid UTF-8, unknown time zones and dates that Python cannot represent are detected
-    here."""
+    """Convert an Arrow value to a Python object. Raises ``DataError`` on invalid UTF-8, unknown time zones, and dates that Python cannot
+    represent."""
     import pyarrow
 
     try:

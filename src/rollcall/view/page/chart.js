@@ -1,4 +1,4 @@
-// Plotly draws the charts. This file has the colours for the light and the dark page, and what all charts share.
+// Plotly draws the charts. This file contains the colours for the light and the dark page, and the settings that all charts share.
 
 const COLOURS = ["#2f7ed8", "#e0803a", "#3a9d5d", "#b657b8", "#c8a217", "#d0485a", "#1aa3a3", "#7a6ff0", "#8c6d5a", "#6b7a8f", "#9bbb3c", "#e377c2"];
 
@@ -54,6 +54,6 @@ export const SETTINGS = {
 };
 
 export function plotly() {
-  if (!window.Plotly) throw new Error("The charts' script has not loaded. Load the page again.");
+  if (!window.Plotly) throw new Error("The chart script did not load. Reload the page.");
   return window.Plotly;
 }

@@ -6,7 +6,7 @@ import { address } from "./route.js";
 
 const KIND = { busy: "good", idle: "", stopped: "warn", silent: "warn", lost: "bad" };
 
-// The last report is out of date if the run has ended or its disk is full.
+// The last report is outdated if the run has ended or its disk is full.
 function stateOf(worker, isNow, isAlive) {
   return isNow || worker.state === "lost" ? worker.state : isAlive ? "not known" : "ended";
 }
@@ -14,7 +14,7 @@ function stateOf(worker, isNow, isAlive) {
 function slot(one, worker, isNow, isAlive) {
   const state = worker ? stateOf(worker, isNow, isAlive) : "";
   const doing = worker ? (isNow && worker.doing) || state : "";
-  return el("div", { class: `slot ${state}`, title: worker ? `${worker.lane}: ${doing}` : "no process was seen here" },
+  return el("div", { class: `slot ${state}`, title: worker ? `${worker.lane}: ${doing}` : "no process was found in this slot" },
     el("div", { class: "soft small" }, `slot ${one.slot}`),
     el("div", { class: "roles" }, (one.roles.length ? one.roles : Object.keys(worker?.roles || {})).map((role) => el("span", { class: `role ${role}` }, role))),
     el("div", { class: "small doing" }, worker ? shown(doing) : "not seen"));
@@ -38,7 +38,7 @@ function workers(answer, isNow, isAlive, opened) {
     return el("tr", {},
       el("td", { class: "strong" }, shown(worker.lane)), el("td", {}, badge(stateOf(worker, isNow, isAlive), isNow ? KIND[worker.state] || "" : "")),
       el("td", {}, shown(worker.doing || "–"), worker.why ? el("div", { class: "bad-text small" }, shown(worker.why)) : null), el("td", { class: "number" }, since),
-      el("td", { class: "number" }, worker.memory_bytes ? bytes(worker.memory_bytes) : "–", worker.device_bytes ? el("div", { class: "soft small" }, `${bytes(worker.device_bytes)} on its device`) : null),
+      el("td", { class: "number" }, worker.memory_bytes ? bytes(worker.memory_bytes) : "–", worker.device_bytes ? el("div", { class: "soft small" }, `${bytes(worker.device_bytes)} on the GPU`) : null),
       el("td", { class: "number" }, worker.num_calls ? number(worker.num_calls) : ""), el("td", { class: "number soft" }, worker.pid || ""), el("td", {}, lines));
   });
   const heads = ["worker", "state", "doing", "since", "memory", "calls", "pid", "log"];
@@ -55,7 +55,7 @@ function disk(answer) {
 }
 
 function happened(answer) {
-  return el("section", { class: "card scroll" }, el("h3", {}, "Lost and back"), answer.marks.length
+  return el("section", { class: "card scroll" }, el("h3", {}, "Faults and recoveries"), answer.marks.length
     ? el("table", {}, el("tbody", {}, answer.marks.map((mark) => el("tr", {}, el("td", { class: "soft small" }, clock(mark.at_s)), el("td", {}, badge(mark.kind, mark.kind === "fault" ? "bad" : mark.kind === "recovery" ? "good" : "")), el("td", {}, shown(mark.name), mark.lane ? [" ", ...shown(mark.lane)] : "", mark.note ? el("div", { class: "soft small" }, shown(mark.note)) : "")))))
     : el("p", { class: "soft" }, "Nothing was lost."));
 }
@@ -72,11 +72,11 @@ export async function show(page, context) {
     const isAlive = answer.state === "running" || answer.state === "waiting";
     const said = answer.live === null
       ? "This run has not written what its processes do. The map shows where the run file places its roles."
-      : isNow ? `as of ${duration(Math.max(answer.now_s - answer.live.time_s, 0))} ago, by the controller on ${answer.live.host}` : `the last word of the controller on ${answer.live.host}, ${duration(Math.max(answer.now_s - answer.live.time_s, 0))} ago; ${isAlive ? "it goes on, but this was not written since" : "nothing runs now"}`;
+      : isNow ? `as of ${duration(Math.max(answer.now_s - answer.live.time_s, 0))} ago, by the controller on ${answer.live.host}` : `the last report of the controller on ${answer.live.host}, ${duration(Math.max(answer.now_s - answer.live.time_s, 0))} ago; ${isAlive ? "the run continues, but has written no report since" : "nothing is running now"}`;
     replace(page,
       el("div", { class: "bar" }, el("h1", {}, "Cluster"), el("span", { class: "soft" }, shown(said))),
       answer.problem ? el("p", { class: "bad-text" }, shown(answer.problem)) : null,
-      answer.nodes.length ? map(answer, isNow, isAlive) : message("No placement", "The run file of this run cannot be read, so its placement is not known."),
+      answer.nodes.length ? map(answer, isNow, isAlive) : message("No placement", "The run file cannot be read, so the placement is unknown."),
       answer.workers.length ? workers(answer, isNow, isAlive, opened) : null,
       el("div", { class: "three" }, disk(answer), happened(answer)));
   }

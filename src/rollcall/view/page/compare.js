@@ -1,4 +1,4 @@
-// Two or more runs side by side: numbers, run files where they differ, the curves that matter most.
+// Two or more runs side by side: numbers, differences between the run files, and the most important curves.
 
 import { ask } from "./ask.js";
 import { colour } from "./chart.js";
@@ -41,7 +41,7 @@ export async function show(page, context) {
       el("section", { class: "card scroll" }, el("h2", {}, "Numbers"),
         el("table", {}, el("thead", {}, el("tr", {}, el("th", {}, ""), heads(names))),
           el("tbody", {}, NUMBERS.map(([title, of]) => el("tr", {}, el("td", { class: "soft" }, title), found.rows.map((row) => el("td", { class: "number" }, of(row)))))))),
-      el("section", { class: "card scroll", id: "settings" }, el("h2", {}, "Run files, where they differ"), problems,
+      el("section", { class: "card scroll", id: "settings" }, el("h2", {}, "Differences between the run files"), problems,
         settings.length
           ? el("table", {}, el("thead", {}, el("tr", {}, el("th", {}, "key"), heads(names))),
             el("tbody", {}, settings.map((one) => el("tr", {}, el("td", { class: "mono" }, one.key), one.values.map((value) => el("td", { class: "mono wrap" }, value === null ? el("span", { class: "soft" }, "not known") : shown(value)))))))

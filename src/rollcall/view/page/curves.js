@@ -52,7 +52,7 @@ class Chart {
     this.empty = el("div", { class: "soft small pad" }, "no value yet");
     const link = large
       ? el("a", { href: changed({ one: null }), class: "small" }, "all metrics")
-      : el("a", { href: address("curves", { ...context.kept(), run: context.ids, one: metric.name }), class: "small", title: "show this metric alone" }, "enlarge");
+      : el("a", { href: address("curves", { ...context.kept(), run: context.ids, one: metric.name }), class: "small", title: "show only this metric" }, "enlarge");
     this.value = el("span", { class: "value" });
     this.box = el("section", { class: large ? "card chart wide" : "card chart", "data-metric": metric.name },
       el("div", { class: "chart-head" }, el("h3", { title: metric.meaning }, shown(metric.name)), el("span", { class: "soft small" }, metric.unit), el("span", { class: "grow" }), this.value, link),
@@ -126,7 +126,7 @@ export class Section {
           points: this.large || settings.low !== null ? MANY_POINTS : POINTS, smooth: settings.smooth || null, low: settings.low, high: settings.high,
           seen: key === this.key ? this.seen : null,
         }, this.context.signal);
-        mark ??= answer.mark; // from the first answer: anything newer is requested again
+        mark ??= answer.mark; // the first answer's mark, so that newer data is requested again
         if (answer.same) continue;
         for (const chart of charts) chart.draw(answer.curves[chart.metric.name], answer.marks);
       }
@@ -148,7 +148,7 @@ function legend(context) {
   return el("div", { class: "legend" }, context.ids.map((id, place) => {
     const dot = el("span", { class: "dot" });
     dot.style.backgroundColor = colour(place);
-    return el("span", {}, dot, shown(context.names[place]), el("button", { class: "plainly", title: "leave this run out", onclick: () => go(changed({ run: context.ids.filter((one) => one !== id) })) }, "×"));
+    return el("span", {}, dot, shown(context.names[place]), el("button", { class: "plainly", title: "remove this run", onclick: () => go(changed({ run: context.ids.filter((one) => one !== id) })) }, "×"));
   }));
 }
 
@@ -184,7 +184,7 @@ export async function show(page, context) {
         if (found.length) sections.push(new Section(group, found, own));
       }
     }
-    replace(body, sections.length ? sections.map((section) => section.box) : message("Nothing fits", "No metric has this in its name."));
+    replace(body, sections.length ? sections.map((section) => section.box) : message("No matches", "No metric name contains this text."));
   }
 
   function kept() {

@@ -1,4 +1,4 @@
-// Elements and text. Everything that a model, a run or a user wrote becomes a text node: nothing is ever parsed as HTML.
+// Elements and text. Text from a model, a run or a user always becomes a text node and is never parsed as HTML.
 
 export function el(tag, attributes = {}, ...children) {
   const element = document.createElement(tag);
@@ -17,7 +17,7 @@ export function replace(parent, ...children) {
   parent.replaceChildren(...children.flat(Infinity).filter((child) => child !== null && child !== undefined && child !== false));
 }
 
-// Characters that are invisible or change how the text around them looks.
+// Characters that are invisible, or that change how the text around them looks.
 const HIDDEN =
   /[\u0000-\u0008\u000b-\u001f\u007f-\u009f\u00ad\u061c\u180e\u200b-\u200f\u2028-\u202e\u2060-\u206f\ufeff\ufff9-\ufffb]/g;
 const MOST_NAMED = 500;

@@ -1,4 +1,4 @@
-// The page: which view is shown, for which run, and how often it refreshes.
+// The page: selects the view and the run, and refreshes them.
 
 import { ask } from "./ask.js";
 import { el, message, replace } from "./dom.js";
@@ -13,15 +13,15 @@ import * as tokens from "./tokens.js";
 
 const VIEWS = { runs, compare, curves, samples, tokens, timeline, cluster };
 const TABS = [["runs", "Runs"], ["curves", "Curves"], ["samples", "Samples"], ["tokens", "Tokens"], ["timeline", "Timeline"], ["cluster", "Cluster"]];
-const SOON_MS = 3000; // while a run is going
+const SOON_MS = 3000; // while a run is active
 const LATER_MS = 15000;
 
 const page = document.getElementById("main");
 let current = null; // what the view returned: {refresh, close}
-let turn = 0; // counts views: an answer for an old view is dropped
+let turn = 0; // view counter: an answer for an old view is dropped
 let known = []; // the listed runs
 let timer = 0;
-let chosen = null; // the run that the reader looked at last
+let chosen = null; // the run that was shown last
 
 function wanted(asked) {
   const ids = asked.getAll("run").filter((id) => known.some((run) => run.id === id));
@@ -68,7 +68,7 @@ async function show() {
     if (!make) {
       replace(page, message("No such view", "This address names a view that does not exist. Choose one above."));
     } else if (known.length === 0) {
-      replace(page, message("No runs yet", "The folder holds no run so far. One that starts appears here within seconds."));
+      replace(page, message("No runs yet", "The folder contains no runs yet. A new run appears here within seconds."));
     } else {
       page.className = `view-${view}`;
       const made = await make.show(page, { asked, ids, runs: known, answer, current: () => mine === turn });
@@ -111,13 +111,13 @@ function fresh(is, error = null) {
   const lively = known.some((run) => run.state === "running");
   mark.className = is ? (lively ? "live on" : "live") : "live off";
   mark.textContent = is ? (lively ? "live" : "up to date") : "no answer";
-  mark.title = is ? "The page asks for news every few seconds." : error.message;
+  mark.title = is ? "The page is updated every few seconds." : error.message;
 }
 
 document.getElementById("run").addEventListener("change", (event) => {
   const { view } = read();
   chosen = event.target.value;
-  // A step, group or zoom from one run means nothing in a different run.
+  // A step, group or zoom of one run has no meaning in another run.
   go(view === "tokens" ? address("samples", { run: chosen }) : address(view, { run: chosen }));
 });
 window.addEventListener("hashchange", show);

@@ -1,4 +1,4 @@
-// Where the reader is: the part of the address after '#', which can be bookmarked.
+// The current place in the page: the part of the address after '#', which can be bookmarked.
 
 export function read() {
   const [path, query] = (location.hash.slice(1) || "/runs").split("?");
@@ -31,7 +31,7 @@ export function go(hash) {
   location.hash = hash;
 }
 
-// Changes the address without reloading, for settings that the current view shows already.
+// Changes the address without reloading, for settings that the current view already shows.
 export function note(changes) {
   history.replaceState(null, "", changed(changes));
 }

@@ -1,4 +1,4 @@
-// Runs: the state of each. Two or more can be compared.
+// Runs: the state of each run. Two or more runs can be compared.
 
 import { badge, clock, counted, duration, el, number, replace, shown } from "./dom.js";
 import { address, go } from "./route.js";
@@ -22,7 +22,7 @@ function progress(run) {
   return el("div", { class: "progress" }, `${run.step.toLocaleString("en")}${run.steps ? ` / ${run.steps.toLocaleString("en")}` : ""}`, bar);
 }
 
-// A row that stays while its cells change, so that a box that is being clicked is not replaced.
+// A row that is updated in place, so that a checkbox is not replaced while it is being clicked.
 class Row {
   constructor(id, tell) {
     const box = el("input", { type: "checkbox", checked: chosen.has(id), "aria-label": "choose this run", onchange: () => { box.checked ? chosen.add(id) : chosen.delete(id); tell(); } });

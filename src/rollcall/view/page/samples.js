@@ -140,7 +140,7 @@ async function showHeldOut(page, context, run, tabs) {
     found.rows.length ? el("div", { class: "completions" }, found.rows.map((row) => el("article", { class: "card completion" },
       el("div", { class: "entry-head" }, badge(`reward ${number(row.reward)}`, tone(row.reward)), el("span", { class: "grow" }), row.finish === "stop" ? null : badge(row.finish === "length" ? "truncated" : row.finish, "warn")),
       el("div", { class: "soft small" }, shown(row.prompt_id), ` · ${counted(row.num_tokens ?? 0, "token")}`),
-      row.prompt ? el("div", { class: "text quiet", dir: "ltr" }, shown(row.prompt)) : null, talk(row.said), answer(row.answer)))) : message("Nothing found", "No held-out completion of this step holds that text."));
+      row.prompt ? el("div", { class: "text quiet", dir: "ltr" }, shown(row.prompt)) : null, talk(row.said), answer(row.answer)))) : message("Nothing found", "No held-out completion of this step contains this text."));
   return null;
 }
 
@@ -201,7 +201,7 @@ export async function show(page, context) {
   function draw() {
     replace(list, rows.length
       ? rows.map((row) => listed(row, open !== null && String(row.step) === String(open.step) && String(row.draw) === String(open.draw)))
-      : message(wanted.q || wanted.only || wanted.step || wanted.prompt ? "Nothing found" : "No groups yet", wanted.q || wanted.only || wanted.step || wanted.prompt ? "No group fits. Change the search or the filter." : "The journal has no finished group so far."));
+      : message(wanted.q || wanted.only || wanted.step || wanted.prompt ? "Nothing found" : "No groups yet", wanted.q || wanted.only || wanted.step || wanted.prompt ? "No group matches. Change the search or the filter." : "The journal has no finished group so far."));
     if (!open && rows.length) {
       open = { step: rows[0].step, draw: rows[0].draw };
       list.firstChild.classList.add("on");

@@ -1,4 +1,4 @@
-// Timeline: which worker did what and when, as bars over wall time; which worker the others waited for; what was lost and came back.
+// Timeline: bars over wall time that show what each worker did, which worker the others waited for, and faults and recoveries.
 
 import { ask } from "./ask.js";
 import { KINDS, SETTINGS, layout, plotly, theme } from "./chart.js";
@@ -50,9 +50,9 @@ function tables(answer) {
     el("thead", {}, el("tr", {}, el("th", {}, "lane"), el("th", { title: "share of the time without work" }, "idle"), kinds.map((kind) => el("th", {}, kind)))),
     el("tbody", {}, answer.lanes.map((lane) => el("tr", {}, el("td", {}, shown(lane)), el("td", { class: "number" }, answer.idle[lane] === undefined ? "" : `${(100 * answer.idle[lane]).toFixed(0)} %`), kinds.map((kind) => el("td", { class: "number" }, busy.get(lane).get(kind) ? duration(busy.get(lane).get(kind)) : "")))))));
   const waited = waitedFor(answer);
-  const whom = el("section", { class: "card scroll" }, el("h3", {}, "Who was waited for"), waited.length
+  const whom = el("section", { class: "card scroll" }, el("h3", {}, "Workers that others waited for"), waited.length
     ? el("table", {}, el("thead", {}, el("tr", {}, ["worker", "times", "in phases of"].map((text) => el("th", {}, text)))), el("tbody", {}, waited.slice(0, 20).map(([lane, one]) => el("tr", {}, el("td", {}, shown(lane)), el("td", { class: "number" }, one.times), el("td", { class: "number" }, duration(one.seconds))))))
-    : el("p", { class: "soft" }, "No phase names a worker."));
+    : el("p", { class: "soft" }, "No phase recorded a worker that others waited for."));
   const happened = el("section", { class: "card scroll", id: "marks" }, el("h3", {}, "Faults and recoveries"), answer.marks.length
     ? el("table", {}, el("tbody", {}, answer.marks.map((mark) => el("tr", {}, el("td", { class: "soft small" }, clock(mark.at_s)), el("td", {}, badge(mark.kind, mark.kind === "fault" ? "bad" : mark.kind === "recovery" ? "good" : "")), el("td", {}, el("b", {}, shown(mark.name)), mark.lane ? [" ", ...shown(mark.lane)] : "", mark.note ? el("div", { class: "soft small" }, shown(mark.note)) : "")))))
     : el("p", { class: "soft" }, "None in these steps."));
@@ -75,7 +75,7 @@ export async function show(page, context) {
   function draw() {
     const found = answer.spans.length > 0;
     plot.hidden = below.hidden = !found;
-    replace(empty, found ? [] : message("Nothing to show", "These steps have left no events. Choose other steps, or wait for the first one."));
+    replace(empty, found ? [] : message("Nothing to show", "These steps have no recorded events. Choose other steps, or wait for the first one."));
     if (!found) return;
     const { shapes, trace } = marks(answer);
     const lanes = [...answer.lanes].reverse().map(plain);

@@ -1,4 +1,4 @@
-// Tokens: one completion, each token coloured by one of its numbers. One listener for all of them, so thousands stay fast.
+// Tokens: one completion, with each token coloured by one of its numbers. One listener serves all tokens, so thousands stay fast.
 
 import { ask } from "./ask.js";
 import { isDark } from "./chart.js";
