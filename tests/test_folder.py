@@ -356,7 +356,7 @@ def test_a_worker_that_does_not_appear_is_named(
     master = FolderBackend(share, num_nodes=3, run="x")
     # Worker 0 is a process that the master starts; on a busy machine it may be late too.
     missing = pytest.raises(
-        ClusterError, match="worker (0, )?1, 2 did not appear in .* within 3 s; on each of those nodes run"
+        ClusterError, match="worker (0, )?1, 2 did not appear in .* within 3 s; on each of these nodes, run"
     )
     with master, missing:
         VirtualCluster([1, 1, 1], backend=master)

@@ -327,7 +327,7 @@ def test_a_wrong_token_is_refused_and_not_shown(head: Any) -> None:
 
 
 def test_a_head_that_wants_no_token_is_asked_without_and_one_that_does_says_which(head: Any) -> None:
-    with pytest.raises(ClusterError, match="wants a token, and none is known here: set ROLLCALL_TOKEN"):
+    with pytest.raises(ClusterError, match="requires a token, but none is set: set ROLLCALL_TOKEN"):
         jobs_of(head, token=None).jobs()
     head.wants, head.rows = None, {"rollcall-a": row("rollcall-a", status="SUCCEEDED")}
     jobs = jobs_of(head, token=None)

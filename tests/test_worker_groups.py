@@ -314,7 +314,9 @@ def test_a_slot_takes_one_group():
     init_ray(backend="local")
     cluster = VirtualCluster([2])
     make_group(cluster, name_prefix="actor")
-    with pytest.raises(ClusterError, match="slot 0 of node 0 is taken by actor; shut that down, or use other slots"):
+    with pytest.raises(
+        ClusterError, match="slot 0 of node 0 is taken by actor; shut down that group, or use other slots"
+    ):
         make_group(cluster, name_prefix="reward")
 
 
@@ -489,7 +491,7 @@ def test_a_second_cluster_takes_the_next_node_with_room_and_too_much_is_refused(
         with pytest.raises(ClusterError) as caught:
             VirtualCluster([1, 9], num_gpus_per_node=16, timeout_s=0.5)
         text = str(caught.value)
-        assert "no room after 0.5 s of waiting for slots: 10 slots were asked for, [1, 9] by node" in text
+        assert "no room after 0.5 s of waiting for slots: 10 slots were requested, [1, 9] by node" in text
         assert "node 0 (" in text and "has 8, 0 of them free" in text and "has 8, 5 of them free" in text
 
 
