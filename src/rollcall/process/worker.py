@@ -87,7 +87,7 @@ class Link(Protocol):
         ...
 
     def end(self, *, grace_s: float, ask_stack: bool = False) -> Ending:
-        """Hang up, wait ``grace_s`` for the process to exit, and kill it with all it started. With ``ask_stack``, first make it dump its stack."""
+        """Hang up, wait ``grace_s`` for the process to exit, and kill it with all it started. ``ask_stack``: dump its stack first."""
         ...
 
 

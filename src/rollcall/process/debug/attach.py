@@ -194,7 +194,7 @@ class Porter:
 
 
 def _left_s() -> float:
-    """Return the seconds until a stopped thread continues by itself. The next stop does not restart this time unless somebody has attached."""
+    """Return the seconds until a stopped thread continues by itself. The next stop restarts it only if somebody has attached."""
     global _alone_since
     _alone_since = _alone_since or time.monotonic()
     return _alone_since + UNATTENDED_S - time.monotonic()

@@ -193,7 +193,7 @@ def _same_cluster(cluster: Cluster | None) -> Cluster:
 def hide_stacks() -> None:
     """Hide Ray's output about raylets in this driver: the run itself names the lost node and reports how it continues.
 
-    A raylet that exits prints a C++ stack of 20 lines, and Ray (2.60) shows it to every driver, in addition to its message about a lost node.
+    A raylet that exits prints a C++ stack of 20 lines, and Ray (2.60) shows it to every driver, as well as a message about the lost node.
     """
     from ray._private import worker
 

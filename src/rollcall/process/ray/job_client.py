@@ -72,8 +72,8 @@ class HttpClient(JobSubmissionClient):
         except (requests.ConnectionError, requests.Timeout) as error:
             after = f" after {time.monotonic() - began:.0f} s" if isinstance(error, requests.Timeout) else ""
             raise Unreachable(
-                f"no answer from the cluster's head at {self.where}{after} ({_reason(error)}); check that the "
-                "cluster is up (`rollcall status` on a node), that its dashboard listens on that address, and that this machine reaches it"
+                f"no answer from the cluster's head at {self.where}{after} ({_reason(error)}); check that the cluster is "
+                "up (`rollcall status` on a node), that its dashboard listens on that address, and that this machine reaches it"
             ) from None
         except AuthenticationError:
             raise ClusterError(self._refused()) from None
@@ -137,7 +137,7 @@ class HttpClient(JobSubmissionClient):
 
     def _refused(self) -> str:
         if self._headers:
-            return f"the head at {self.where} refuses the token from {self._token_source}; it belongs to another cluster or an earlier start"
+            return f"the head at {self.where} refuses the token from {self._token_source}; it is another cluster's or an older token"
         return (
             f"the head at {self.where} requires a token, but none is set: set {TOKEN} and give --address (for a Ray cluster that "
             "Rollcall did not start, set RAY_AUTH_TOKEN), or give --rendezvous DIR, the folder that its nodes share"

@@ -99,7 +99,7 @@ def _missing(cluster: Cluster | None, ranks: Sequence[int]) -> str:
 
 
 def choose_nodes(ask: Ask, nodes: Sequence[RayNode]) -> list[RayNode] | None:
-    """Return a node for each entry: the named nodes, or the first nodes in rank order with enough free slots; None if there are too few."""
+    """Return a node for each entry: the named nodes, or the first in rank order with enough free slots; None if there are too few."""
     if ask.node_ranks is not None:
         by_rank = {node.rank: node for node in nodes}
         named = [by_rank.get(rank) for rank in ask.node_ranks]
