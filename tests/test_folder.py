@@ -526,6 +526,6 @@ def test_a_worker_says_goodbye_on_sigterm_and_the_master_names_it(share: Path) -
     with echoes(share) as (group, nodes):
         nodes[0].process.terminate()
         assert nodes[0].process.wait(timeout=WAIT_S) == 128 + signal.SIGTERM
-        with pytest.raises(WorkerDiedError, match=r"echo rank 1 on node 1 .*it said goodbye \(SIGTERM\)"):
+        with pytest.raises(WorkerDiedError, match=r"echo rank 1 on node 1 .*it left \(SIGTERM\)"):
             group.get_all_worker_results(group.run_single_worker_single_data("size", 1, "x"), timeout_s=WAIT_S)
         nodes.clear()

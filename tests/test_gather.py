@@ -283,7 +283,7 @@ def test_a_host_that_cannot_be_reached_or_prints_more_is_named(tmp_path: Path, h
         node.present([part])
     with pytest.raises(GatherError, match=r"No route to host\nbring these nodes back") as refused:
         gather(checkpoint, lambda: [node])
-    assert "no node has model/part-00000-of-00002.safetensors of node 0 (host-0" in str(refused.value)
+    assert "no node has a complete copy of model/part-00000-of-00002.safetensors of node 0 (host-0" in str(refused.value)
 
 
 def test_a_host_that_does_not_answer_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -131,7 +131,7 @@ def test_faults_that_pass_are_waited_for(hub: Hub, model: Path, fault: Fault) ->
     ("fault", "message"),
     [
         (Fault("POST", "/api/repos/create", 401, count=9), "the token is wrong or has expired"),
-        (Fault("POST", "/commit/", 403, message="you may only read", count=9), "status 403: .*you may only read.*right to write"),
+        (Fault("POST", "/commit/", 403, message="you may only read", count=9), "status 403: .*you may only read.*needs write access"),
         (Fault("POST", "/objects/batch", 413, message="quota of 100 GB", count=9), "quota of 100 GB.*does not have enough storage"),
         (Fault("PUT", "/objects/", 403, message="storage limit", count=9), "storage limit.*the account needs storage"),
         (Fault("POST", "/commit/", 500, count=99), "status 500.*Run the same command again"),

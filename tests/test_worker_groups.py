@@ -278,7 +278,7 @@ def test_a_class_and_its_arguments_can_be_given_themselves_and_a_group_that_was_
     [
         (dict(workers_per_node=3), "3 workers on the 2 slots of node 0 do not share them evenly"),
         (dict(workers_per_node=[1]), r"workers_per_node=\[1\] needs one number for each of the cluster's 2 nodes"),
-        (dict(seats=[Seat(node_rank=0, slots=(2,))]), "node 0 has slots 0 to 1 in this cluster, and no slot 2"),
+        (dict(seats=[Seat(node_rank=0, slots=(2,))]), "node 0 has slots 0 to 1 in this cluster, but no slot 2"),
         (
             dict(seats=[Seat(node_rank=5, slots=(0,))]),
             "node 5 has no slot in this cluster; the nodes with slots are 0, 1",
