@@ -603,7 +603,9 @@ def test_a_head_that_goes_away_while_a_job_is_quiet_is_noticed(
 def test_without_a_cluster_the_message_says_how_to_name_one(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv(STATE_DIR, str(tmp_path))
     monkeypatch.delenv(TOKEN, raising=False)
-    with pytest.raises(ClusterError, match="not a node of a cluster named 'default'; on another machine, give --address"):
+    with pytest.raises(
+        ClusterError, match="not a node of a cluster named 'default'; on another machine, give --address"
+    ):
         reach(None, address=None, rendezvous=None)
     with pytest.raises(ClusterError, match="no head of cluster 'default' is published"):
         reach(None, address=None, rendezvous=tmp_path)

@@ -181,7 +181,7 @@ def test_the_storage_client_has_its_status_in_words(
 
 def test_what_the_hub_holds_is_compared_with_what_was_sent(hub: Hub, model: Path) -> None:
     hub.drops_half = True
-    with pytest.raises(UploadError, match=r"for model.safetensors, which has .* bytes here"):
+    with pytest.raises(UploadError, match=r"for model.safetensors, but the local file has .* bytes"):
         upload(model, REPO)
     hub.drops_half, hub.ignored = False, {"config.json"}
     with pytest.raises(UploadError, match=r"has nothing for config.json.*\.gitignore"):
