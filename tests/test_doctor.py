@@ -92,7 +92,7 @@ def test_healthy_nodes_have_no_findings() -> None:
         ({"packages": {**VERSIONS, "transformers": "4.9"}}, "transformers 4.9, but the other nodes have 5.19.0",
          "/env/bin/python -m pip install 'transformers==5.19.0'"),
         ({"packages": {**VERSIONS, "torch": None}}, "torch is not installed", "'torch==2.13.0'"),
-        ({"torch_build": "CUDA 13.0"}, "torch is built for CUDA 13.0, elsewhere for the CPU", "reinstall it"),
+        ({"torch_build": "CUDA 13.0"}, "torch is built for CUDA 13.0, on the other nodes for the CPU", "reinstall it"),
         ({"disks": (Disk(purpose="run.dir", path="/x", free=GIB // 2, total=GIB),)}, "0.5 GiB free", "free some"),
         ({"memory_available": 2 * GIB}, "only 2.0 of 64.0 GiB of memory is available", "ps aux"),
         ({"missing_paths": ("/models/x",)}, "/models/x does not exist on this node", "rsync -a /models/x/ node2"),
@@ -169,7 +169,7 @@ def test_what_is_wrong_with_a_shared_folder_is_told_apart() -> None:
     found = checks.judge_shared(nodes, "/shared", wrote=wrote, unseen={1: {0: "No such file"}, 2: {0: "No such file"}})
     by_node = {finding.node: finding for finding in found}
     assert "cannot write to the shared folder /shared: Read-only" in by_node[1].what and "findmnt" in by_node[1].what
-    assert "does not see in /shared what rank 0 wrote there" in by_node[2].what
+    assert "does not see in /shared the files that rank 0 wrote" in by_node[2].what
     assert by_node.keys() == {1, 2}
 
 

@@ -1,8 +1,8 @@
 """The last observed state of a group's workers: which are lost (``Watch``), and their current and finished calls (``Lookout``).
 
 ``Watch`` is pure: it turns looks into losses. A node that does not answer for ``SILENT_S`` is lost, with all its workers. Silence is
-counted in looks, not by the clock, so that a pause of this process does not count against a node. A worker is lost when its process is gone,
-when it is suspended at two looks in a row, or when one of its calls takes longer than ``patience_s`` allows: ten times the longest call
+counted in looks, not by the clock, so that a pause of this process does not count against a node. A worker is lost when its process
+is gone, when it is suspended at two looks in a row, or when one of its calls takes longer than ``patience_s`` allows: ten times the longest call
 of that method by a worker of its kind so far, and at least a minute. While a debugger holds any process of the run, the time of every
 call is paused because other processes may be waiting for the held one.
 

@@ -2,8 +2,8 @@
 
 The token comes on standard input, the address as the first argument; one JSON object is printed. Without a token, the first
 query has no token; if the head refuses it, the second query uses the token from Ray's own variables and files. If a rank and a
-node's own mark follow the address, the node claims the rank once the head lists it. Ray's client retries a dead address for minutes and then aborts its
-process, so it never runs inside a command.
+node's own mark follow the address, the node claims the rank once the head lists it. Ray's client retries a dead address for minutes
+and then aborts its process, so it never runs inside a command.
 """
 
 import importlib
