@@ -89,10 +89,10 @@ def test_healthy_nodes_have_no_findings() -> None:
 @pytest.mark.parametrize(
     ("changes", "what", "fix"),
     [
-        ({"packages": {**VERSIONS, "transformers": "4.9"}}, "transformers 4.9, the others have 5.19.0",
+        ({"packages": {**VERSIONS, "transformers": "4.9"}}, "transformers 4.9, but the other nodes have 5.19.0",
          "/env/bin/python -m pip install 'transformers==5.19.0'"),
         ({"packages": {**VERSIONS, "torch": None}}, "torch is not installed", "'torch==2.13.0'"),
-        ({"torch_build": "CUDA 13.0"}, "torch is built for CUDA 13.0, elsewhere for the CPU", "reinstall it"),
+        ({"torch_build": "CUDA 13.0"}, "torch is built for CUDA 13.0, on the other nodes for the CPU", "reinstall it"),
         ({"disks": (Disk(purpose="run.dir", path="/x", free=GIB // 2, total=GIB),)}, "0.5 GiB free", "free some"),
         ({"memory_available": 2 * GIB}, "only 2.0 of 64.0 GiB of memory is available", "ps aux"),
         ({"missing_paths": ("/models/x",)}, "/models/x does not exist on this node", "rsync -a /models/x/ node2"),
@@ -169,7 +169,7 @@ def test_what_is_wrong_with_a_shared_folder_is_told_apart() -> None:
     found = checks.judge_shared(nodes, "/shared", wrote=wrote, unseen={1: {0: "No such file"}, 2: {0: "No such file"}})
     by_node = {finding.node: finding for finding in found}
     assert "cannot write to the shared folder /shared: Read-only" in by_node[1].what and "findmnt" in by_node[1].what
-    assert "does not see in /shared what rank 0 wrote there" in by_node[2].what
+    assert "does not see in /shared the files that rank 0 wrote" in by_node[2].what
     assert by_node.keys() == {1, 2}
 
 
@@ -198,7 +198,7 @@ def test_the_run_files_slots_are_held_against_the_nodes() -> None:
     ours, plain = OurCluster("default"), PlainRay("10.0.0.1:6379")
     found = list(judge_slots(config, make_roster(8, 2), plain))
     assert [(finding.node, finding.severity) for finding in found] == [(1, "breaks"), (None, "breaks")]
-    assert "offers 2 slots, the run file has 4 for node 1" in found[0].what and "--num-gpus 4" in found[0].what
+    assert "offers 2 slots, but the run file has 4 for node 1" in found[0].what and "--num-gpus 4" in found[0].what
     assert "asks for 3 nodes, the cluster has 2" in found[1].what
     for slots in (8, 4):
         fewer = parse_config({"cluster": {"num_nodes": 2, "num_gpus_per_node": slots}})
@@ -345,7 +345,7 @@ def test_a_wrong_version_and_an_unwritable_folder_are_found_on_the_node_that_has
     breaking = [finding for finding in found["findings"] if finding["severity"] == "breaks"]
     assert [finding["host"] for finding in breaking] == ["node2", "node2"], breaking
     version = importlib.metadata.version("transformers")
-    assert breaking[0]["what"].startswith(f"transformers 4.0.0, the others have {version}; run `")
+    assert breaking[0]["what"].startswith(f"transformers 4.0.0, but the other nodes have {version}; run `")
     assert f"-m pip install 'transformers=={version}'" in breaking[0]["what"]
     assert f"cannot write to the shared folder {runs}: Read-only file system (EROFS)" in breaking[1]["what"]
     assert found["shared"] == str(runs)

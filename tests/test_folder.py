@@ -356,7 +356,7 @@ def test_a_worker_that_does_not_appear_is_named(
     master = FolderBackend(share, num_nodes=3, run="x")
     # Worker 0 is a process that the master starts; on a busy machine it may be late too.
     missing = pytest.raises(
-        ClusterError, match="worker (0, )?1, 2 did not appear in .* within 3 s; on each of those nodes run"
+        ClusterError, match="worker (0, )?1, 2 did not appear in .* within 3 s; on each of these nodes, run"
     )
     with master, missing:
         VirtualCluster([1, 1, 1], backend=master)
@@ -526,6 +526,6 @@ def test_a_worker_says_goodbye_on_sigterm_and_the_master_names_it(share: Path) -
     with echoes(share) as (group, nodes):
         nodes[0].process.terminate()
         assert nodes[0].process.wait(timeout=WAIT_S) == 128 + signal.SIGTERM
-        with pytest.raises(WorkerDiedError, match=r"echo rank 1 on node 1 .*it said goodbye \(SIGTERM\)"):
+        with pytest.raises(WorkerDiedError, match=r"echo rank 1 on node 1 .*it left \(SIGTERM\)"):
             group.get_all_worker_results(group.run_single_worker_single_data("size", 1, "x"), timeout_s=WAIT_S)
         nodes.clear()

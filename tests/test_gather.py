@@ -100,7 +100,8 @@ def test_parts_are_removed_from_the_nodes_on_request_and_only_when_all_are_here(
     lost = places(checkpoint)[-1]
     kept = lost.rename(lost.with_name("kept"))
     with pytest.raises(
-        GatherError, match=r"1 part cannot be gathered:\n  no node has actor/part-00001-of-00002.*of node 1 \(host-1"
+        GatherError,
+        match=r"1 part cannot be gathered:\n  no node has a complete copy of actor/part-00001-of-00002.*of node 1 \(host-1",
     ):
         gather(checkpoint, lambda: disks, delete=True)
     assert sum(place.exists() for place in places(checkpoint)) == 3
@@ -283,7 +284,9 @@ def test_a_host_that_cannot_be_reached_or_prints_more_is_named(tmp_path: Path, h
         node.present([part])
     with pytest.raises(GatherError, match=r"No route to host\nbring these nodes back") as refused:
         gather(checkpoint, lambda: [node])
-    assert "no node has model/part-00000-of-00002.safetensors of node 0 (host-0" in str(refused.value)
+    assert "no node has a complete copy of model/part-00000-of-00002.safetensors of node 0 (host-0" in str(
+        refused.value
+    )
 
 
 def test_a_host_that_does_not_answer_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -327,7 +327,7 @@ def test_a_wrong_token_is_refused_and_not_shown(head: Any) -> None:
 
 
 def test_a_head_that_wants_no_token_is_asked_without_and_one_that_does_says_which(head: Any) -> None:
-    with pytest.raises(ClusterError, match="wants a token, and none is known here: set ROLLCALL_TOKEN"):
+    with pytest.raises(ClusterError, match="requires a token, but none is set: set ROLLCALL_TOKEN"):
         jobs_of(head, token=None).jobs()
     head.wants, head.rows = None, {"rollcall-a": row("rollcall-a", status="SUCCEEDED")}
     jobs = jobs_of(head, token=None)
@@ -603,7 +603,9 @@ def test_a_head_that_goes_away_while_a_job_is_quiet_is_noticed(
 def test_without_a_cluster_the_message_says_how_to_name_one(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv(STATE_DIR, str(tmp_path))
     monkeypatch.delenv(TOKEN, raising=False)
-    with pytest.raises(ClusterError, match="not a node of a cluster named 'default'; from elsewhere give --address"):
+    with pytest.raises(
+        ClusterError, match="not a node of a cluster named 'default'; on another machine, give --address"
+    ):
         reach(None, address=None, rendezvous=None)
     with pytest.raises(ClusterError, match="no head of cluster 'default' is published"):
         reach(None, address=None, rendezvous=tmp_path)

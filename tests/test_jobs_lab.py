@@ -95,7 +95,7 @@ def test_a_fifth_host_submits_by_address_and_token(open_cluster: LabCluster) -> 
     token = (open_cluster.rendezvous / CLUSTER / "token").read_text().strip()
     submit = ["submit", str(run), "--address", url]
     for env, refusal in (
-        ({}, "wants a token, and none is known here"),
+        ({}, "requires a token, but none is set"),
         ({"ROLLCALL_TOKEN": "wrong"}, "refuses the token"),
     ):
         refused = rollcall(open_cluster.outsider, *submit, env={"A_KEY": SECRET, **env})

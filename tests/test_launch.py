@@ -78,7 +78,7 @@ def test_any_value_survives_the_shell() -> None:
     value = "a b'c\"d$HOME`date`\\\n\tü✓ *"
     script = "\n".join([*exports({"VALUE": value}), 'printf %s "$VALUE"'])
     assert subprocess.run(["sh", "-c", script], capture_output=True, text=True, check=True).stdout == value
-    with pytest.raises(LaunchError, match="variable's name"):
+    with pytest.raises(LaunchError, match="name for a shell variable"):
         exports({"A;rm": "1"})
 
 

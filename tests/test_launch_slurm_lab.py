@@ -142,7 +142,7 @@ def test_before_its_time_limit_a_job_saves_requeues_itself_and_ends_at_the_same_
     launch = Launch(slurm, "limit", pause_s=0.4, time="30", signal_s=60)
     assert launch.start().returncode == 0
     job = launch.job
-    assert job and "already runs" in launch.start().stderr, "a second start finds it"
+    assert job and "is already running" in launch.start().stderr, "a second start finds it"
     assert launch.job == job
     launch.wait_for_steps(3)
     used = slurm.ask("squeue", "-h", "-j", job, "-o", "%M")  # such as 1:05
@@ -209,7 +209,7 @@ def test_nodes_start_inside_an_allocation_that_runs(slurm: SlurmLab) -> None:
     assert launch.rollcall("down", "attach").returncode == 0
     again = Launch(slurm, "attach2", attach=int(job), pause_s=0.3)
     assert again.start().returncode == 0
-    assert "already runs" in again.start().stderr
+    assert "is already running" in again.start().stderr
     again.wait_for_steps(3)
     assert again.rollcall("down", "attach2", timeout_s=240).returncode == 0
     assert slurm.state_of(job) == "RUNNING"

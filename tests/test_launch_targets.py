@@ -557,7 +557,7 @@ def test_pods_of_different_sizes_are_refused(tmp_path: Path) -> None:
     sizes = {"nodes": [{"gpus": 4}, {"gpus": 2}]}
     config = load_config({**raw, "run": {"dir": "/shared/r"}, "cluster": sizes})
     request = make_request(config, target="kuberay", name="one", cwd=tmp_path)
-    with pytest.raises(LaunchError, match="one size"):
+    with pytest.raises(LaunchError, match="the same number of slots"):
         get_target("kuberay").render(request)
 
 

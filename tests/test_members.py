@@ -171,7 +171,7 @@ def test_a_wait_names_the_lost_nodes_since_when_and_the_command_to_run_there(mon
         f"no room after 0 s of waiting for rank 1 ({rank_1}); on its host, run `ray start --address=10.0.0.1:6379`"
     )
     assert f"ranks 1 ({rank_1}), 2 (10.0.0.3, lost at 12:03:45), 3-4; on each of their hosts, run" in ask(8, 8, 8, 8, 8)
-    assert "no room after 0 s of waiting for slots: 9 slots were asked for" in ask(9)
+    assert "no room after 0 s of waiting for slots: 9 slots were requested" in ask(9)
     with pytest.raises(
         NoRoomError, match=rf"min_nodes=2 is more than the 1 node that joined.*rank 1 \({rank_1}\); there"
     ):

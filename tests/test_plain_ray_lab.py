@@ -265,7 +265,7 @@ def test_what_does_not_fit_is_refused_in_a_sentence(plain: Plain) -> None:
     )
     nobody = rollcall(plain.head, "train", path, env={**plain.env, "RAY_ADDRESS": f"{plain.head.ip}:6390"})
     assert (
-        nobody.returncode == 1 and f"nobody answers at {plain.head.ip}:6390, which RAY_ADDRESS names" in nobody.stderr
+        nobody.returncode == 1 and f"no answer at {plain.head.ip}:6390, which comes from RAY_ADDRESS" in nobody.stderr
     )
     auto = rollcall(plain.head, "status", "--json", env={**plain.env, "RAY_ADDRESS": "auto"})
     assert json.loads(auto.stdout)["head_address"] == plain.address, auto.stderr

@@ -98,7 +98,7 @@ def test_the_environments_token_wins_over_the_folders(tmp_path: Path, monkeypatc
 @pytest.mark.parametrize(
     ("given", "words"),
     [
-        (HeadUnreachable("gone"), "nobody answers there"),
+        (HeadUnreachable("gone"), "which does not answer"),
         (HeadRefuses("no"), "refuses the token in"),
         ("id-of-another", "a different cluster answers at that address"),
     ],

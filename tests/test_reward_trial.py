@@ -51,7 +51,7 @@ def test_a_reward_that_cannot_tell_completions_apart_is_pointed_out(
     config = make_run(tmp_path, rows=letter_rows(2), reward=[{"type": "function", "path": "rewards_bad:always_equal"}])
     trial = try_run(config, num_rows=2)
     _show_trial(trial)
-    assert trial.is_constant and "nothing could be learned" in capsys.readouterr().out
+    assert trial.is_constant and "the model cannot learn anything" in capsys.readouterr().out
 
 
 def test_a_reward_of_groups_gets_the_completions_of_a_row_as_one(

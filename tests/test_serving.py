@@ -60,5 +60,5 @@ def test_the_command_serves_until_ctrl_c(tmp_path: Path) -> None:
 
 def test_a_port_that_is_taken_is_refused_before_the_model_is_read(tmp_path: Path) -> None:
     plan = plan_serving(str(tmp_path / "no-such-model"), overrides=[])
-    with listen("127.0.0.1", 0) as taken, pytest.raises(OSError, match="cannot be used .*give another port"):
+    with listen("127.0.0.1", 0) as taken, pytest.raises(OSError, match="cannot be used .*choose another port"):
         serve(plan, host="127.0.0.1", port=taken.getsockname()[1], key=None, show=print)

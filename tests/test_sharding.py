@@ -47,8 +47,8 @@ def test_a_layout_may_order_ranks_as_it_likes():
         ([0, 1], ["a", "b"], "1 axes and the names"),
         ([[0, 1]], ["a", "a"], "name each axis once"),
         ([0, 1, 1], ["a"], "rank 1 is in the layout 2 times"),
-        ([0.5], ["a"], "whole numbers"),
-        ([], ["a"], "whole numbers"),
+        ([0.5], ["a"], "integers"),
+        ([], ["a"], "integers"),
         (np.zeros((0, 2), dtype=int), ["a", "b"], "at least one rank"),
     ],
 )

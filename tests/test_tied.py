@@ -73,7 +73,7 @@ def test_a_closed_stdin_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     def closed(fd: int) -> None:
         raise OSError(errno.EBADF, "Bad file descriptor")
 
-    with monkeypatch.context() as patch, pytest.raises(ClusterError, match="stdin is closed"):
+    with monkeypatch.context() as patch, pytest.raises(ClusterError, match="stdin is already closed"):
         patch.setattr("rollcall.nodes.machine.os.fstat", closed)
         with tied_to_stdin():
             pass

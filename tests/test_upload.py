@@ -131,7 +131,7 @@ def test_faults_that_pass_are_waited_for(hub: Hub, model: Path, fault: Fault) ->
     ("fault", "message"),
     [
         (Fault("POST", "/api/repos/create", 401, count=9), "the token is wrong or has expired"),
-        (Fault("POST", "/commit/", 403, message="you may only read", count=9), "status 403: .*you may only read.*right to write"),
+        (Fault("POST", "/commit/", 403, message="you may only read", count=9), "status 403: .*you may only read.*needs write access"),
         (Fault("POST", "/objects/batch", 413, message="quota of 100 GB", count=9), "quota of 100 GB.*does not have enough storage"),
         (Fault("PUT", "/objects/", 403, message="storage limit", count=9), "storage limit.*the account needs storage"),
         (Fault("POST", "/commit/", 500, count=99), "status 500.*Run the same command again"),
@@ -181,7 +181,7 @@ def test_the_storage_client_has_its_status_in_words(
 
 def test_what_the_hub_holds_is_compared_with_what_was_sent(hub: Hub, model: Path) -> None:
     hub.drops_half = True
-    with pytest.raises(UploadError, match=r"for model.safetensors, which has .* bytes here"):
+    with pytest.raises(UploadError, match=r"for model.safetensors, but the local file has .* bytes"):
         upload(model, REPO)
     hub.drops_half, hub.ignored = False, {"config.json"}
     with pytest.raises(UploadError, match=r"has nothing for config.json.*\.gitignore"):

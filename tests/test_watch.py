@@ -71,7 +71,7 @@ def test_a_stopped_process_is_seen_as_such_and_tells_its_stacks(busy: subprocess
     busy.kill()
     busy.wait()
     assert not look(busy.pid).is_alive
-    with pytest.raises(UnreadableError, match="it has ended"):
+    with pytest.raises(UnreadableError, match="the process has ended"):
         read_threads(busy.pid)
 
 

@@ -278,7 +278,7 @@ def test_a_class_and_its_arguments_can_be_given_themselves_and_a_group_that_was_
     [
         (dict(workers_per_node=3), "3 workers on the 2 slots of node 0 do not share them evenly"),
         (dict(workers_per_node=[1]), r"workers_per_node=\[1\] needs one number for each of the cluster's 2 nodes"),
-        (dict(seats=[Seat(node_rank=0, slots=(2,))]), "node 0 has slots 0 to 1 in this cluster, and no slot 2"),
+        (dict(seats=[Seat(node_rank=0, slots=(2,))]), "node 0 has slots 0 to 1 in this cluster, but no slot 2"),
         (
             dict(seats=[Seat(node_rank=5, slots=(0,))]),
             "node 5 has no slot in this cluster; the nodes with slots are 0, 1",
@@ -314,7 +314,9 @@ def test_a_slot_takes_one_group():
     init_ray(backend="local")
     cluster = VirtualCluster([2])
     make_group(cluster, name_prefix="actor")
-    with pytest.raises(ClusterError, match="slot 0 of node 0 is taken by actor; shut that down, or use other slots"):
+    with pytest.raises(
+        ClusterError, match="slot 0 of node 0 is taken by actor; shut down that group, or use other slots"
+    ):
         make_group(cluster, name_prefix="reward")
 
 
@@ -489,7 +491,7 @@ def test_a_second_cluster_takes_the_next_node_with_room_and_too_much_is_refused(
         with pytest.raises(ClusterError) as caught:
             VirtualCluster([1, 9], num_gpus_per_node=16, timeout_s=0.5)
         text = str(caught.value)
-        assert "no room after 0.5 s of waiting for slots: 10 slots were asked for, [1, 9] by node" in text
+        assert "no room after 0.5 s of waiting for slots: 10 slots were requested, [1, 9] by node" in text
         assert "node 0 (" in text and "has 8, 0 of them free" in text and "has 8, 5 of them free" in text
 
 

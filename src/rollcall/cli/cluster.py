@@ -21,7 +21,7 @@ Cluster = Annotated[
     str | None,
     typer.Option(
         metavar="NAME",
-        help="Name of the cluster. Default: $ROLLCALL_CLUSTER, else the Ray at $RAY_ADDRESS, else `default`.",
+        help="Name of the cluster. Default: $ROLLCALL_CLUSTER, else the Ray cluster at $RAY_ADDRESS, else `default`.",
     ),
 ]
 
@@ -63,7 +63,7 @@ def node(
         ),
     ] = None,
     block: Annotated[
-        bool, typer.Option("--block", help="Stay until Ray ends here. SIGTERM, SIGHUP and Ctrl-C stop Ray.")
+        bool, typer.Option("--block", help="Stay until Ray on this node ends. SIGTERM, SIGHUP and Ctrl-C stop Ray.")
     ] = False,
     save_wait: Annotated[
         float,
@@ -72,14 +72,15 @@ def node(
     run: Annotated[
         Path | None,
         typer.Option(
-            metavar="FILE", help="Stay, and train this run file once all nodes are there. Ends as the run does."
+            metavar="FILE",
+            help="Stay, and train this run file once all nodes have joined. Exits with the run's status.",
         ),
     ] = None,
     tied: Annotated[
         bool, typer.Option("--tied", hidden=True, help="Give up and leave nothing behind if stdin ends meanwhile.")
     ] = False,
 ) -> None:
-    """Start Ray on this node. Rank 0 starts the cluster, the others join it.
+    """Start Ray on this node. Rank 0 starts the cluster, and the other nodes join it.
 
     Without --rank, --master or --worker, the rank comes from RANK, NODE_RANK, SLURM_NODEID, SLURM_PROCID,
     SKYPILOT_NODE_RANK or DSTACK_NODE_RANK, and the number of nodes from the matching variable.
@@ -195,7 +196,7 @@ def down(
         bool, typer.Option("--keep-logs", help="Keep Ray's logs until the next `rollcall node` or `down`.")
     ] = False,
 ) -> None:
-    """Stop what this cluster started on this node, and nothing else. A Ray that someone else started is left as it is.
+    """Stop what this cluster started on this node, and nothing else. A Ray that Rollcall did not start is not changed.
 
     \b
     Examples:
@@ -225,7 +226,7 @@ def here(
     cluster: Cluster = None,
     interface: Annotated[str | None, typer.Option(help="Use the address of this interface.")] = None,
 ) -> None:
-    """Say what a launcher has to know of this machine, as one JSON object: version, address for a head, rank.
+    """Describe this machine for a launcher, as one JSON object: version, address for a head, rank.
 
     \b
     Example:

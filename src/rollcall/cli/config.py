@@ -152,7 +152,7 @@ def prepare(
     file: Annotated[Path, typer.Argument(metavar="FILE", help="Run file.")],
     overrides: Overrides = None,
     once: Annotated[
-        bool, typer.Option("--once", help="Run prepare.once too: what one node does for all of them.")
+        bool, typer.Option("--once", help="Run prepare.once too, the commands that one node runs for all nodes.")
     ] = False,
     tied: Annotated[bool, typer.Option("--tied", hidden=True, help="Give up if stdin ends meanwhile.")] = False,
 ) -> None:
@@ -176,7 +176,7 @@ def prepare(
 def fetch_model(
     model: Annotated[str, typer.Argument(metavar="MODEL", help="Hub name, such as Qwen/Qwen2.5-0.5B-Instruct.")],
 ) -> None:
-    """Download a model from the hub into this machine's cache, and print where it is.
+    """Download a model from the hub into this machine's cache, and print its path.
 
     \b
     Example:
@@ -193,11 +193,11 @@ def doctor(
         typer.Argument(metavar="FILE", help="Run file. Its placement, run directory and model are examined too."),
     ] = None,
     overrides: Overrides = None,
-    quick: Annotated[bool, typer.Option("--quick", help="Leave out the measurement of bandwidth.")] = False,
+    quick: Annotated[bool, typer.Option("--quick", help="Do not measure bandwidth.")] = False,
     cluster: Cluster = None,
     as_json: Json = False,
 ) -> None:
-    """Say what would break a run, before it starts.
+    """Find problems that would break a run, before it starts.
 
     On a cluster: versions, disks, memory, shared folder, ports, GPUs and bandwidth of its nodes. Without one: torch,
     GPU, memory and disk of this machine, and with a run file its model, data and rewards.
@@ -336,7 +336,7 @@ def _show_trial(trial: Trial) -> None:
     for name, told in trial.in_force.items():
         console.print(f"{name} runs with " + ", ".join(f"{thing}: {state}" for thing, state in told.items()))
     for name in trial.left_out:
-        console.print(f"{name} needs the policy, so it is not tried here")
+        console.print(f"{name} needs the policy, so it is not tested")
     first = {(failure.reward, failure.kind): failure for failure in reversed(trial.failures)}
     for failure in first.values():
         console.print(f"\n{failure.reward} {failure.kind} on {failure.prompt_id}:\n{failure.why}")
@@ -344,10 +344,10 @@ def _show_trial(trial: Trial) -> None:
         console.print(f"\n{', '.join(trial.broken)} failed on everything: training would stop in its first step")
     elif trial.gives_answers_nothing:
         console.print(
-            "\nthe rows' own answers score 0 or less: see whether the reward reads them as your model writes them"
+            "\nthe rows' own answers score 0 or less; check that the reward accepts answers in the form that your model writes"
         )
     elif trial.is_constant:
-        console.print("\nevery completion gets the same score, so nothing could be learned: look at the reward")
+        console.print("\nevery completion gets the same score, so the model cannot learn anything; check the reward")
 
 
 def _trial_table(trial: Trial) -> Table:

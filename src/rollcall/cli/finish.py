@@ -28,14 +28,14 @@ def gather(
     ],
     hosts: Hosts = None,
     delete: Annotated[
-        bool, typer.Option("--delete", help="Then remove the parts from the nodes, if all of them are here.")
+        bool, typer.Option("--delete", help="Then remove the parts from the nodes, if all of them were copied.")
     ] = False,
     as_json: Json = False,
 ) -> None:
-    """Bring the parts of a checkpoint from the nodes' own disks (checkpoint.place=local) to its folder.
+    """Copy the parts of a checkpoint from the nodes' own disks (checkpoint.place=local) to its folder.
 
-    Over the cluster, or over ssh when it is down. Every part is compared with its checksum. After an interruption, run the same command
-    again: it continues.
+    It uses the cluster, or ssh if the cluster is down. The checksum of every part is verified. After an interruption, run the same
+    command again to continue.
 
     \b
     Examples:
@@ -69,14 +69,14 @@ def finish(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="Run directory or run file.")],
     overrides: Overrides = None,
     hosts: Hosts = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print what would be done, and do nothing.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the steps that would run, and do nothing.")] = False,
     as_json: Json = False,
 ) -> None:
     """Make the model of a run's newest checkpoint: gather its parts, merge, verify, upload as the run file says.
 
-    The model is in RUN/merged. A step that is done is skipped, and done again if what it was made of has changed. The
-    section `finish` of the run file says how it is merged and where it is uploaded. Without it, weights are written as they
-    are stored, and nothing is uploaded.
+    The model is in RUN/merged. Finished steps are skipped, unless their inputs have changed. The section
+    `finish` of the run file sets how the model is merged and where it is uploaded. Without it, weights keep their stored
+    precision, and nothing is uploaded.
 
     \b
     Examples:
@@ -100,17 +100,19 @@ def _show_finished(done: FinishedRun) -> None:
 
 
 def upload(
-    model_dir: Annotated[Path, typer.Argument(metavar="DIR", help="Model directory, such as one that merge made.")],
-    repo: Annotated[str, typer.Argument(metavar="REPO", help="OWNER/NAME on the hub; made if it does not exist.")],
+    model_dir: Annotated[
+        Path, typer.Argument(metavar="DIR", help="Model directory, such as one from `rollcall merge`.")
+    ],
+    repo: Annotated[str, typer.Argument(metavar="REPO", help="OWNER/NAME on the hub; created if it does not exist.")],
     private: Annotated[
         bool, typer.Option("--private", help="Make it private; refuse one that everyone can read.")
     ] = False,
     revision: Annotated[str | None, typer.Option("--revision", help="Branch to upload to.")] = None,
     as_json: Json = False,
 ) -> None:
-    """Upload a model directory to the hub, after verify: only the model that was trained goes there.
+    """Upload a model directory to the hub. It is verified first: only a model that equals the trained one is uploaded.
 
-    The token is HF_TOKEN's, or that of `hf auth login`. HF_ENDPOINT names another hub.
+    The token comes from HF_TOKEN or from `hf auth login`. HF_ENDPOINT chooses another hub.
 
     \b
     Examples:

@@ -46,7 +46,7 @@ def submit(
     rendezvous: Meeting = None,
     as_json: Json = False,
 ) -> None:
-    """Run a run file on a cluster. The driver runs there, so this machine may leave.
+    """Run a run file on a cluster. The driver runs on the cluster, so this machine may disconnect.
 
     Code is sent along: this rollcall, the run file, the modules of its rewards. Data, weights and the run directory are not:
     give their paths as the nodes see them. cluster.env and cluster.env_pass set variables for the run. The command follows
@@ -59,7 +59,7 @@ def submit(
       rollcall submit run.yaml run.dir=/shared/runs/one actor.lr=1e-6 --no-wait
       rollcall submit run.yaml --address http://10.0.0.1:8265
       rollcall submit run.yaml --page    the log has the page's address; `rollcall tunnel` brings it here
-      RAY_ADDRESS=head:6379 rollcall submit run.yaml    to a Ray that someone else started
+      RAY_ADDRESS=head:6379 rollcall submit run.yaml    to a Ray cluster that you started
     """
     from rollcall.launch.jobs.submit import reach
     from rollcall.plan.judge import workable_plan

@@ -55,7 +55,7 @@ def _launch(
         bool,
         typer.Option(
             "--dry-run",
-            help="Print the rendered files and the commands, and below them what keeps the run from being started; start nothing.",
+            help="Print the rendered files, the commands, and any problems that prevent a start; start nothing.",
         ),
     ] = False,
     wait: Annotated[bool, typer.Option("--wait", help="Follow the run's log and end with its status.")] = False,

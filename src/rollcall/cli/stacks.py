@@ -32,7 +32,7 @@ def stacks(
     target: Where = None,
     native: Annotated[
         bool,
-        typer.Option("--native", help="Also the frames of C++ and CUDA. Holds each process for a moment."),
+        typer.Option("--native", help="Show the frames of C++ and CUDA too. Pauses each process for a moment."),
     ] = False,
     timeout: Annotated[float, typer.Option(min=1, help="Seconds that each node has to answer.")] = 60.0,
     cluster: Cluster = None,
@@ -40,9 +40,9 @@ def stacks(
 ) -> None:
     """Print what every process of a run does now: all threads, Python frames. Nothing is stopped.
 
-    Controller, workers, and what they have started, such as the processes that run reward functions. py-spy reads them from
-    outside, also those that hang. Where the kernel allows to read only one's own children (Ubuntu), controller and workers permit
-    it; the stacks of what they have started need root there.
+    This includes the controller, the workers and the processes that they started, such as those that run reward functions. py-spy reads
+    the stacks from outside, even of processes that hang. If the kernel lets a process read only its own children (Ubuntu), the
+    controller and the workers permit it; the stacks of processes that they started need root.
 
     \b
     Examples:
@@ -55,7 +55,7 @@ def stacks(
     found = read_stacks(find_target(target, cluster=cluster), native=native, timeout_s=timeout)
     if not found.failed and not any(found.hosts.values()):
         raise ValueError(
-            "no process of a run was found there; is it running (`rollcall status RUN_DIR`), and as this user?"
+            "no process of a run was found; check that it is running (`rollcall status RUN_DIR`), and as this user"
         )
     answer(found, _show, as_json=as_json)
     if found.failed:
@@ -126,9 +126,11 @@ def debug(
         ),
     ] = None,
     number: Annotated[
-        int | None, typer.Argument(metavar="[NUMBER]", help="Attach this terminal to that one of the list.")
+        int | None, typer.Argument(metavar="[NUMBER]", help="Attach this terminal to this process of the list.")
     ] = None,
-    go_on: Annotated[bool, typer.Option("--continue", help="Let it continue. With no NUMBER: all of them.")] = False,
+    go_on: Annotated[
+        bool, typer.Option("--continue", help="Let the process continue. With no NUMBER: all processes that wait.")
+    ] = False,
     as_json: Json = False,
 ) -> None:
     """List the processes of a run that wait in the debugger, or attach this terminal to one of them.

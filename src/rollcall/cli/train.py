@@ -105,7 +105,7 @@ def train(
     ] = False,
     as_json: Json = False,
 ) -> None:
-    """Train a model. The same command again continues the run.
+    """Train a model. Run the same command again to continue the run.
 
     \b
     Examples:
@@ -118,7 +118,7 @@ def train(
       rollcall train run.yaml --phase rollout       then, here or elsewhere:
       rollcall train run.yaml --phase update
       rollcall train run.yaml --phase rollout --split eval
-      RAY_ADDRESS=head:6379 rollcall train run.yaml    on a Ray that someone else started
+      RAY_ADDRESS=head:6379 rollcall train run.yaml    on a Ray cluster that you started
       rollcall train run.yaml --local-debug --post-mortem
 
     \b

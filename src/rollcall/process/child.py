@@ -1,10 +1,10 @@
-"""The child's side: ``python -m rollcall.process.child MODULE:CLASS SOCKET LIFELINE CRASH FD...``.
+"""The child process's side: ``python -m rollcall.process.child MODULE:CLASS SOCKET LIFELINE CRASH FD...``.
 
-Creates an object of the class with the descriptors that follow, and calls its methods as the parent asks, one at a time. A
-method that yields sends each value at once, and its return value at the end. The class may choose how messages are encoded: it
-``hears`` pickles and ``says`` JSON unless it names a different body.
+Creates an object of the class with the descriptors FD..., and calls its methods when the parent asks, one at a time. A method that
+yields sends each value at once, and its return value at the end. The class may choose how messages are encoded: calls are pickles
+(``hears``) and answers are JSON (``says``), unless it sets a different Body.
 
-SOCKET carries the calls and the answers, so nothing that user code prints can get between them. LIFELINE is the read end of a
+SOCKET carries the calls and the answers, so output of user code cannot mix with them. LIFELINE is the read end of a
 pipe that closes only when the parent dies. CRASH is a file for stack dumps. Standard library only.
 """
 
@@ -35,8 +35,8 @@ def main(arguments: list[str]) -> None:
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(line_buffering=True)  # buffered output is lost when a process is killed
     dump_stacks_to(crash_fd)
-    # When every process of a run gets a stop signal, only the controller acts on it: it still needs the answers. We set a handler
-    # because processes started by user code would inherit an ignored signal.
+    # If every process of a run gets a stop signal, only the controller acts on it, because it still needs the answers. This sets a
+    # handler, because processes that user code starts would inherit an ignored signal.
     signal.signal(signal.SIGTERM, lambda number, frame: None)
     for fd in (socket_fd, lifeline_fd, crash_fd, *others):
         os.set_inheritable(fd, False)  # processes started by user code must not keep them open
@@ -52,8 +52,8 @@ def own_fds() -> tuple[int, int, int]:
 
 
 def serve(fd: int, target: Any) -> None:
-    """Answer calls to the methods of ``target`` until the parent hangs up. Uses only read and write because a confined process may not
-    do anything else with a socket."""
+    """Answer calls to the methods of ``target`` until the parent hangs up. This uses only read and write, because a confined process
+    may do nothing else with a socket."""
     hears: Body = getattr(target, "hears", PICKLE)
     says: Body = getattr(target, "says", JSON)
     own_pid = os.getpid()
@@ -63,7 +63,9 @@ def serve(fd: int, target: Any) -> None:
 
     def say(number: int, kind: int, body: bytes) -> None:
         if os.getpid() != own_pid:
-            os._exit(1)  # user code forked and the copy returned here: its answer would be taken for a different call's
+            os._exit(
+                1
+            )  # user code forked, and this is the copy: its answer would be taken for the answer to another call
         data = memoryview(frame(HEAD.pack(number, kind) + body))
         try:
             while data:
@@ -100,19 +102,19 @@ def raised_body(error: BaseException) -> bytes:
 
 
 def cut(text: str, longest: int = MAX_WHY) -> str:
-    """Cut the middle out of a long string: a traceback begins with the place and ends with the error."""
+    """Cut the middle out of a long string: the beginning of a traceback shows where, and its end shows the error."""
     return text if len(text) <= longest else f"{text[: longest // 2]}\n...\n{text[-longest // 2 :]}"
 
 
 def dump_stacks_to(fd: int) -> None:
-    """Dump stacks when this process crashes, and when its parent asks where it hangs."""
+    """Dump the stacks to this file when the process crashes, and when its parent asks where it hangs."""
     faulthandler.enable(fd)
     faulthandler.register(STACK_SIGNAL, fd)
 
 
 def end_with(lifeline_fd: int) -> None:
-    """Make the kernel kill this process, and its group if it leads one, when the lifeline closes: the read end of a pipe whose other
-    end only the parent has.
+    """Make the kernel kill this process, and its group if it leads one, when the lifeline closes. The lifeline is the read end of a
+    pipe; only the parent has the other end.
 
     User code that hangs inside C (a runaway regular expression) runs no Python thread or handler, and a parent death signal would
     follow the parent's thread instead of its process. Without kernel support (macOS), a process exits at its next read.
@@ -124,10 +126,10 @@ def end_with(lifeline_fd: int) -> None:
     fcntl.fcntl(lifeline_fd, fcntl.F_SETOWN, -pid if os.getpgrp() == pid else pid)
     fcntl.fcntl(lifeline_fd, set_signal, signal.SIGKILL)
     fcntl.fcntl(lifeline_fd, fcntl.F_SETFL, fcntl.fcntl(lifeline_fd, fcntl.F_GETFL) | os.O_ASYNC)
-    if select.select([lifeline_fd], [], [], 0)[0]:  # it closed before we asked for the signal
+    if select.select([lifeline_fd], [], [], 0)[0]:  # it closed before this process requested the signal
         os._exit(1)
 
 
 if __name__ == "__main__":
-    # When run as a module, this file is `__main__`, but its definitions must be known under the importable name.
+    # When run as a module, this file is `__main__`, but other modules need its definitions under the importable name.
     importlib.import_module("rollcall.process.child").main(sys.argv[1:])

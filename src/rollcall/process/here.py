@@ -1,7 +1,8 @@
-"""Starts processes as children of this one, and says how they ended.
+"""Starts processes as children of this process, and reports how they ended.
 
 After its command, each child gets a socket, a lifeline whose other end only this process has, a file for stack dumps, and the other
-descriptors passed to it. Each leads its own process group: Ctrl-C reaches only this process, and a child's own children are killed with it.
+descriptors passed to it. Each child leads its own process group,
+so Ctrl-C reaches only this process, and a child's own children are killed with it.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from rollcall.process.worker import Ending, Reader, Worker
 if TYPE_CHECKING:
     from rollcall.process.debug.here import DebugLine
 
-KILL_S = 10.0  # a process that is stuck in the kernel (a dead network disk) exits when the kernel lets go
+KILL_S = 10.0  # a process that is stuck in the kernel (a dead network disk) exits only when the kernel returns
 _LOG_BYTES = 1 << 16
 _THREAD = re.compile(r"(Current )?[Tt]hread 0x[0-9a-f]+\b")
 _FRAME = re.compile(r"  File (\".*\"), line (\d+) in (.*)")
@@ -78,7 +79,7 @@ class SocketLink:
 
 
 class LinkHere(SocketLink):
-    """A child of this process. ``output``: a file descriptor for what it prints; without one, output goes to a log."""
+    """A child of this process. ``output`` is a file descriptor for its output; without it, output goes to a log."""
 
     def __init__(
         self,
@@ -89,7 +90,7 @@ class LinkHere(SocketLink):
         fds: Sequence[int] = (),
         output: int | None = None,
     ) -> None:
-        # Without names, so that nothing is left behind when this process is killed.
+        # These files have no names, so nothing is left behind if this process is killed.
         self._crash = tempfile.TemporaryFile()  # noqa: SIM115
         self._log = tempfile.TemporaryFile() if output is None else None  # noqa: SIM115
         prints = output if self._log is None else self._log.fileno()
@@ -127,7 +128,7 @@ class LinkHere(SocketLink):
     def end(self, *, grace_s: float, ask_stack: bool = False) -> Ending:
         if ask_stack:
             self._ask_for_stack()
-        started = descendants(self.pid)  # once it has exited, nobody knows what it started
+        started = descendants(self.pid)  # after its exit, the processes that it started cannot be found any more
         with suppress(OSError):  # a child that answers calls exits now
             self.connection.shutdown(socket.SHUT_RDWR)
         until_s = time.monotonic() + grace_s
@@ -142,7 +143,7 @@ class LinkHere(SocketLink):
             status = self._process.wait(KILL_S)
             how = how_it_ended(status)
         except subprocess.TimeoutExpired:
-            status, how = None, f"it is still there {KILL_S:g} s after SIGKILL"
+            status, how = None, f"it is still running {KILL_S:g} s after SIGKILL"
         stack = os.pread(self._crash.fileno(), 4000, 0).decode(errors="replace")
         self._close()
         return Ending(how=how, status=status, stack=plain_stack(stack))
@@ -159,14 +160,14 @@ class LinkHere(SocketLink):
                 return
 
     def _close(self) -> None:
-        """Close everything except the log, which says why the child exited."""
+        """Close everything except the log, which shows why the child exited."""
         self.connection.close()
         os.close(self._lifeline_fd)
         self._crash.close()
 
 
 async def exited(process: asyncio.subprocess.Process) -> None:
-    """Wait until it exits. asyncio's own wait (3.11) lasts until its output is closed, but leftover processes may keep it open."""
+    """Wait until the process exits. asyncio's own wait (3.11) also waits for its output, which leftover processes may keep open."""
     ending = asyncio.ensure_future(process.wait())
     try:
         while process.returncode is None:
@@ -176,7 +177,7 @@ async def exited(process: asyncio.subprocess.Process) -> None:
 
 
 def plain_stack(dump: str) -> str:
-    """Turn faulthandler's dump into a Python traceback: newest call last, without our own frames and threads."""
+    """Turn faulthandler's dump into a Python traceback: newest call last, without Rollcall's own frames and threads."""
     said: list[str] = []
     threads: list[tuple[bool, list[str]]] = []
     for line in dump.splitlines():

@@ -1,4 +1,4 @@
-"""The time that this process has spent at a debugger's prompt. No time limit of a run counts it.
+"""Measures the time that this process has spent at a debugger's prompt. No time limit of a run counts this time.
 
 Standard library only: every reward and environment process imports it.
 """
@@ -43,8 +43,8 @@ def paused() -> Iterator[None]:
 
 
 def patient_loop() -> Any:
-    """Create an event loop whose clock stops while a prompt is open, so that nothing in it is late afterwards."""
-    import asyncio  # few processes need it, and they must start fast
+    """Create an event loop whose clock stops while a prompt is open, so that no timer in it is late afterwards."""
+    import asyncio  # imported late: few processes need it, and processes must start fast
 
     loop = asyncio.new_event_loop()
     loop.time = running_s  # type: ignore[method-assign]

@@ -1,4 +1,4 @@
-"""A process as its parent uses it: ``await worker.call(method, ...)`` returns, or raises Raised (its error) or Lost (who, where, why).
+"""The parent's handle of a process: ``await worker.call(method, ...)`` returns, or raises Raised (its error) or Lost (who, where, why).
 
     Worker --numbered calls, as frames--> Link --bytes--> the process: serve (child.py), or its own server
        ^                                    |
@@ -8,7 +8,7 @@ A worker has no thread and belongs to no event loop. Calls wait where they are m
 ``wait`` in a thread. Any number of calls may be in progress; whether they are answered out of order is up to the child. Calls
 in progress at the same time share one event loop.
 
-A call's deadline is the longest silence: it restarts with each part of the answer, and with each byte of the call that the process
+A call's deadline limits silence: it restarts with each part of the answer, and with each byte of the call that the process
 accepts. Time at a debugger's prompt does not count (pause.py). A process that is late, has exited or sends something invalid is killed
 with all that it started, and every call raises Lost, including later ones.
 
@@ -36,8 +36,8 @@ if TYPE_CHECKING:
 Reader = Callable[[bytes], Any]
 """Reads a value that a process sent; raises ValueError if it should not have sent it."""
 _DIED = "died"
-EXIT_S = 1.0  # from the end of its connection to its own exit
-_MOST_READS = 64  # at once: a process that writes endlessly must not keep this one here
+EXIT_S = 1.0  # from the end of a process's connection to its exit
+_MOST_READS = 64  # at once: a process that writes endlessly must not block this process
 _LONGEST_LOOK_S, _HELD_LOOK_S = 60.0, 1.0
 
 
@@ -50,7 +50,7 @@ class Raised(RuntimeError):  # noqa: N818 - an outcome
 
 
 class Lost(RuntimeError):  # noqa: N818
-    """A process is gone. ``status`` is None if nobody knows how it ended; ``stack`` is where it was, if it could say so."""
+    """A process is gone. ``status`` is None if its exit status is unknown; ``stack`` is its last stack, if it could dump that."""
 
     def __init__(self, who: str, where: str, why: str, *, is_late: bool, status: int | None, stack: str) -> None:
         super().__init__(f"{who} ({where}) {why}" + (f"\nit was at\n{stack}" if stack else ""))
@@ -60,7 +60,7 @@ class Lost(RuntimeError):  # noqa: N818
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ending:
-    """How a process ended, in words, and as a ``subprocess`` status if there is one."""
+    """How a process ended: a text, and the ``subprocess`` status if there is one."""
 
     how: str
     status: int | None
@@ -68,10 +68,11 @@ class Ending:
 
 
 class Link(Protocol):
-    """A connection to a process: ordered bytes in both directions, why it ended, and how to stop it. Only ``end`` blocks."""
+    """A connection to a process: it carries ordered bytes in both directions, stops the process, and reports why it
+    ended. Only ``end`` blocks."""
 
     pid: int
-    where: str  # in words
+    where: str  # for messages
 
     def fileno(self) -> int:
         """Return a descriptor that is readable when there is data. A carrier without a socket uses one to wake its reader."""
@@ -86,7 +87,7 @@ class Link(Protocol):
         ...
 
     def end(self, *, grace_s: float, ask_stack: bool = False) -> Ending:
-        """Hang up, wait ``grace_s`` for the process to exit, and kill it with all it started. ``ask_stack``: first ask where it is."""
+        """Hang up, wait ``grace_s`` for the process to exit, and kill it with all it started. ``ask_stack``: dump its stack first."""
         ...
 
 
@@ -129,7 +130,7 @@ class Call:
 
 
 class Worker:
-    """``answers``: how to read each method's answer and its parts. A process may lie, so nothing that it sends is unpickled."""
+    """``answers``: how to read each method's answer and its parts. A process may send anything, so its messages are never unpickled."""
 
     def __init__(
         self,
@@ -203,7 +204,7 @@ class Worker:
                 self._unwatch()
 
     def ask(self, method: str, *args: Any, deadline_s: float, each: Callable[[Any], None] | None = None) -> Any:
-        """Like ``call``, for a thread that has nothing else to do."""
+        """Do the same as ``call`` in a thread, which waits for the result."""
         return self.wait(self.begin(method, *args, deadline_s=deadline_s, each=each))
 
     def begin(self, method: str, *args: Any, deadline_s: float, each: Callable[[Any], None] | None = None) -> Call:
@@ -223,12 +224,12 @@ class Worker:
             self._forget(call)
 
     async def end(self, *, grace_s: float = 0.0) -> Ending:
-        """Stop the process with all it started, after ``grace_s`` to exit by itself."""
+        """Stop the process and all processes that it started, after ``grace_s`` for it to exit by itself."""
         self._leave()
         return await asyncio.to_thread(self._end, grace_s=grace_s)
 
     def close(self, *, grace_s: float = 0.0) -> Ending:
-        """Like ``end``, for a thread."""
+        """Do the same as ``end`` in a thread."""
         self._leave()
         return self._end(grace_s=grace_s)
 

@@ -260,5 +260,5 @@ def judge_shared(
 
 def judge_bandwidth(*, backend: str, bytes_per_s: float) -> Iterator[Finding]:
     if bytes_per_s < {"gloo": 0.1e9, "nccl": 1e9}[backend]:
-        what = f"an all-reduce between the nodes reaches only {bytes_per_s / 1e9:.2f} GB/s over {backend}; start the nodes with the fast network as --interface"
+        what = f"an all-reduce between the nodes reaches only {bytes_per_s / 1e9:.2f} GB/s over {backend}; set --interface to the fast network"
         yield find(None, what, severity="warns")

@@ -83,7 +83,7 @@ def _part(manifest: Manifest, name: str, facts: dict[str, Any]) -> NodePart:
     source, folder = manifest.path / "manifest.json", manifest.path.parent
     if not PART.fullmatch(name):
         raise GatherError(
-            f"{source} lists {name!r} as a part on a node, which is not a valid name; nothing was gathered"
+            f"{source} lists {name!r} on a node, but that is not the name of a part; nothing was gathered"
         )
     try:
         names, _ = names_of_run(folder)

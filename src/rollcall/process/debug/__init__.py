@@ -1,12 +1,12 @@
-"""Stop any process of a run at a line of the user's code, and talk to it from a terminal.
+"""Stops any process of a run at a line of the user's code, and connects it to a terminal.
 
-    breakpoint()                       in a process with a terminal: plain pdb there (``stopped.TerminalPdb``)
+    breakpoint()                       in a process with a terminal: plain pdb at that terminal (``stopped.TerminalPdb``)
        |
     stopped.LinePdb  <--line-->  attach.Porter  <--door-->  attach.converse, `rollcall debug`
     the thread that stopped      in its process, or          a terminal, perhaps on another host
                                  the parent of a reward's or an environment's process (here.DebugLine, child.ChildLine)
                                         |
-                                 board.Board: who waits where, as the controller knows it
+                                 board.Board: the controller's list of the processes that wait
 
 A line is a pair of sockets that carries JSON messages (nodes/framing.py). The stopped thread only reads its line; the porter
 listens on the network, behind a door, while something is stopped. If a caller is lost, the thread keeps waiting. While

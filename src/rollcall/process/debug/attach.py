@@ -1,12 +1,12 @@
 """Connects a stopped process with a terminal.
 
-A Porter is on the stopped process's side: a thread that reads its line. At the first prompt it opens a door (nodes/door.py)
-with a new secret and passes its address to ``on_stop``. It admits one terminal at a time and tells a second one that it is second.
-A terminal that is lost, or leaves, changes nothing for the stopped thread. If nobody is attached for ``UNATTENDED_S``, the
-porter sends `continue` instead, and does so at once for all later stops in this process: a forgotten breakpoint, or one that
-a model has put into code that a reward or an environment runs, must not block a cluster forever.
+A Porter is on the stopped process's side: a thread that reads its line. At the first prompt, it opens a door (nodes/door.py)
+with a new secret and passes the door's address to ``on_stop``. It admits one terminal at a time and tells a second terminal that
+the process is busy. If a terminal is lost or leaves, the stopped thread keeps waiting. If nobody is attached for ``UNATTENDED_S``,
+the porter sends `continue`, and does so at once for all later stops in this process: a forgotten breakpoint, or a breakpoint that
+a model wrote into code for a reward or an environment, must not block a cluster forever.
 ``reach`` and ``converse`` are the terminal's side: `rollcall debug`, or the parent of a reward's or an environment's process.
-Either side may be slow, or send anything, so a message (nodes/framing.py) is read without waiting for the rest of it.
+Either side may be slow, or send invalid data, so reading a message (nodes/framing.py) never waits for the rest of it.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ CONNECT_S = 10.0
 UNATTENDED_S = 3600.0
 LOOK_S = 0.1  # between two checks of the door
 SEND_S = 5.0  # a terminal that accepts nothing for this long is lost
-LONGEST = 4 << 20  # bytes in a message; longer ones are not ours
+LONGEST = 4 << 20  # bytes in a message; the debugger sends no longer messages
 
 _alone_since: float | None = None  # since when something is stopped and nobody has been attached; monotonic clock
 _has_given_up = False
@@ -54,7 +54,7 @@ class Connection:
         self._socket.sendall(json_frame(message))
 
     def take(self) -> list[dict[str, Any]]:
-        """Return the messages that have arrived completely; call it when there is something to read. ConnectionError: no more will come."""
+        """Return the complete messages; call this when there is something to read. Raise ConnectionError if no more will come."""
         try:
             data = self._socket.recv(1 << 16)
         except (BlockingIOError, TimeoutError):
@@ -64,9 +64,9 @@ class Connection:
         try:
             found = [json.loads(body) for body in self._frames.feed(data)]
         except (ValueError, RecursionError):
-            raise ConnectionError("a message that is not JSON, or lists within lists without end") from None
+            raise ConnectionError("a message is not JSON, or is nested too deeply") from None
         if not all(isinstance(message, dict) for message in found):
-            raise ConnectionError("a message that is not a map")
+            raise ConnectionError("a message is not a JSON object")
         return found
 
 
@@ -74,7 +74,7 @@ class Connection:
 
 
 class Porter:
-    """Serves a stopped process to terminals. ``on_stop`` gets the place of a stop and how to reach it, and None when it continues."""
+    """Connects a stopped process to terminals. ``on_stop`` gets a stop's place and door, and None when the process continues."""
 
     def __init__(self, line: socket.socket, *, host: str, on_stop: OnStop) -> None:
         self._line = Connection(line)
@@ -82,7 +82,7 @@ class Porter:
         self._on_stop = on_stop
         self._door: Door | None = None
         self._caller: Connection | None = None
-        self._is_heard = False  # whether the caller gets what is printed, which starts after it has attached
+        self._is_heard = False  # whether the caller gets the output, which starts once it has attached
         threading.Thread(target=self._run, name="debugger's porter", daemon=True).start()
 
     def _run(self) -> None:
@@ -90,7 +90,7 @@ class Porter:
             while True:
                 self._turn()
         except (OSError, ValueError):
-            pass  # the line is closed: the process has exited, or its owner has stopped it; or the data is not ours
+            pass  # the line is closed: the process has exited, or its owner has stopped it; or the data is invalid
         finally:
             self._goes()
             self._line.close()  # without a porter, the stopped thread continues
@@ -133,7 +133,7 @@ class Porter:
             self._goes()
 
     def _stopped(self, place: Any) -> None:
-        """Open the door for a prompt. While somebody steps from line to line, the door stays as it is."""
+        """Open the door for a prompt. While somebody steps from line to line, the door stays open."""
         if _has_given_up and self._caller is None:
             self._give_up()
             return
@@ -142,7 +142,7 @@ class Porter:
                 listener = listen_at(self._host)
             except OSError as error:
                 warn(
-                    f"no terminal can reach what has stopped in process {os.getpid()}: it cannot listen at {self._host} ({error})"
+                    f"no terminal can attach to process {os.getpid()}, which has stopped: cannot listen at {self._host} ({error})"
                 )
                 raise
             secret = new_secret()
@@ -152,11 +152,11 @@ class Porter:
         self._on_stop({**_checked(place), **self._reach, "until": time.time() + left_s})
 
     def _give_up(self) -> None:
-        """Continue in place of a terminal that did not come. The run's limits count again from here on."""
+        """Continue, because no terminal has attached. From now on, the run's time limits count again."""
         global _has_given_up
         if not _has_given_up:
             warn(
-                f"nobody has attached to the debugger for {UNATTENDED_S:g} s; from now on, process {os.getpid()} does not wait in it"
+                f"no terminal has attached to the debugger for {UNATTENDED_S:g} s; from now on, process {os.getpid()} does not stop in it"
             )
         _has_given_up = True
         self._goes()
@@ -194,7 +194,7 @@ class Porter:
 
 
 def _left_s() -> float:
-    """Return the seconds until a stopped thread continues by itself. The next stop does not restart them unless somebody has attached."""
+    """Return the seconds until a stopped thread continues by itself. The next stop restarts it only if somebody has attached."""
     global _alone_since
     _alone_since = _alone_since or time.monotonic()
     return _alone_since + UNATTENDED_S - time.monotonic()
@@ -226,22 +226,22 @@ def reach(waits: Waiting) -> socket.socket:
     try:
         return enter(waits.address, waits.port, secret=waits.secret, timeout_s=CONNECT_S)
     except StrangerError as error:
-        raise ClusterError(f"what listens at {waits.address} port {waits.port} is not {waits.who}: {error}") from None
+        raise ClusterError(f"the program at {waits.address} port {waits.port} is not {waits.who}: {error}") from None
     except OSError as error:
         raise ClusterError(
-            f"{waits.who} does not answer at {waits.address} port {waits.port} ({error}): it has continued or ended since, or this "
-            "machine cannot reach its node; `rollcall debug` lists who waits"
+            f"{waits.who} does not answer at {waits.address} port {waits.port} ({error}): it has continued or ended, or this "
+            "machine cannot reach its node; `rollcall debug` lists the processes that wait"
         ) from None
 
 
 def is_there(waits: Waiting) -> bool:
-    """Whether something still listens there. A killed run leaves its list behind."""
+    """Return whether the process still listens. The list of a killed run is left behind."""
     try:
         socket.create_connection((waits.address, waits.port), timeout=CONNECT_S).close()
     except ConnectionRefusedError:
         return False
     except OSError:
-        return True  # unreachable from here, which is something else
+        return True  # this machine cannot reach it, but it may still wait
     return True
 
 
@@ -253,7 +253,7 @@ def converse(
     again: bool = False,
     opens_within_s: float | None = None,
 ) -> End:
-    """Show what the other side prints and send it what is typed, until it continues or this side leaves.
+    """Show the other side's output and send it the typed lines, until it continues or this side leaves.
 
     ``typed``: lines to send first. ``again``: Ctrl-C at the prompt shows a new prompt, as in plain pdb; otherwise it leaves.
     ``opens_within_s``: if no prompt comes within this time, the other side is not a Rollcall debugger.

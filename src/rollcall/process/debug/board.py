@@ -1,8 +1,8 @@
-"""Which processes wait in a debugger, as a run's controller knows it, and how `rollcall debug` finds them.
+"""A run's list of the processes that wait in a debugger, and how `rollcall debug` finds them.
 
-The controller has one board. Its watch over the workers, its rewards, its environments and its own prompt post to it. The board tells
-the user what to run, and writes ``RUN_DIR/debugger.json``, which only its owner can read because it contains the secrets that open the
-doors. On Ray, the head's store has a copy (process/ray/connect.py) for nodes that do not see the run directory.
+The controller has one board. Its watch over the workers, its rewards, its environments and its own prompt post to the board. The
+board prints the command for the user, and writes ``RUN_DIR/debugger.json``. Only the owner can read that file, because it contains
+the secrets for the doors. On Ray, the head's store has a copy (process/ray/connect.py) for nodes that do not see the run directory.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class Waiting:
         return f"{self.file}:{self.line}"
 
     def as_json(self) -> dict[str, Any]:
-        """Return what `rollcall debug --json` shows: everything except what opens the door."""
+        """Return the fields for `rollcall debug --json`: all except the door's address and secret."""
         return {name: value for name, value in asdict(self).items() if name not in ("address", "port", "secret")}
 
 
@@ -79,17 +79,17 @@ class Board:
 
     @property
     def is_held(self) -> bool:
-        """Whether somebody is debugging a process of this run, so that nothing counts as late."""
+        """Whether somebody is debugging a process of this run. If so, nothing counts as late."""
         return bool(self._waiting) or is_paused()
 
     @property
     def is_public(self) -> bool:
-        """Whether `rollcall debug` can find what is posted here."""
+        """Whether `rollcall debug` can find the processes on this board."""
         return self._run_dir is not None or self.publish is not None
 
     @contextmanager
     def of_run(self, run_dir: Path) -> Iterator[None]:
-        """Set the run whose processes post here during the block."""
+        """Set the run whose processes post to this board during the block."""
         was_there = run_dir.is_dir()
         with self._lock:
             self._run_dir, self._num_posted = run_dir, 0
@@ -102,7 +102,7 @@ class Board:
                 self._show()
                 self._run_dir = None
             if not was_there:
-                with suppress(OSError):  # it belongs to a run, or was never created
+                with suppress(OSError):  # the folder belongs to a run, or was never created
                     run_dir.rmdir()
 
     def post(self, key: str, seat: DebugSeat, place: Mapping[str, Any] | None) -> None:
@@ -174,7 +174,7 @@ def _write(run_dir: Path, waiting: Sequence[Waiting]) -> None:
         else:
             path.unlink(missing_ok=True)
     except OSError as error:
-        warn(f"{path} cannot be written ({error}), so `rollcall debug {run_dir}` does not see who waits")
+        warn(f"{path} cannot be written ({error}), so `rollcall debug {run_dir}` does not list the processes that wait")
 
 
 def _words(waits: Waiting, *, run_dir: Path | None) -> str:
@@ -183,5 +183,5 @@ def _words(waits: Waiting, *, run_dir: Path | None) -> str:
     ends = "continues" if waits.why == "breakpoint" else "ends with this error"
     return visible(
         f"{waits.who} waits in the debugger at {waits.where} ({waits.why}). Attach a terminal with `rollcall debug "
-        f"{where}{waits.number}`; if nobody does, it {ends} at {until}"
+        f"{where}{waits.number}`; if nobody attaches, it {ends} at {until}"
     )

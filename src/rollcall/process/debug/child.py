@@ -1,4 +1,4 @@
-"""The child's end of a line: ``breakpoint()`` and exceptions in user code stop here, and the parent provides a terminal (debug/here.py).
+"""The child's end of a line: stops at ``breakpoint()`` and exceptions in user code; the parent provides a terminal (debug/here.py).
 
 Imports only the standard library, and the debugger itself when something stops: reward and environment processes must start fast.
 """
@@ -26,7 +26,7 @@ class Examined:
         self._memory = mmap.mmap(-1, _ENTRY * _NUM_ENTRIES)
 
     def is_new(self, frames: TracebackType, kind: type) -> bool:
-        """Whether this kind of error is new at the line that raised it. Records it if it is."""
+        """Return whether this kind of error is new at the line that raised it, and record it."""
         while frames.tb_next is not None:
             frames = frames.tb_next
         place = (frames.tb_frame.f_code.co_filename, frames.tb_lineno, kind.__qualname__)
@@ -42,7 +42,7 @@ class Examined:
 
 
 class ChildLine:
-    """Stops user code in a child process. ``around`` is entered while a prompt is open. ``of``: whose process this is, in words."""
+    """Stops user code in a child process. ``around`` is entered while a prompt is open. ``of`` names the process's owner in messages."""
 
     def __init__(
         self,
@@ -60,12 +60,12 @@ class ChildLine:
         self._own = threading.local()  # the thread's debugger, which keeps the frames where the thread stopped
 
     def stop(self, *args: Any, **kwargs: Any) -> None:
-        """Handle ``breakpoint()``. Code that is run from a string does not stop: it is the model's, and nobody asked to look at it."""
+        """Handle ``breakpoint()``. Code from a string does not stop: a model wrote it, and nobody asked to debug it."""
         caller = sys._getframe().f_back
         if os.getpid() != self._pid or caller is None or not os.path.exists(caller.f_code.co_filename):
             print(f"a breakpoint() that is not in a file of this {self._of} is ignored", file=sys.stderr)
             return
-        self._open().stop(caller)  # must be the last statement here: whatever runs after it is traced
+        self._open().stop(caller)  # must be the last statement of this function, because any code after it is traced
 
     def examine(self, error: BaseException) -> None:
         """Open the debugger where this exception was raised, once per line and kind of error."""

@@ -1,8 +1,8 @@
-"""The debugger of this process: ``serve`` makes ``breakpoint()`` stop here, ``post_mortem`` opens it where an exception was raised.
-A DebugLine does the same for a child process that runs user code.
+"""The debugger of this process: ``serve`` makes ``breakpoint()`` open it, and ``post_mortem`` opens it where an exception was
+raised. A DebugLine does the same for a child process that runs user code.
 
-A different debugger that is already in place stays: an IDE, a notebook or pytest (their own ``sys.breakpointhook``), the user's
-``PYTHONBREAKPOINT``, and Ray's own debugger if ``RAY_DEBUG`` is set (docs/debugging.md).
+A different debugger that is already installed is kept: that of an IDE, a notebook or pytest (which set ``sys.breakpointhook``), the
+user's ``PYTHONBREAKPOINT``, and Ray's debugger if ``RAY_DEBUG`` is set (docs/debugging.md).
 """
 
 from __future__ import annotations
@@ -59,13 +59,13 @@ _serials = count()  # numbers the lines of this process
 
 @cache
 def _examined() -> Examined:
-    """Places where exceptions have opened the debugger. Created at the first exception, since a zygote's children do not share it."""
+    """Return the places where exceptions have opened the debugger. A zygote's children each create their own at the first exception."""
     return Examined()
 
 
 def serve(*, host: str | None = None, node: int | None = None, on_stop: OnStop | None = None) -> bool:
-    """Stop at breakpoints from now on. Returns False if a different debugger does that. ``host`` and ``node``: this machine, as
-    terminals on other nodes reach it; ``on_stop`` is called at each stop, by default that of this process's board."""
+    """Stop at breakpoints from now on. Return False if a different debugger does that. Terminals on other nodes reach this machine
+    at ``host``; ``node`` is its rank. ``on_stop`` is called at each stop; by default, it posts to this process's board."""
     before = (_served.host, _served.on_stop)
     _served.host, _served.on_stop = host or _served.host, on_stop or _served.on_stop
     if before != (_served.host, _served.on_stop):
@@ -73,7 +73,7 @@ def serve(*, host: str | None = None, node: int | None = None, on_stop: OnStop |
     _served.node = _served.node if node is None else node
     _served.is_on = True
     named = os.environ.get("PYTHONBREAKPOINT", "")
-    # Ray sets its hook in each of its processes (2.60); without RAY_DEBUG nobody asked for it.
+    # Ray sets its hook in each of its processes (2.60), even if the user has not set RAY_DEBUG.
     is_named = named not in ("", "0") and not named.startswith("ray.util.")
     if is_rays() or is_named or sys.breakpointhook not in (sys.__breakpointhook__, _hook):
         return False
@@ -82,17 +82,17 @@ def serve(*, host: str | None = None, node: int | None = None, on_stop: OnStop |
 
 
 def is_rays() -> bool:
-    """Whether the user has chosen Ray's own debugger for this process."""
+    """Return whether the user has chosen Ray's own debugger for this process."""
     return bool(os.environ.get(RAY_DEBUG))
 
 
 def is_watched() -> bool:
-    """Whether this process is a worker of a run, whose stops do not go to this process's board."""
+    """Return whether this process is a worker of a run, whose stops do not go to this process's board."""
     return _served.is_on and _served.on_stop is not _tell_board
 
 
 def tell(who: str, place: Mapping[str, Any] | None) -> None:
-    """Report that ``who`` has stopped there, or continues. A worker can show one stop at a time, so the others wait for their turn."""
+    """Report that ``who`` has stopped at ``place``, or continues. A worker can show one stop at a time, so other stops wait."""
     with _telling:
         if place is None:
             _stops.pop(who, None)
@@ -102,8 +102,7 @@ def tell(who: str, place: Mapping[str, Any] | None) -> None:
 
 
 def debugger() -> TerminalPdb | LinePdb:
-    """Return this thread's debugger: at this process's terminal if it has one, else over a line, with a porter that waits for
-    terminals."""
+    """Return this thread's debugger. It uses this process's terminal or, if there is none, a line whose porter waits for terminals."""
     if has_terminal():
         if not hasattr(_own, "terminal"):
             _own.terminal = TerminalPdb()
@@ -124,12 +123,12 @@ def _hook(*args: Any, **kwargs: Any) -> None:
     if os.environ.get("PYTHONBREAKPOINT") == "0":
         return
     found, caller = debugger(), sys._getframe().f_back
-    found.stop(caller)  # must be the last statement here: whatever runs after it is traced
+    found.stop(caller)  # must be the last statement of this function, because any code after it is traced
 
 
 def post_mortem(error: BaseException) -> None:
-    """Open the debugger where this exception was raised, if the run was started with `--post-mortem`, and it comes from code, not from
-    one of our refusals, which say what to do. Each line opens it once per kind of error."""
+    """Open the debugger where this exception was raised, if the run was started with `--post-mortem`. Rollcall's own errors do not
+    open it, because their messages say what to do. Each line opens it once per kind of error."""
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     is_asked = _served.is_on and os.environ.get(POST_MORTEM) and not is_rays()
@@ -142,9 +141,9 @@ def post_mortem(error: BaseException) -> None:
 class DebugLine:
     """The parent's end of the line to a child that runs user code: a reward's or an environment's process (child.py has the other end).
 
-    The child has no terminal and perhaps no network, so the parent provides one: its own, or those that connect to a porter. Text from
-    the child is only displayed. While somebody debugs the child, its time limits are paused (``is_held``, ``Board.is_held``).
-    ``theirs`` is for the child. ``role`` and ``number`` identify the child.
+    The child has no terminal and perhaps no network, so the parent provides a terminal: its own, or those that connect to a porter.
+    Text from the child is only displayed. While somebody debugs the child, its time limits are paused (``is_held``,
+    ``Board.is_held``). ``theirs`` is the child's socket. ``role`` and ``number`` identify the child.
     """
 
     def __init__(self, *, role: str, number: int) -> None:
@@ -160,14 +159,14 @@ class DebugLine:
         return self._ours.fileno()
 
     def answer(self) -> bool:
-        """Handle a stop: talk to the process at this terminal until it continues, and return True. Without a terminal, a porter reads
-        the line from now on. Close the line, so that the process continues, if the data is not from a debugger, or if the command has
-        no run directory, because then nobody could find the porter."""
+        """Handle a stop: connect the process to this terminal until it continues, and return True. Without a terminal, start a porter
+        that reads the line. If the data is not from a debugger, close the line, so that the process continues. Do the same if the
+        command has no run directory, because then nobody could find the porter."""
         try:
             if self._ours.recv(1, socket.MSG_PEEK) == b"":
-                return False  # it has exited, which others notice
+                return False  # the child has exited, which its owner notices
         except OSError:
-            return False  # it has exited without reading all of our data
+            return False  # the child has exited without reading all data
         if not (has_terminal() or BOARD.is_public or is_watched()):
             warn_ignored(self._role)
             self.close()
@@ -186,7 +185,7 @@ class DebugLine:
 
     def _note(self, place: Mapping[str, Any] | None) -> None:
         if self._is_closed:
-            place = None  # a process that is being stopped holds nothing up
+            place = None  # a process that is being stopped pauses no time limit
         self.is_held = place is not None
         if not BOARD.is_public and is_watched():
             tell(self._key, place)
@@ -204,6 +203,6 @@ class DebugLine:
 
 @cache
 def warn_ignored(role: str) -> None:
-    """Warn once, since hundreds of processes may reach the same line."""
+    """Warn only once, because hundreds of processes may reach the same line."""
     article = "an" if role[0] in "aeiou" else "a"
     warn(f"a breakpoint() in {article} {role} is ignored: this command has neither a terminal nor a run directory")

@@ -1,11 +1,11 @@
-"""The debugger inside the process that stops: plain pdb at its own terminal, or pdb over a line to a porter.
+"""The debugger in the process that stops: plain pdb at its own terminal, or pdb over a line to a porter.
 
 ``breakpoint()`` calls the process's hook (``here.py``), an exception calls the same debugger's ``post_mortem``. The stopped
-thread waits at the prompt while the others run. The messages on a line:
+thread waits at the prompt while the other threads run. The messages on a line:
 
-    {"stopped": {file, line, function, why}}   a prompt opens           {"attach": true}   a terminal has come: say where we are
-    {"here": true}                             to "attach": what follows is for that terminal
-    {"text": ...}, {"prompt": ...}             what pdb prints, asks    {"line": ...}      a line that somebody typed
+    {"stopped": {file, line, function, why}}   a prompt opens           {"attach": true}   a terminal has attached: show the position
+    {"here": true}                             answers "attach": the next messages are for that terminal
+    {"text": ...}, {"prompt": ...}             pdb's output and prompt  {"line": ...}      a line that somebody typed
     {"left": true}                             `quit`: the terminal may leave, the thread keeps waiting
     {"goes": true}                             the thread continues
 """
@@ -30,13 +30,13 @@ from rollcall.nodes.framing import json_frame, read_exactly, read_json_frame
 from rollcall.process.pause import paused
 
 PIECE = 1 << 16  # characters of text in one message
-LEFT = "The worker keeps waiting. `rollcall debug` attaches again; `continue` there lets it run."
+LEFT = "The worker keeps waiting. To let it run, attach again with `rollcall debug` and type `continue`."
 _one = threading.RLock()  # only one prompt at a time in a process
 _lenders: list[Callable[[], AbstractContextManager[None]]] = []
 
 
 def has_terminal() -> bool:
-    """Whether somebody sits in front of this process: stdin and stdout are terminals, and the process is in the foreground."""
+    """Return whether a user can type at this process: stdin and stdout are terminals, and it runs in the foreground."""
     try:
         return os.isatty(0) and os.isatty(1) and os.tcgetpgrp(0) == os.getpgrp()
     except OSError:
@@ -44,7 +44,7 @@ def has_terminal() -> bool:
 
 
 def lend_terminal(lender: Callable[[], AbstractContextManager[None]]) -> Callable[[], None]:
-    """Enter ``lender`` while a prompt is on the screen. Returns a function that undoes this."""
+    """Enter ``lender`` while a prompt is on the screen. Return a function that undoes this."""
     _lenders.append(lender)
     return partial(_lenders.remove, lender)
 
@@ -62,27 +62,29 @@ def borrowed_terminal() -> Iterator[None]:
 
 
 class _Debugger(pdb.Pdb):
-    """What both kinds of pdb need. A signal that stops the run ends the prompt too, and is raised where the thread stopped."""
+    """The common part of both kinds of pdb. A signal that stops the run ends the prompt too, and is raised where the thread stopped."""
 
     def __init__(self, **streams: Any) -> None:
-        # Ctrl-C after `continue` stops the run, as always; pdb's own handler would open the debugger again.
+        # Ctrl-C after `continue` stops the run as usual; pdb's own handler would open the debugger again.
         super().__init__(nosigint=True, skip=["rollcall.process.debug.*"], **streams)
         self._heard: BaseException | None = None
         self._ends_prompt: type[BaseException] = Stopped
-        self._error: BaseException | None = None  # the exception that post_mortem looks at
+        self._error: BaseException | None = None  # the exception that post_mortem examines
         self._is_open = False
         self._only: FrameType | None = None  # the frame that called breakpoint(), until the prompt opens
 
     def stop(self, caller: FrameType | None) -> None:
-        """Stop where ``breakpoint()`` was called. Code evaluated at a prompt does not stop again: the prompt's frames would be lost."""
+        """Stop where ``breakpoint()`` was called. Code that runs at a prompt does not stop again: the prompt's frames would be lost."""
         if self._is_open:
-            self.message("a breakpoint() in what is evaluated at the prompt is ignored; `debug f()` steps into a call")
+            self.message(
+                "a breakpoint() in code that you evaluate at the prompt is ignored; use `debug f()` to step into a call"
+            )
             return
         self._only = caller
-        self.set_trace(caller)  # must be the last statement here: whatever runs after it is traced
+        self.set_trace(caller)  # must be the last statement of this function, because any code after it is traced
 
     def stop_here(self, frame: FrameType) -> bool:
-        """Whether to stop in ``frame``. The garbage collector may call an unrelated function before the caller's next line."""
+        """Return whether to stop in ``frame``. The garbage collector may call an unrelated function before the caller's next line."""
         return (self._only is None or frame is self._only) and super().stop_here(frame)
 
     @contextmanager
@@ -123,7 +125,7 @@ class _Debugger(pdb.Pdb):
         raise heard
 
     def _refuse(self, arg: str) -> None:
-        """Refuse to restart: the run does that by itself if it has to."""
+        """Refuse to restart the process. If necessary, the run does that by itself."""
         self.error("a process of a run cannot be started again from its debugger")
 
     do_run = do_restart = _refuse
@@ -134,14 +136,14 @@ class TerminalPdb(_Debugger):
 
     def interaction(self, frame: FrameType | None, traceback: TracebackType | None = None, *rest: Any) -> None:
         with _one, paused(), borrowed_terminal(), self._open():
-            self.stdout = sys.stdout  # a different stream when there is no panel
+            self.stdout = sys.stdout  # without a panel, this is a different stream
             self._tell_error()
             super().interaction(frame, traceback, *rest)
         self._raise_heard()
 
     def do_quit(self, arg: str) -> bool:
         """q(uit)
-        Stop the run, as Ctrl-C does. The same command continues it.
+        Stop the run, as Ctrl-C does. Run the same command again to continue it.
         """
         if self._error is None:
             asked = heeded().asked  # the terminal was closed: SIGHUP, and the end of the input
@@ -189,7 +191,7 @@ class LinePdb(_Debugger):
 
     def do_continue(self, arg: str) -> Any:
         """c(ont(inue))
-        Go on. The next breakpoint() stops again.
+        Continue the run. The next breakpoint() stops again.
         """
         self._goes_on = True
         return super().do_continue(arg)
@@ -206,12 +208,12 @@ class LinePdb(_Debugger):
     do_q = do_exit = do_quit
 
     def do_EOF(self, arg: str) -> Any:
-        """Continues, since the line is closed and nobody can come any more."""
+        """Continue, because the line is closed and no terminal can attach any more."""
         return self.do_continue(arg)
 
     def do_interact(self, arg: str) -> None:
         """interact
-        An interactive interpreter with the names of this frame; exit() comes back here.
+        Start an interactive interpreter with the names of this frame; exit() returns to the debugger.
         """
         before = sys.stdin, sys.stdout, sys.stderr
         sys.stdin = sys.stdout = sys.stderr = self._talk  # type: ignore[assignment]

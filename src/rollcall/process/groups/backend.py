@@ -1,5 +1,5 @@
-"""What a worker group needs from a backend: Ray (``process/ray``), this process (``inprocess``), or nodes that share only a folder
-(``folder``).
+"""The interface of the backends of worker groups: Ray (``process/ray``), this process (``inprocess``), and nodes that share only a
+folder (``folder``).
 
 A virtual cluster reserves slots through a Backend and gets a Reservation. Its Carrier delivers a Gang's calls to the workers.
 """
@@ -27,7 +27,7 @@ class Ask:
     name: str
     slots_per_node: tuple[int, ...]
     use_gpus: bool
-    node_ranks: tuple[int, ...] | None  # the node of each entry; None: nodes with room, in rank order
+    node_ranks: tuple[int, ...] | None  # the node of each entry; None: nodes with free slots, in rank order
 
     @property
     def resource(self) -> str:
@@ -51,7 +51,7 @@ class Seat:
     """The node and the slots of one process."""
 
     node_rank: int
-    slots: tuple[int, ...]  # on its node, as the virtual cluster numbers them
+    slots: tuple[int, ...]  # slot numbers on its node, within the virtual cluster
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,10 +65,10 @@ class WorkerSpec:
     local_world_size: int
     node: NodeSeats
     slots: tuple[int, ...]
-    share: float  # its part of the slot; other workers use the rest. 0: it only sits there, and has no accelerator
-    env: Mapping[str, str]  # the user's
+    share: float  # its part of the slot; other workers use the rest. 0: it uses no part of the slot, and no accelerator
+    env: Mapping[str, str]  # the user's variables
     title: str = ""  # its name in messages; empty: use role and rank
-    kind: str = ""  # its roles, or its group's: a method takes about as long in all workers of a kind
+    kind: str = ""  # its roles, or its group's name; a method takes about the same time in all workers of a kind
 
     @property
     def where(self) -> str:
@@ -97,7 +97,7 @@ class WorkerSpec:
 
 
 def whom(specs: Sequence[WorkerSpec]) -> dict[str, Any]:
-    """Return the workers that a WorkerError names; the error is about the first."""
+    """Return the arguments with which a WorkerError names these workers; the error is about the first of them."""
     return dict(
         role=specs[0].role,
         ranks=list(dict.fromkeys(spec.rank for spec in specs)),
@@ -112,7 +112,7 @@ class Recipe:
     target: str | type  # "module.Class", or the class
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
-    purposes: Mapping[str, str]  # what a caller of each method waits for, in words; {0} is the first argument
+    purposes: Mapping[str, str]  # by method, text that completes "waiting for WORKER ..."; {0} is the first argument
 
 
 @dataclass(eq=False, slots=True)
@@ -120,7 +120,7 @@ class Member:
     """The process in one seat of a gang. A process that replaces it is a different member."""
 
     spec: WorkerSpec
-    link: Any = None  # how its carrier reaches it
+    link: Any = None  # the carrier's own object for reaching it
     pid: int = 0
     death: str = ""  # why it was lost; empty: it was not
 
@@ -130,11 +130,13 @@ class Call:
     """A call to a member, and its outcome once the carrier has received it."""
 
     member: Member
-    purpose: str = ""  # what the caller waits for, in words
+    purpose: str = ""  # text that completes "waiting for WORKER ..."
     link: Any = None  # how its carrier finds the answer
     is_done: bool = False
     value: Any = None
-    error: Exception | None = None  # RemoteFailureError: the worker's exception; others: why there is no answer
+    error: Exception | None = (
+        None  # RemoteFailureError: the worker's exception; any other error: the reason why there is no answer
+    )
 
     def finish(self, value: Any = None, *, error: Exception | None = None) -> None:
         self.value, self.error, self.is_done = value, error, True
@@ -153,7 +155,7 @@ class Overseer(Protocol):
 class Carrier(ABC):
     """Starts a gang's processes and delivers calls to them. A call names a method of ``host.Host``."""
 
-    peer_s = 0.0  # after a worker complains about a peer, the peer's death is known within this; 0: no peers
+    peer_s = 0.0  # a peer's death is known within this time after a worker reports it; 0: no peers
     changed: threading.Condition  # notified when a call finishes; for carriers that finish calls in a different thread
     gang: Overseer
 
@@ -164,8 +166,8 @@ class Carrier(ABC):
     def launch(self, spec: WorkerSpec, *, lost: Member | None, wait: Wait) -> Member:
         """Start a process in this seat, in place of the lost member. It may still be starting on return."""
 
-    def watch(self, member: Member) -> None:  # noqa: B027 - only Ray tells by itself
-        """Tell the gang from now on when the member is lost. Corrects its spec if it runs on a different node than before."""
+    def watch(self, member: Member) -> None:  # noqa: B027 - only Ray's carrier watches by itself
+        """From now on, tell the gang if the member is lost. If it runs on a different node than before, correct its spec."""
 
     def start_env(self, spec: WorkerSpec) -> Mapping[str, str]:
         """Return the worker's variables without the group's."""
@@ -198,8 +200,8 @@ class Carrier(ABC):
     def is_alive(self, member: Member) -> bool: ...
 
     def look(self, members: Sequence[Member], *, last: bool) -> Collection[int]:
-        """Tell the lookout what the members are doing; return the ranks on nodes that do not answer. It asks nobody, unless this is
-        the ``last`` time: then it waits a moment for what they did until now."""
+        """Tell the lookout what the members are doing, and return the ranks on nodes that do not answer. This does not ask the nodes,
+        unless it is the ``last`` time: then it waits a moment for the calls until now."""
         return ()
 
     @abstractmethod

@@ -37,9 +37,9 @@ def use_by_default(backend: Backend) -> None:
 class VirtualCluster:
     """Slots for worker groups, reserved until ``shutdown``.
 
-    ``bundle_ct_per_node_list`` has one entry per node: how many slots to reserve there; 0 leaves a node out. Entries use
-    nodes in rank order, each the next node with room; ``node_ranks`` names the nodes instead. ``backend`` is where the workers run,
-    by default what ``init_ray`` has chosen.
+    ``bundle_ct_per_node_list`` has the number of slots to reserve on each node; 0 leaves a node out. Entries use the nodes in
+    rank order, each the next node with enough free slots, unless ``node_ranks`` names the nodes. ``backend`` runs the workers; the
+    default is the backend that ``init_ray`` has chosen.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class VirtualCluster:
         counts = tuple(bundle_ct_per_node_list)
         if not counts or min(counts) < 0 or sum(counts) == 0:
             raise ValueError(
-                f"bundle_ct_per_node_list={list(counts)} has no slot; give each node's number of slots, as [8, 8]"
+                f"bundle_ct_per_node_list={list(counts)} has no slot; give each node's number of slots, such as [8, 8]"
             )
         if use_gpus and max(counts) > num_gpus_per_node:
             raise ValueError(
@@ -65,7 +65,7 @@ class VirtualCluster:
             )
         if node_ranks is not None and (len(node_ranks) != len(counts) or len(set(node_ranks)) != len(counts)):
             raise ValueError(
-                f"node_ranks={list(node_ranks)} needs one node for each entry of {list(counts)}, each of them once"
+                f"node_ranks={list(node_ranks)} needs one node for each entry of {list(counts)}, without repetitions"
             )
         self._ask = Ask(
             name=name,
@@ -114,11 +114,11 @@ class VirtualCluster:
             for slot in seat.slots:
                 if not 0 <= slot < size:
                     raise ValueError(
-                        f"node {seat.node_rank} has slots 0 to {size - 1} in this cluster, and no slot {slot}"
+                        f"node {seat.node_rank} has slots 0 to {size - 1} in this cluster, but no slot {slot}"
                     )
                 if holder := holders.get((seat.node_rank, slot)):
                     raise ClusterError(
-                        f"slot {slot} of node {seat.node_rank} is taken by {holder}; shut that down, or use other slots"
+                        f"slot {slot} of node {seat.node_rank} is taken by {holder}; shut down that group, or use other slots"
                     )
 
     def launch(self, group: Any, specs: Sequence[WorkerSpec], recipe: Recipe, *, timeout_s: float) -> Gang:

@@ -1,4 +1,4 @@
-"""Ranks on named axes: which worker gets which rows, and which result is returned. Pure: numpy only; tensors are split without torch.
+"""Ranks on named axes: which rows each worker gets, and which results are returned. Pure; uses numpy, and splits tensors without torch.
 
 Rows are split as evenly as possible, in order: 10 rows over 4 workers are 3, 3, 2, 2. With fewer rows than workers, the last
 workers get an empty part. They are still called because every worker has to take part in a collective.
@@ -16,7 +16,7 @@ from numpy.typing import ArrayLike, NDArray
 
 SETUP = "setup"  # in run_rank_0_only_axes: only rank 0
 
-# What a worker leaves out of its answer: nothing, some fields, or (None) everything.
+# The part of its answer that a worker leaves out: nothing, some fields, or (None) everything.
 Drop = tuple[str, ...] | None
 
 
@@ -33,7 +33,7 @@ class NamedSharding:
     def __init__(self, layout: ArrayLike, *, names: Sequence[str]) -> None:
         ranks = np.asarray(layout)
         if ranks.dtype.kind not in "iu":
-            raise ValueError(f"a layout holds ranks, which are whole numbers; got {ranks.dtype} in {layout!r}")
+            raise ValueError(f"a layout contains ranks, which are integers; got {ranks.dtype} in {layout!r}")
         if ranks.ndim != len(names) or len(set(names)) < len(names):
             raise ValueError(f"the layout has {ranks.ndim} axes and the names {list(names)}; name each axis once")
         if ranks.size == 0:
@@ -41,17 +41,17 @@ class NamedSharding:
         if len(np.unique(ranks)) < ranks.size:
             values, counts = np.unique(ranks, return_counts=True)
             raise ValueError(
-                f"rank {values[counts > 1][0]} is in the layout {counts.max()} times; each rank has one place"
+                f"rank {values[counts > 1][0]} is in the layout {counts.max()} times; each rank must appear once"
             )
         self._layout: NDArray[np.int64] = ranks.astype(np.int64)
         self._names = tuple(names)
-        # Looked up for every rank of every call.
+        # Computed once, because it is used for every rank of every call.
         self._coords = {int(rank): place for place, rank in np.ndenumerate(self._layout)}
         self._ranks = sorted(self._coords)
 
     @classmethod
     def default(cls, num_workers: int) -> NamedSharding:
-        """Put all workers on ``batch``, and one on ``model``."""
+        """Put all workers on the axis ``batch``; the axis ``model`` has size 1."""
         return cls(np.arange(num_workers).reshape(num_workers, 1), names=["batch", "model"])
 
     @property
@@ -81,7 +81,7 @@ class NamedSharding:
         return dict(zip(self._names, place, strict=True))
 
     def shard_index(self, rank: int, axes: Sequence[str]) -> int:
-        """Return which shard a rank gets when data is split over ``axes``, the first of them outermost."""
+        """Return which shard a rank gets when data is split over ``axes``, where the first axis is the outermost."""
         coords, shape = self.get_worker_coords(rank), self.shape
         index = 0
         for axis in axes:
@@ -119,7 +119,7 @@ def routes(
     replicate_on_axes: tuple[str, ...],
     output_is_replicated: tuple[str, ...],
 ) -> tuple[Route, ...]:
-    """Return the workers to call, by rank. On an axis that is neither sharded nor replicated on, only the first worker is called."""
+    """Return the workers to call, by rank. On an axis that is in neither list of input axes, only the first worker is called."""
     sharding.check_axes(in_sharded_axes, argument="in_sharded_axes")
     sharding.check_axes(replicate_on_axes, argument="replicate_on_axes")
     both = [axis for axis in in_sharded_axes if axis in replicate_on_axes]
@@ -142,7 +142,7 @@ def routes(
 
 
 def leaders(sharding: NamedSharding, rank_0_only_axes: Sequence[str]) -> list[int]:
-    """Return the ranks to call when only the first along these axes is called."""
+    """Return the ranks to call if only the first rank along these axes is called."""
     sharding.check_axes(rank_0_only_axes, argument="run_rank_0_only_axes", also=[SETUP])
     if SETUP in rank_0_only_axes and SETUP not in sharding.names:
         return sharding.ranks[:1]
@@ -174,13 +174,13 @@ def check_fields(first: Any, names: Sequence[str], *, axes: Sequence[str]) -> No
 def split_arguments(
     args: Sequence[Any], kwargs: Mapping[str, Any], *, num_parts: int
 ) -> list[tuple[list[Any], dict[str, Any]]]:
-    """Split each argument into ``num_parts`` parts. All need the same number of rows, or rows would not stay together."""
+    """Split each argument into ``num_parts`` parts. All arguments must have the same number of rows, so that rows stay together."""
     named = {f"argument {number}": value for number, value in enumerate(args)} | dict(kwargs)
     rows = {name: num_rows(value, name=name) for name, value in named.items()}
     if len(set(rows.values())) > 1:
         sizes = ", ".join(f"{name} has {count}" for name, count in rows.items())
         raise ValueError(f"arguments of different lengths cannot be split together: {sizes} rows; use common_kwargs for "
-                         "what every worker gets whole")  # fmt: skip
+                         "an argument that every worker gets unsplit")  # fmt: skip
     parts = {name: split_rows(value, num_parts=num_parts) for name, value in named.items()}
     positional = [parts[f"argument {number}"] for number in range(len(args))]
     return [
@@ -200,7 +200,7 @@ def num_rows(value: Any, *, name: str) -> int:
     if isinstance(value, str | bytes) or not hasattr(value, "__getitem__") or getattr(value, "shape", None) == ():
         raise ValueError(
             f"{name} is a {type(value).__name__} and cannot be split into rows; give a sequence, an array, a tensor or a dict "
-            "of those, or pass it in common_kwargs to give it to every worker"
+            "of these, or pass it in common_kwargs to give it to every worker"
         )
     return len(value)
 
@@ -227,5 +227,5 @@ def _rows(value: Any, start: int, end: int) -> Any:
         part = value[start:end]
     except TypeError:  # a sequence without slices, such as a deque
         return [value[index] for index in range(start, end)]
-    # Pickling a view of a tensor writes the full tensor behind it.
+    # Pickling a view of a tensor would write the whole tensor.
     return part.clone() if hasattr(part, "untyped_storage") else part

@@ -50,7 +50,7 @@ _COMPLAINTS = (
 
 
 def is_about_a_peer(error: BaseException | None, text: str) -> bool:
-    """Whether a worker's exception says that another process did not answer, rather than that its own code failed."""
+    """Return whether a worker's exception means that another process did not answer, rather than that its own code failed."""
     if isinstance(error, ConnectionError):
         return True
     names = {kind.__name__ for kind in type(error).__mro__} if error is not None else set()
@@ -73,11 +73,11 @@ class RemoteFailureError(Exception):
 
     @classmethod
     def of(cls, error: Exception) -> RemoteFailureError:
-        """Show the exception as the worker's author knows it, without the frames that lead to the worker's code."""
+        """Build the failure from an exception, without the frames that lead to the worker's own code."""
         inner = error.__traceback__
         while inner is not None and inner.tb_frame.f_globals.get("__name__", "").startswith(_FRAMES):
             inner = inner.tb_next
-        # The place where memory ran out says nothing about the reason, but the error's message does.
+        # The line where memory ran out does not explain the reason, but the error's message does.
         frames = None if isinstance(error, MemoryShortError) else traceback.format_exception(type(error), error, inner)
         text = str(error) if frames is None else "".join(frames)
         try:
@@ -94,7 +94,7 @@ class RemoteFailureError(Exception):
             return self.__cause__
         try:
             return pickle.loads(self.pickled)
-        except Exception:  # its class may not exist here, or may refuse its own arguments
+        except Exception:  # its class may not exist in this process, or may reject its own arguments
             return None
 
 
@@ -121,7 +121,7 @@ def load_class(target: str | type) -> type:
     metadata = getattr(target, "__ray_metadata__", None)
     target = target if metadata is None else metadata.modified_class
     if not isinstance(target, type):
-        raise ValueError(f"a worker is made from a class; {target!r} is a {type(target).__name__}")
+        raise ValueError(f"a worker needs a class, but {target!r} is a {type(target).__name__}")
     return target
 
 
@@ -161,7 +161,9 @@ class Host:
         if DEBUG_HOST in env:
             serve(host=env[DEBUG_HOST], on_stop=self._pulse.note_stop)
             if is_rays():
-                self._pulse.note_stop({})  # Ray's debugger does not say when it holds us: no call is ever too long
+                self._pulse.note_stop(
+                    {}
+                )  # Ray's debugger does not report when it holds this process, so no call may count as too long
         try:
             self._worker = load_class(target)(*args, **kwargs)
         except Exception as error:
@@ -177,8 +179,7 @@ class Host:
 
 
 def _examined(error: Exception) -> RemoteFailureError:
-    """Return the failure for the caller, after a debugger has looked at it if the user asked for that. A worker that only lost its
-    peer has nothing to show."""
+    """Return the failure for the caller. If the user asked for it, open the debugger first, unless the worker only lost its peer."""
     failure = RemoteFailureError.of(error)
     if not is_about_a_peer(error, failure.text):
         post_mortem(error)

@@ -1,8 +1,8 @@
-"""Slots and workers in this process: for a debugger, for tests, for one accelerator without Ray.
+"""Slots and workers in this process, for debugging, for tests, and for one accelerator without Ray.
 
 Every worker is a plain object. A call runs at once in the caller's thread, rank after rank, in that worker's environment. So
-workers that wait for each other (collectives) need Ray. All workers see the same accelerators because CUDA reads only
-once per process which ones are visible.
+workers that wait for each other (collectives) need Ray. All workers see the same accelerators, because CUDA reads
+the list of visible accelerators only once per process.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class InProcess(Carrier):
 
 
 class _Worker:
-    """Like ``host.Host``, but its environment lasts only for a call."""
+    """Does the same as ``host.Host``, but sets its environment only during a call."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, *, port: int) -> None:
         self._loop = loop

@@ -1,10 +1,10 @@
-"""A worker's pulse: what it is doing and since when, what it did before, and where a debugger holds it. Its node reads the pulse
-and the worker's output.
+"""A worker's pulse: its current call and since when it runs, its earlier calls, and where a debugger holds it. The worker's node
+reads the pulse and the worker's output.
 
 The thread that runs the calls writes the pulse into a small file that only its own node reads. So a process whose
 interpreter hangs in a call looks busy with that call, and a suspended process looks stopped. The pulse contains the last calls; a
 reader keeps the file open, so a killed worker's calls are not lost. ``Reader`` reads pulses, and asks psutil about the process. The file
-is in memory and in no folder: others open it through ``/proc``, and it disappears with the process.
+is in memory and in no folder: other processes open it through ``/proc``, and it disappears with the process.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ OF_RAY = (b":job_id:", b":actor_name:", b":task_name:")  # log lines that Ray wr
 
 
 def device_bytes() -> int:
-    """Return the bytes of accelerator memory that torch has reserved in this process. Neither imports torch nor starts CUDA."""
+    """Return the bytes of accelerator memory that torch has reserved in this process. This neither imports torch nor starts CUDA."""
     torch: Any = sys.modules.get("torch")
     cuda = getattr(torch, "cuda", None)
     if cuda is None or not cuda.is_initialized():
@@ -57,7 +57,7 @@ def device_bytes() -> int:
 
 
 class RecordedCall(NamedTuple):
-    """A finished call, or several short ones of one method. A pulse uses the host's monotonic time, everyone else unix time."""
+    """A finished call, or several short calls of one method. Times are monotonic in a pulse, and unix time everywhere else."""
 
     name: str  # the method
     start_s: float
@@ -85,7 +85,7 @@ class Seen:
 
 
 class Pulse:
-    """What a worker writes before and after each of its calls: a few bytes of shared memory, at no cost to the call."""
+    """Written by a worker before and after each of its calls: a few bytes of shared memory, at almost no cost to the call."""
 
     def __init__(self, rank: int) -> None:
         self._file = os.fdopen(os.memfd_create(f"{PULSE}-{rank}"), "r+b", buffering=0)  # stays open for others to find

@@ -1,7 +1,7 @@
 """Lets other processes on the host find, inspect and profile a process of a run, without its help and without a port.
 
-The process describes itself in a small file in its memory, which others find through ``/proc`` like a pulse. py-spy reads its
-stacks, which only the process's own user and root may do.
+The process describes itself in a small file in its memory. Other processes find the file through ``/proc``, like a pulse. py-spy
+reads the stacks, which only the process's own user and root may do.
 
 If the kernel lets a process read only its own children (``kernel.yama.ptrace_scope`` is 1, as on Ubuntu), a reachable
 process allows every process of its user to read it, because the reader (a command in another shell, or the process that watches a
@@ -51,7 +51,7 @@ _descriptor = -1  # of the memory file that describes this process
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class About:
-    title: str  # such as "actor 0 + rollout 0"; empty: it is not part of a run now
+    title: str  # such as "actor 0 + rollout 0"; empty: it is not part of a run at the moment
     roles: tuple[str, ...] = ()
     run: str = ""  # the run directory as its host sees it
 
@@ -83,7 +83,7 @@ class Stacks:
 
 
 def be_reachable(about: About) -> None:
-    """Let others find this process, read its stacks and profile it. A second call changes the description."""
+    """Let other processes find this process, read its stacks and profile it. A second call changes the description."""
     global _descriptor
     with _lock:
         if _descriptor < 0:
@@ -107,7 +107,7 @@ os.register_at_fork(after_in_child=_forget)
 
 @contextmanager
 def reachable(about: About) -> Iterator[None]:
-    """Make this process reachable during the block; afterwards the process belongs to no run."""
+    """Make this process reachable during the block. After the block, it belongs to no run."""
     be_reachable(about)
     try:
         yield
@@ -116,7 +116,7 @@ def reachable(about: About) -> Iterator[None]:
 
 
 def about_process(pid: int) -> About | None:
-    """Read what a process says about itself; return None if it is not reachable or is gone."""
+    """Read a process's description of itself; return None if the process is not reachable or is gone."""
     path = memory_file(pid, ABOUT)
     try:
         found: dict[str, Any] = json.loads(path.read_bytes().rstrip(b"\0")) if path is not None else {}
@@ -161,8 +161,8 @@ class UnreadableError(RuntimeError):
 def read_threads(pid: int, *, native: bool = False, timeout_s: float = SPY_S) -> list[Thread]:
     """Read all stacks of a Python process with py-spy, even if it hangs in C or is suspended.
 
-    Native frames pause the process for a moment, Python frames do not. A running process may change what is being read;
-    it is then read again.
+    Reading native frames pauses the process for a moment; reading Python frames does not. If a running process changes its stacks
+    during the read, they are read again.
     """
     command, deadline, why = [py_spy(), "dump", "--pid", str(pid), "--json"], time.monotonic() + timeout_s, ""
     # Native frames are not available on every architecture, nor for a suspended process.
@@ -178,7 +178,7 @@ def read_threads(pid: int, *, native: bool = False, timeout_s: float = SPY_S) ->
             return [_thread(found) for found in json.loads(done.stdout)]
         why = _complaint(done.stderr)
         if Process.of(pid) is None:
-            raise UnreadableError("it has ended")
+            raise UnreadableError("the process has ended")
     raise UnreadableError(why)
 
 
@@ -199,7 +199,7 @@ def _complaint(stderr: str) -> str:
     """
     lines = [line.strip() for line in stderr.partition("Stack backtrace")[0].splitlines() if line.strip()]
     causes = [line.partition(": ")[2] for line in lines if line[0].isdigit()]
-    first = lines[0].removeprefix("Error: ") if lines else "it says nothing"
+    first = lines[0].removeprefix("Error: ") if lines else "it printed nothing"
     return ": ".join(["py-spy", first, *dict.fromkeys(causes)])
 
 
@@ -271,9 +271,9 @@ def _answer(peer: socket.socket, seconds: float) -> None:
 
 
 def _profile(path: Path, peer: socket.socket, *, seconds: float) -> bool:
-    """Write a trace. Returns False, without a trace, if the caller has gone."""
+    """Write a trace. If the caller has gone, return False without a trace."""
     if "torch" not in sys.modules:
-        raise ProfileError("it has not loaded torch")
+        raise ProfileError("the process has not loaded torch")
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # otherwise it prints into the run's output
     import torch
     from torch.profiler import ProfilerActivity, profile
@@ -282,13 +282,13 @@ def _profile(path: Path, peer: socket.socket, *, seconds: float) -> bool:
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         kinds.append(ProfilerActivity.CUDA)
     options: dict[str, Any] = {}
-    with suppress(ImportError, TypeError):  # shows what the other threads do; without it, only their kernels
+    with suppress(ImportError, TypeError):  # also records the other threads; without it, only their kernels
         from torch._C._profiler import _ExperimentalConfig
 
         options["experimental_config"] = _ExperimentalConfig(profile_all_threads=True)
     profiler = profile(activities=kinds, **options)
     profiler.start()
-    peer.sendall(json_frame({}))  # says that it has started
+    peer.sendall(json_frame({}))  # reports that the profiler has started
     try:
         is_gone = bool(select.select([peer], [], [], seconds)[0])  # the caller sends nothing more, so it has gone
     finally:
@@ -299,10 +299,10 @@ def _profile(path: Path, peer: socket.socket, *, seconds: float) -> bool:
 
 
 def profile_process(pid: int, *, seconds: float) -> bytes:
-    """Profile a process on this host. Returns the trace as gzipped JSON, or raises ``ProfileError``."""
+    """Profile a process on this host and return the trace as gzipped JSON. Raise ``ProfileError`` if that fails."""
     process = Process.of(pid)
     if process is None:
-        raise ProfileError("it has ended")
+        raise ProfileError("the process has ended")
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as line:
         try:
             line.connect(_name(process))
@@ -318,7 +318,7 @@ def profile_process(pid: int, *, seconds: float) -> bytes:
             return read_frame(read)
         except TimeoutError:
             raise ProfileError(
-                "it did not answer in time: it may be profiled already, or hang in a call (`rollcall stacks` shows it)"
+                "the process did not answer in time: it may already be profiled, or hang in a call (`rollcall stacks` shows that)"
             ) from None
         except OSError as error:
-            raise ProfileError(f"it refused, or ended meanwhile ({error.strerror or error})") from None
+            raise ProfileError(f"the process refused, or has ended ({error.strerror or error})") from None

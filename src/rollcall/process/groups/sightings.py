@@ -1,16 +1,16 @@
-"""The workers of a group as they were last seen: which are lost (``Watch``), what they are doing and have done (``Lookout``).
+"""The last observed state of a group's workers: which are lost (``Watch``), and their current and finished calls (``Lookout``).
 
-``Watch`` is pure: looks in, losses out. A node that does not answer for ``SILENT_S`` is lost, with all its workers. Silence is counted
-in looks, not by the clock, so that a pause of this process does not count against a node. A worker is lost when its process is gone,
-when it is suspended at two looks in a row, or when one of its calls takes longer than ``patience_s`` allows: ten times the longest call
+``Watch`` is pure: it turns looks into losses. A node that does not answer for ``SILENT_S`` is lost, with all its workers. Silence is
+counted in looks, not by the clock, so that a pause of this process does not count against a node. A worker is lost when its process
+is gone, when it is suspended at two looks in a row, or when one of its calls takes longer than ``patience_s`` allows: ten times the longest call
 of that method by a worker of its kind so far, and at least a minute. While a debugger holds any process of the run, the time of every
 call is paused because other processes may be waiting for the held one.
 
-In a ``Lookout``, one thread collects what the workers do and another takes it.
+In a ``Lookout``, one thread collects the workers' calls and another thread takes them.
 
 A worker's times come from its host's monotonic clock. ``HostClock`` converts them to this host's unix time. It trusts no other
-host's clock: a node sends its monotonic time in every answer, and of the last answers the one with the shortest round trip shows
-the offset between the two clocks. The error is half a round trip at most.
+host's clock: a node sends its monotonic time in every answer, and of the last answers the one with the shortest round trip determines
+the offset between the two clocks. The error is at most half a round trip.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Loss:
 
     rank: int
     why: str
-    still_runs: bool  # its stacks can be read, and it must be killed
+    still_runs: bool  # if so, its stacks can be read, and it must be killed
 
 
 class Watch:
@@ -156,17 +156,17 @@ class HostClock:
         self._answers: deque[tuple[float, float]] = deque(maxlen=64)  # round trip, offset
 
     def note(self, there_s: float, *, asked_s: float, answered_s: float) -> None:
-        """Record that a host's clock showed ``there_s``. We asked at ``asked_s`` and got the answer at ``answered_s``."""
+        """Record that a host's clock showed ``there_s``. The question was sent at ``asked_s``, and the answer came at ``answered_s``."""
         trip_s = max(answered_s - asked_s, 0.0)
         self._answers.append((trip_s, answered_s - trip_s / 2 - there_s))
 
     def here(self, there_s: float) -> float:
-        """Convert a time on that host to ours."""
+        """Convert a time on that host to this host's unix time."""
         return there_s + min(self._answers)[1] if self._answers else time.time()
 
 
 class Lookout:
-    """Collects what workers do, for one reader. Any thread may call ``note`` and ``take``."""
+    """Collects the workers' states and calls for one reader. Any thread may call ``note`` and ``take``."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -200,7 +200,7 @@ class Lookout:
             self._logs[rank] = (self._logs.get(rank, b"") + added)[-(64 << 10) :]
 
     def add(self, rank: int, call: RecordedCall) -> None:
-        """Add a call whose times are this host's."""
+        """Add a call whose times are in this host's unix time."""
         with self._lock:
             self._calls[rank].append(call)
 
@@ -226,7 +226,7 @@ class Lookout:
             self._seen.pop(rank, None)
 
     def take(self, pids: Sequence[int], *, silent: Collection[int] = ()) -> Sightings:
-        """Take what is new. ``pids``: the processes by rank. ``silent``: ranks on nodes that do not answer."""
+        """Return the new calls, turns and logs. ``pids``: the processes by rank. ``silent``: ranks on nodes that do not answer."""
         with self._lock:
             calls = {rank: list(own) for rank, own in self._calls.items()}
             turns, logs = self._turns, self._logs

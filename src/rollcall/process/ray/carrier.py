@@ -1,4 +1,4 @@
-"""Carries the calls of a gang over Ray: one actor per worker, in the bundle of its slot, and a watch over each node (supervise.py)."""
+"""Delivers a gang's calls over Ray: one actor per worker, in the bundle of its slot, and a watch over each node (supervise.py)."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ class OnRay(Carrier):
         )
 
     def watch(self, member: Member) -> None:
-        if member in self._may_have_moved:  # to a different node, which has taken over the rank
+        if member in self._may_have_moved:  # it may have moved to a different node, which has taken over the rank
             spec, node_id = member.spec, self._state_of(member)["Address"]["NodeID"]
             addresses = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}
             member.spec = replace(spec, node=replace(spec.node, node_id=node_id, address=addresses[node_id]))
@@ -168,7 +168,7 @@ class OnRay(Carrier):
         ends = {rank: _end.options(**pinned(node.node_id)).remote(self._mark, timeout_s) for rank, node in used.items()}
         left, problems = answers_of(ends, wait=Wait(timeout_s, first_s=timeout_s), to="end its processes")
         problems |= {rank: f"it still has processes {pids}" for rank, pids in left.items() if pids}
-        alive = {node["NodeID"] for node in ray.nodes() if node["Alive"]}  # lost nodes took their processes along
+        alive = {node["NodeID"] for node in ray.nodes() if node["Alive"]}  # the processes of lost nodes are gone too
         said = [
             f"node {rank} ({used[rank].address}): {why}"
             for rank, why in problems.items()
@@ -201,7 +201,7 @@ def is_large(value: Any) -> bool:
     except _IsLarge:
         return True
     except (pickle.PicklingError, TypeError):
-        return False  # the call itself says best what cannot be sent
+        return False  # the call itself reports best which value cannot be sent
     return False
 
 
@@ -210,7 +210,7 @@ class _IsLarge(Exception):  # noqa: N818 - an outcome
 
 
 class _Scale:
-    """Weighs a pickle without keeping it, and stops once it is large: a step's samples take a second to pickle."""
+    """Counts the bytes of a pickle without keeping them, and stops once there are many: pickling a step's samples takes a second."""
 
     num_bytes = 0
 

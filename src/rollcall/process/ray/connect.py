@@ -1,4 +1,4 @@
-"""A driver's connection to its cluster (``nodes/cluster.py``), through the raylet of its own node.
+"""Connects a driver to its cluster (``nodes/cluster.py``), through the raylet of its own node.
 
 ``init_ray`` is for scripts: it can also start Ray on this machine, or work without Ray. A connected controller lists the processes that
 wait in a debugger in the head's store, for nodes that do not see the run directory. Anyone who can read the store can run code on
@@ -46,7 +46,7 @@ _LEFT_OUT = re.compile(
 
 
 def init_ray(*, num_gpus: int | None = None, backend: Literal["ray", "local"] | None = None) -> None:
-    """Connect to the selected cluster, or start Ray on this node; virtual clusters are then created there.
+    """Connect to the selected cluster, or start Ray on this node. Virtual clusters are then created on it.
 
     Inside a job, Ray names the cluster; otherwise ``ROLLCALL_CLUSTER`` or ``RAY_ADDRESS`` does, or the record of ``rollcall node``. An
     existing connection is kept. ``num_gpus`` is the number of (logical) slots if Ray is started here; None counts the
@@ -72,7 +72,7 @@ def init_ray(*, num_gpus: int | None = None, backend: Literal["ray", "local"] | 
     if cluster is not None:
         connect(cluster)
         return
-    # With an explicit address: without one, Ray joins whatever else runs on this machine.
+    # Without an explicit address, Ray would join any Ray that runs on this machine.
     ray.init(address="local", num_gpus=num_gpus, include_dashboard=False, logging_level=logging.WARNING)
 
 
@@ -147,7 +147,7 @@ def _join(cluster: Cluster, *, node_ip: str | None, temp_dir: str | None, log_to
     except (ConnectionError, RuntimeError) as error:
         raise ClusterError(
             f"cannot join {cluster.title} as a driver: its head answers, but Ray on this node ({node_ip}) does not: {error}; run "
-            f"`{cluster.leave_command}` here, and then start the node again"
+            f"`{cluster.leave_command}` on this node, and then start the node again"
         ) from error
     # Let terminals on all nodes of the cluster reach a stop in this process.
     own = ray.get_runtime_context().get_node_id()
@@ -171,8 +171,8 @@ def _use_environment(variables: Mapping[str, str | None]) -> None:
 def _say_open(cluster: Cluster, *, is_open: bool) -> None:
     if is_open:
         say_once(
-            f"note: {cluster.title} has no token, so anyone who reaches its ports can run code on its nodes; it would have one if "
-            "RAY_AUTH_MODE=token and RAY_AUTH_TOKEN were set where `ray start` runs"
+            f"note: {cluster.title} has no token, so anyone who reaches its ports can run code on its nodes; to use a token, set "
+            "RAY_AUTH_MODE=token and RAY_AUTH_TOKEN before `ray start` on each node"
         )
 
 
@@ -184,16 +184,16 @@ def _same_cluster(cluster: Cluster | None) -> Cluster:
         return PlainRay(address)
     if not is_same_address(address, cluster.head_address):
         raise ClusterError(
-            f"this process is connected to the Ray at {address}, not to {cluster.title} at {cluster.head_address}; "
+            f"this process is connected to the Ray cluster at {address}, not to {cluster.title} at {cluster.head_address}; "
             "call ray.shutdown() first"
         )
     return cluster
 
 
 def hide_stacks() -> None:
-    """Hide what Ray prints about its raylets in this driver: the run itself names the node and says what it does about it.
+    """Hide Ray's output about raylets in this driver: the run itself names the lost node and reports how it continues.
 
-    A raylet that exits prints a C++ stack of 20 lines, and Ray (2.60) shows it to every driver, besides its own message about a lost node.
+    A raylet that exits prints a C++ stack of 20 lines, and Ray (2.60) shows it to every driver, as well as a message about the lost node.
     """
     from ray._private import worker
 

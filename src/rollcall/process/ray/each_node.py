@@ -1,4 +1,4 @@
-"""Calls that are pinned to a node, each with a deadline.
+"""Runs calls on a chosen node, each with a deadline.
 
 ``run_on`` runs a function on a node, ``Pinned`` keeps an object there. Both start at once and return a pending call;
 ``answer_of`` waits for one call, ``answers_of`` for one call on each node. Ray is imported inside the functions because it
@@ -18,7 +18,7 @@ Pending = Any  # Ray's reference to a result
 
 
 class NoAnswerError(ClusterError):
-    """The process on the node failed, died, or did not answer in time. The message is the bare reason."""
+    """The process on the node failed, died, or did not answer in time. The message is only the reason."""
 
 
 def run_on(node_id: str, function: Callable[[], Any], *, env: Mapping[str, str]) -> Pending:
@@ -46,7 +46,7 @@ class Pinned:
 
 
 def pinned(node_id: str) -> dict[str, Any]:
-    """Return Ray's options for running something on this node without taking any of its CPUs."""
+    """Return Ray's options for running a task or an actor on this node without taking any of its CPUs."""
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
     return {"num_cpus": 0, "scheduling_strategy": NodeAffinitySchedulingStrategy(node_id, soft=False)}
@@ -64,7 +64,7 @@ def answer_of(call: Pending, *, timeout_s: float) -> Any:
 
 
 def answers_of(calls: Mapping[int, Pending], *, wait: Wait, to: str) -> tuple[dict[int, Any], dict[int, str]]:
-    """Return the answers by rank, and why the other nodes have none. ``to``: what the nodes are asked to do, for progress messages."""
+    """Return the answers by rank, and why the other nodes have none. ``to`` names the task in progress messages."""
     import ray
 
     waiting = {call: rank for rank, call in calls.items()}
@@ -76,7 +76,7 @@ def answers_of(calls: Mapping[int, Pending], *, wait: Wait, to: str) -> tuple[di
             rank = waiting.pop(call)
             try:
                 answers[rank] = ray.get(call)
-            except Exception as error:  # the code there may raise anything, and it arrives unchanged
+            except Exception as error:  # the code on the node may raise anything, and the error arrives unchanged
                 lines = [line.strip() for line in str(error).splitlines() if line.strip()]
                 failures[rank] = f"it failed: {[type(error).__name__, *lines][-1]}"
         if waiting:

@@ -1,9 +1,9 @@
-"""One query to a Ray head, in its own process: run as a script by `head.py`, which waits for it.
+"""Sends one query to a Ray head. `head.py` runs this file as a script, in a separate process, and waits for it.
 
-The token comes on standard input, the address as the first argument; one JSON object is printed. Without a token, the head is
-asked without one and, if it refuses, with the token from Ray's own variables and files. If a rank and a node's own mark follow the
-address, the node claims the rank once the head lists it. Ray's client retries a dead address for minutes and then aborts its
-process, so it never runs inside a command.
+The token comes on standard input, the address as the first argument; one JSON object is printed. Without a token, the first
+query has no token; if the head refuses it, the second query uses the token from Ray's own variables and files. If a rank and a
+node's own mark follow the address, the node claims the rank once the head lists it. Ray's client retries a dead address for minutes
+and then aborts its process, so it never runs inside a command.
 """
 
 import importlib
@@ -18,8 +18,8 @@ RANKS = b"rollcall-ranks"  # a namespace of the head's key-value store
 def claim(client: Any, rank: str, mark: str, *, alive: set[str]) -> str:
     """Return the mark of the node that has the rank: this node, or a living node that came first.
 
-    Claims form a chain: each is stored under the mark of the dead node before it, and stays. If several arrive at the same
-    moment, only one finds the end of the chain free.
+    Claims form a chain: each claim is stored under the mark of the dead node before it, and is never removed. If several claims
+    arrive at the same moment, only one of them finds the end of the chain free.
     """
     before = ""
     while True:

@@ -72,19 +72,19 @@ class HttpClient(JobSubmissionClient):
         except (requests.ConnectionError, requests.Timeout) as error:
             after = f" after {time.monotonic() - began:.0f} s" if isinstance(error, requests.Timeout) else ""
             raise Unreachable(
-                f"no answer from the cluster's head at {self.where}{after} ({_reason(error)}); is the cluster "
-                "up (`rollcall status` on a node), does its dashboard listen on that address, and does this machine reach it?"
+                f"no answer from the cluster's head at {self.where}{after} ({_reason(error)}); check that the cluster is "
+                "up (`rollcall status` on a node), that its dashboard listens on that address, and that this machine reaches it"
             ) from None
         except AuthenticationError:
             raise ClusterError(self._refused()) from None
         except (requests.RequestException, ValueError, TypeError):
             raise ClusterError(
-                f"what listens at {self.where} does not answer like a cluster's dashboard; is that its address?"
+                f"the program at {self.where} does not answer like a cluster's dashboard; check the address"
             ) from None
         except RuntimeError as error:  # the client raises this for every error status
             text = redact_end(str(error).strip(), LAST_CHARACTERS)
             if text.startswith("Request failed with status code 404"):
-                raise UnknownJob(f"the cluster at {self.where} does not know it: {visible(text)}") from None
+                raise UnknownJob(f"the cluster at {self.where} does not know this job: {visible(text)}") from None
             raise ClusterError(f"the head at {self.where} answered: {visible(text).splitlines()[-1]}") from None
 
     def submit_package(self, package: bytes, *, runtime_env: dict[str, Any], **options: Any) -> str:
@@ -100,7 +100,7 @@ class HttpClient(JobSubmissionClient):
         return self.get_job_logs(job_id)[skip:], is_over
 
     def tail(self, job_id: str, *, skip: int, take: Callable[[str], None]) -> str:
-        """Pass on a log as it grows, past its first ``skip`` characters. Returns why that broke off, or "" at the log's end."""
+        """Pass on a log as it grows, past its first ``skip`` characters. Return why that stopped early, or "" at the log's end."""
         return self._connect() or asyncio.run(self._tail(job_id, skip=skip, take=take))
 
     async def _tail(self, job_id: str, *, skip: int, take: Callable[[str], None]) -> str:
@@ -137,10 +137,10 @@ class HttpClient(JobSubmissionClient):
 
     def _refused(self) -> str:
         if self._headers:
-            return f"the head at {self.where} refuses the token from {self._token_source}; it is another cluster's, or an older one"
+            return f"the head at {self.where} refuses the token from {self._token_source}; it is another cluster's or an older token"
         return (
-            f"the head at {self.where} wants a token, and none is known here: set {TOKEN} and give --address (for a Ray that "
-            "someone else started, its RAY_AUTH_TOKEN), or give --rendezvous DIR, the folder that its nodes meet in"
+            f"the head at {self.where} requires a token, but none is set: set {TOKEN} and give --address (for a Ray cluster that "
+            "Rollcall did not start, set RAY_AUTH_TOKEN), or give --rendezvous DIR, the folder that its nodes share"
         )
 
 
@@ -163,8 +163,8 @@ class RelayClient:
         except NoAnswerError as gone:
             if not any(is_same_address(self._head_address, one) for one in raylets_here().values()):
                 raise ClusterError(
-                    f"Ray on this node has ended, and this node reaches the jobs of {self.where} through it; a job may still be running: "
-                    "look from another node, or start this one again"
+                    f"Ray on this node has ended, so the jobs of {self.where} cannot be reached; a job may still be running: run this on "
+                    "another node, or start this node again"
                 ) from None
             raise Unreachable(
                 f"the head node of {self.where} has not answered in {time.monotonic() - began:.0f} s: {gone}"
@@ -191,7 +191,7 @@ JobClient = HttpClient | RelayClient
 
 
 class AtHead:
-    """Runs on the head node. It returns errors because a raised error would arrive as one of Ray's."""
+    """Runs on the head node. It returns errors, because Ray would wrap an error that it raises."""
 
     def __init__(self, url: str) -> None:
         self._client = HttpClient(url, token=process_token(), token_source="the head node")

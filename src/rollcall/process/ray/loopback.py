@@ -11,7 +11,9 @@ def keep_loopback() -> None:
     """Make Ray in this process use a loopback address unchanged."""
     from ray._private import services
 
-    assert callable(services.resolve_ip_for_localhost), "Ray has another name for it; see what replaces the address"
+    assert callable(services.resolve_ip_for_localhost), (
+        "Ray has renamed this function; find out what replaces the address"
+    )
     services.resolve_ip_for_localhost = lambda host: host
 
 

@@ -16,8 +16,8 @@ from rollcall.nodes.rank import rank_by_address
 from rollcall.process.ray.each_node import pinned
 from rollcall.process.ray.gcs import node_rows
 
-RANK_LABEL = "rollcall.rank"  # from `rollcall node`, or from a person's `ray start`
-MARK_LABEL = "rollcall.mark"  # from `rollcall node` only
+RANK_LABEL = "rollcall.rank"  # set by `rollcall node`, or by a user's `ray start`
+MARK_LABEL = "rollcall.mark"  # set by `rollcall node` only
 
 # Ranks of nodes without a rank of their own, once a run was placed on them: by Ray cluster and the node's place.
 _settled: dict[str, dict[str, int]] = {}
@@ -50,7 +50,7 @@ class RayNode:
     @property
     def tie(self) -> dict[str, float]:
         """Return the resource that ties a bundle to a node without a label: a node that comes back at this address gets the slots."""
-        name = f"node:{self.address}"  # every Ray node offers it; so small an amount leaves room for all others
+        name = f"node:{self.address}"  # every Ray node offers it; such a small amount leaves room for all other bundles
         return {name: 0.001} if not self.is_labelled and self.place == self.address and name in self.total else {}
 
 
@@ -66,8 +66,8 @@ def ranked_nodes() -> list[RayNode]:
     for rank in own:
         if rank is not None and own.count(rank) > 1:
             twins = " and ".join(address for address, one in zip(addresses, own, strict=True) if one == rank)
-            raise ClusterError(f"two live nodes have rank {rank}: {twins}; take one of them down")
-    # If several nodes share an address, the place also says which of them it is.
+            raise ClusterError(f"two live nodes have rank {rank}: {twins}; stop one of them")
+    # If several nodes share an address, the place also contains the node's id.
     places = {
         one if addresses.count(one) == 1 else f"{one} {node['NodeID']}": node
         for one, node in zip(addresses, alive, strict=True)
@@ -104,7 +104,7 @@ def _without_predecessors(nodes: Sequence[dict[str, Any]]) -> list[dict[str, Any
 
 
 def lost_nodes() -> dict[int | None, NodeInfo]:
-    """Return the dead or silent nodes by the rank that they had; if several had a rank, the last one."""
+    """Return the dead or silent nodes by the rank that they had. If several had the same rank, return the last of them."""
     from ray._private import worker
 
     current: Any = worker.global_worker
@@ -121,14 +121,14 @@ def lost_nodes() -> dict[int | None, NodeInfo]:
 
 
 def settle_ranks(nodes: Sequence[RayNode]) -> None:
-    """Keep the ranks of these nodes, where a run is placed, and of nodes that come back in their places."""
+    """Remember the ranks of these nodes, on which a run is placed, for nodes that come back in their places."""
     now = {node.place: node.rank for node in nodes}
     before = _settled.get(_this_ray(), {})
     _settled[_this_ray()] = {place: rank for place, rank in before.items() if rank not in now.values()} | now
 
 
 def suspect(node_id: str) -> None:
-    """Leave out this node, which does not answer, until it does."""
+    """Leave out this node, which does not answer, until it answers again."""
     import ray
 
     if node_id not in _suspects:

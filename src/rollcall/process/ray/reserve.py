@@ -1,4 +1,4 @@
-"""Slots and workers on Ray.
+"""Reserves slots and runs workers on Ray.
 
 Slots are the bundles of one placement group, so a virtual cluster gets all of its slots or none. Each bundle is tied to its
 node. A task in each bundle reports which accelerator Ray assigned to it, so slots are in (node rank, accelerator) order, whatever
@@ -30,7 +30,7 @@ from rollcall.process.groups.backend import Ask, NodeSeats, Reservation
 from rollcall.process.ray.carrier import OnRay
 from rollcall.process.ray.members import RayNode, lost_nodes, ranked_nodes, settle_ranks
 
-PLACE_TRY_S = 10.0  # with room, a placement group is placed in milliseconds; after this, the room has been taken
+PLACE_TRY_S = 10.0  # placing a group in free slots takes milliseconds; after this time, another run has taken the slots
 POLL_S = 0.25
 NODES_DEADLINE_S = 180.0
 
@@ -58,7 +58,9 @@ class RayBackend:
             missing = sorted(set(ask.node_ranks or range(len(ask.slots_per_node))) - {node.rank for node in nodes})
             awaited = _missing(self.cluster, missing) if missing else f"slots: {_lack(ask, nodes)}"
             if not wait.again(f"waiting for {awaited}", after_s=POLL_S):
-                advice = "ask for fewer, stop what uses the others, or add nodes (`rollcall status` lists them)"
+                advice = (
+                    "ask for fewer slots, stop the processes that use the others, or add nodes (see `rollcall status`)"
+                )
                 more = "" if missing else f". Entries take nodes in rank order; {advice}"
                 raise NoRoomError(f"no room after {timeout_s:g} s of waiting for {awaited}{more}")
 
@@ -74,7 +76,7 @@ def wait_for_nodes(cluster: Cluster | None, num_nodes: int, *, fewest: int, wait
         awaited = _missing(cluster, missing)
         if wait.waited_s >= wait_s and len(here) >= fewest:
             say(
-                f"the run continues with {counted(len(here), 'node')}; after {wait_s:g} s it does not wait any longer for {awaited}"
+                f"the run continues with {counted(len(here), 'node')}; after {wait_s:g} s, it no longer waits for {awaited}"
             )
             return here
         if wait.waited_s >= max(wait_s, NODES_DEADLINE_S):
@@ -87,15 +89,17 @@ def wait_for_nodes(cluster: Cluster | None, num_nodes: int, *, fewest: int, wait
 
 
 def _missing(cluster: Cluster | None, ranks: Sequence[int]) -> str:
-    """Say which ranks are missing, since when, and the command to run there."""
+    """Return a text with the missing ranks, since when they are missing, and the command that starts them."""
     start = (
-        start_there(cluster, ranks) if cluster else "start them (`rollcall node`, or `ray start` on a Ray of your own)"
+        start_there(cluster, ranks)
+        if cluster
+        else "start them (`rollcall node`, or `ray start` for your own Ray cluster)"
     )
     return f"{missing_ranks(ranks, lost_nodes())}; {start}"
 
 
 def choose_nodes(ask: Ask, nodes: Sequence[RayNode]) -> list[RayNode] | None:
-    """Return a node for each entry: the named nodes, or the first with room in rank order; None if there are too few."""
+    """Return a node for each entry: the named nodes, or the first in rank order with enough free slots; None if there are too few."""
     if ask.node_ranks is not None:
         by_rank = {node.rank: node for node in nodes}
         named = [by_rank.get(rank) for rank in ask.node_ranks]
@@ -111,7 +115,7 @@ def choose_nodes(ask: Ask, nodes: Sequence[RayNode]) -> list[RayNode] | None:
 
 
 def _may_fork(nodes: Sequence[RayNode]) -> bool:
-    """Whether the nodes' workers run a Python with Rollcall, because the user has not chosen a different one."""
+    """Return whether the nodes' workers run a Python with Rollcall, that is, whether the user has not chosen a different Python."""
     chosen_by_user = {"py_executable", "pip", "uv", "conda", "image_uri", "container", "nsight", "rocprof_sys"}
     return all(node.is_ours for node in nodes) and not chosen_by_user & {*ray.get_runtime_context().runtime_env}
 
@@ -130,10 +134,10 @@ def _place(ask: Ask, chosen: Sequence[RayNode], *, timeout_s: float) -> Placemen
 
 
 def _lack(ask: Ask, nodes: Sequence[RayNode]) -> str:
-    """Compare the request with what the nodes have."""
+    """Return a text that compares the request with the slots of the nodes."""
     kind, counts = "slots" if ask.use_gpus else "CPUs", list(ask.slots_per_node)
     where = f" (nodes {', '.join(map(str, ask.node_ranks))})" if ask.node_ranks is not None else ""
-    said = [f"{sum(counts)} {kind} were asked for, {counts} by node{where}"]
+    said = [f"{sum(counts)} {kind} were requested, {counts} by node{where}"]
     for node in nodes:
         total, free = node.total.get(ask.resource, 0), node.free.get(ask.resource, 0)
         said.append(f"node {node.rank} ({node.address}) has {total:g}, {free:g} of them free")
@@ -141,20 +145,20 @@ def _lack(ask: Ask, nodes: Sequence[RayNode]) -> str:
         said.append("no node has joined")
     elif ask.use_gpus and not any(node.total.get("GPU") for node in nodes):
         said.append(
-            "no node has declared a GPU, and a slot is a GPU that Ray counts: on nodes without any, `ray start --num-gpus N` (or "
-            "`rollcall node --slots N`) declares N logical ones"
+            "no node has declared a GPU, but each slot is a GPU that Ray counts: on nodes without GPUs, `ray start --num-gpus N` (or "
+            "`rollcall node --slots N`) declares N logical GPUs"
         )
     return "; ".join(said)
 
 
-@ray.remote(num_cpus=0, max_calls=0)  # the process stays for the next bundle of its node
+@ray.remote(num_cpus=0, max_calls=0)  # the process stays, for the next bundle of its node
 def _look() -> tuple[int, str, str | None]:
     """Return this bundle's accelerator: its place on the node, its name, and the variable that makes it visible."""
     from ray._private.accelerators import get_accelerator_manager_for_resource
     from ray._private.worker import global_worker
 
     device = str(ray.get_gpu_ids()[0])
-    # On a node that was started with only some accelerators visible, Ray counts those, in the order of the variable.
+    # If a node was started with only some accelerators visible, Ray counts only those, in the order of the variable.
     visible = global_worker.original_visible_accelerator_ids.get("GPU")
     place = visible.index(device) if visible else int(device)
     manager = get_accelerator_manager_for_resource("GPU")
@@ -207,7 +211,7 @@ def _look_around(
             answers = ray.get(list(asked.values()), timeout=max(wait.left_s, 30))
         except GetTimeoutError:
             raise NoRoomError(
-                "Ray reserved slots on a node but started no process there; see the node's Ray logs"
+                "Ray reserved slots on a node but started no process on it; see the node's Ray logs"
             ) from None
         found |= dict(zip(asked, answers, strict=True))
     return found

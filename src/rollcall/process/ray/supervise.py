@@ -1,10 +1,10 @@
-"""Watches a gang on Ray: a small process on each node looks at the workers there, and a thread here asks it.
+"""Watches a gang on Ray: a small process on each node looks at the node's workers, and a thread of the controller asks it.
 
 The thread asks all nodes at once, every ``LOOK_EVERY_S``, and lets ``Watch`` judge. The stacks of a suspended or stuck worker
 go to stderr under its name. The thread reports every loss and its reason to the gang; then it kills the suspended or stuck worker.
 
 If the process on a node is not asked for ``ALONE_S``, the node is cut off or the controller is gone. The process then
-kills the workers there, because nobody else can.
+kills the workers on its node, because no other process can.
 """
 
 from __future__ import annotations
@@ -123,7 +123,7 @@ class Supervisor:
             self._seats[member.spec.rank] = member
 
     def remove(self, member: Member) -> None:
-        """Stop watching a lost worker, and ask its node once more what it did."""
+        """Stop watching a lost worker, and ask its node once more for the worker's last calls."""
         with self._lock:
             known = self._seats.pop(member.spec.rank, None)
         if known is not None:
@@ -138,8 +138,8 @@ class Supervisor:
             return {rank for rank, one in self._seats.items() if one.spec.node.node_id in self._silent_nodes}
 
     def _look_last(self, members: Sequence[Member]) -> None:
-        """Ask the nodes that answer what these workers did until now."""
-        time.sleep(2 * JOIN_S)  # a call that has just ended may be followed by another of the same method
+        """Ask the nodes that answer for the calls of these workers until now."""
+        time.sleep(2 * JOIN_S)  # a call that has just ended may be followed by another call of the same method
         with self._lock:
             by_node = _pids_by_node(one for one in members if one.spec.node.node_id not in self._silent_nodes)
         asked_s = time.time()
@@ -180,7 +180,7 @@ class Supervisor:
                 }
                 if current and not self._ended.is_set():
                     self._gang.lose(current)
-            for loss in losses:  # not before the gang knows the true reason for the loss
+            for loss in losses:  # only after the gang knows the true reason for the loss
                 if loss.still_runs:
                     member = seats[loss.rank]
                     self._eyes[member.spec.node.node_id].end.remote(member.pid)

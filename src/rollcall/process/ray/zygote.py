@@ -1,4 +1,4 @@
-"""Forks a group's workers from one process on each node, which has imported torch and our code once.
+"""Forks a group's workers from one process on each node, which has imported torch and Rollcall once.
 
 A new interpreter spends seconds of CPU time on these imports, and minutes on a busy shared file system, for every worker of a
 node and again for every replacement. So Ray starts ``python -m rollcall.process.ray.zygote default_worker.py ...`` where it would
@@ -58,7 +58,7 @@ def main(arguments: list[str]) -> int:
             zygote.sendall(json_frame(request))
             answer = zygote.recv(1)
             zygote.settimeout(None)
-        except OSError:  # it is too slow, or has exited
+        except OSError:  # the zygote is too slow, or has exited
             answer = None
     if zygote is None or answer != FORKED:
         os.execv(sys.executable, [sys.executable, *arguments])
@@ -67,7 +67,7 @@ def main(arguments: list[str]) -> int:
 
 
 def _connect() -> socket.socket | None:
-    """Connect to the group's zygote on this node, and start it if there is none. Returns None if that fails."""
+    """Connect to the group's zygote on this node, and start it if there is none. Return None if that fails."""
     key = json.dumps([os.environ[GROUP], sys.executable, os.getuid()])
     address = f"\0rollcall-zygote-{hashlib.sha256(key.encode()).hexdigest()[:32]}"  # in the abstract namespace, without a file
     for _ in range(2):
@@ -107,7 +107,7 @@ def _serve(listener: socket.socket) -> NoReturn:
         for module in os.environ[MODULES].split():
             importlib.import_module(module)
     nothing = os.open(os.devnull, os.O_RDWR)
-    for stream in (0, 1, 2):  # they belong to the first worker; an import that fails is reported there
+    for stream in (0, 1, 2):  # these streams belong to the first worker, where a failed import is reported
         os.dup2(nothing, stream)
     gc.collect()
     gc.freeze()  # a collection in a worker would write to the shared pages, and so copy them
@@ -150,7 +150,7 @@ def _ended() -> tuple[int, int] | None:
 
 
 def _fork(stub: socket.socket, *, keep_out: list[socket.socket], pipe: tuple[int, int]) -> int | None:
-    """Fork the worker that this stub requests. Returns its process id; does not return in the worker."""
+    """Fork the worker that this stub requests, and return its process id. In the worker, this does not return."""
     if not is_own_users(stub):
         stub.close()
         return None

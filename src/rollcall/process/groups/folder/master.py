@@ -1,12 +1,12 @@
-"""Slots and workers on nodes that share only a folder, the master's side: it watches the workers, sends calls and receives answers.
-The workers' side is ``worker``; ``messages`` describes the files.
+"""The master's side of worker groups on nodes that share only a folder: watches the workers, sends calls and receives answers.
+``worker`` is the workers' side; ``messages`` describes the files.
 
-A call is a file in its worker's inbox, its answer a file in ``answers``. Both are labelled with master, worker and epoch: a
-worker answers only calls that are meant for it, from this master, for its current group. Node 0 runs its worker in a child process
-of the master, which is reached the same way.
+A call is a file in its worker's inbox, and its answer is a file in ``answers``. Both are labelled with master, worker and epoch: a
+worker answers only calls that are meant for it, from this master, for its current group. The worker of node 0 is a child process
+of the master, and gets its calls in the same way.
 
 One thread, the postman, receives answers and watches the workers. A worker is dead when its counter stops changing, when it has
-said goodbye, when a different process has taken its place, or when a call takes longer than ``CALL_S``; its open calls then fail. Who
+left, when a different process has taken its place, or when a call takes longer than ``CALL_S``; its open calls then fail. Who
 waits for whom: ``reserve`` waits for a worker on every node, ``settle`` and ``answered`` wait for answers.
 """
 
@@ -50,7 +50,7 @@ from rollcall.process.groups.folder.messages import (
 from rollcall.process.groups.host import GROUP_MARK, RemoteFailureError, end_group
 from rollcall.process.groups.pulse import RecordedCall, Seen
 
-APPEAR_S = 600.0  # until every worker has appeared; a person starts them
+APPEAR_S = 600.0  # until every worker has appeared; a user starts them by hand
 CALL_S = 3600.0  # the deadline of a call
 
 
@@ -64,13 +64,13 @@ class NodeWorker:
         self.death = ""  # why it died; empty: it is alive
         self.on_death: Callable[[str], None] = lambda why: None
         self.number = 0  # number of its last call in this epoch
-        self.calls: dict[int, Call] = {}  # open calls by number; the worker handles one after the other
-        self.since_s = 0.0  # when it began the first of them, or finished the last; monotonic clock
-        self.done: list[RecordedCall] = []  # not reported to anyone yet
+        self.calls: dict[int, Call] = {}  # open calls by number; the worker handles them one after the other
+        self.since_s = 0.0  # when it began the first open call, or finished its last call; monotonic clock
+        self.done: list[RecordedCall] = []  # finished calls that were not reported yet
         self.num_done = 0
 
     def end_call(self, number: int) -> Call:
-        """Record that a call was answered, and that the worker is at the next one now."""
+        """Record that a call was answered, and that the worker is now working on the next call."""
         call, began_s, self.since_s = self.calls.pop(number), self.since_s, time.monotonic()
         if call.link:
             self.done.append(RecordedCall(call.link, began_s, self.since_s))
@@ -79,7 +79,7 @@ class NodeWorker:
 
 
 class FolderBackend:
-    """A folder's master, used in a ``with`` block; at its end the workers learn how the run ended."""
+    """A folder's master, used in a ``with`` block. At the end of the block, the workers learn how the run ended."""
 
     def __init__(
         self,
@@ -123,14 +123,14 @@ class FolderBackend:
         self._presence.end(state=State.ENDED if error is None else State.BROKE_OFF, why=why)
 
     def reserve(self, ask: Ask, *, timeout_s: float) -> Reservation:
-        """Wait until every node has a worker. Uses its own deadline because a person starts the workers by hand."""
+        """Wait until every node has a worker. This ignores ``timeout_s`` and waits longer, because a user starts the workers by hand."""
         wanted = ask.node_ranks or tuple(range(len(ask.slots_per_node)))
         if max(ask.slots_per_node) > 1 or max(wanted) >= self.num_nodes:
             raise ClusterError(
-                f"slots {list(ask.slots_per_node)} were asked for, and each of the {self.num_nodes} nodes of {self.folder} has one"
+                f"slots {list(ask.slots_per_node)} were requested, but each of the {self.num_nodes} nodes of {self.folder} has only one"
             )
         workers = self.await_workers(sorted(wanted), timeout_s=APPEAR_S)
-        # No devices: a process uses the accelerators that its node shows it.
+        # No devices: a process uses the accelerators that are visible on its node.
         nodes = [NodeSeats(node_rank=one.rank, node_id=one.host, address="", bundles=(0,)) for one in workers]
         return Reservation(nodes=nodes, carrier=lambda recipe: Mail(self))  # the workers stay for the next group
 
@@ -149,24 +149,24 @@ class FolderBackend:
             what = f"waiting for worker {listed} of {self.num_nodes} nodes to appear in {self.folder}"
             if not wait.again(what, after_s=0.1):
                 raise NoRoomError(
-                    f"worker {listed} did not appear in {self.folder} within {timeout_s:g} s; on each of those nodes run `rollcall train "
+                    f"worker {listed} did not appear in {self.folder} within {timeout_s:g} s; on each of these nodes, run `rollcall train "
                     f"RUN.yaml --worker R --num-nodes {self.num_nodes} --log-path {self.folder}`, then this command again"
                 )
         return [self._workers[rank] for rank in ranks]
 
     def _start_child(self) -> None:
-        """Start worker 0, unless it was already started and not buried since."""
+        """Start worker 0, unless it is already running."""
         with self.changed:
             if self._child is None:
-                # It is killed when its standard input closes, and so with this process.
+                # The child is killed when its standard input closes, so it ends with this process.
                 module = "rollcall.process.groups.folder.worker"
                 command = [sys.executable, "-m", module, str(self.folder), "0", str(self.num_nodes)]
                 self._child = subprocess.Popen(
                     command, stdin=subprocess.PIPE, start_new_session=True
-                )  # Ctrl-C is for us
+                )  # Ctrl-C must reach only this process
 
     def _welcome(self, rank: int) -> bool:
-        """Whether this rank has a living worker; a new worker takes the place of a dead one."""
+        """Return whether this rank has a living worker. A new worker takes the place of a dead worker."""
         with self.changed:
             known, peer = self._workers.get(rank), self._peers[rank]
             if known is not None and not known.death:
@@ -179,14 +179,14 @@ class FolderBackend:
             for what in ("rollcall", "python"):
                 if str(facts[what]).rpartition(".")[0] != str(ours[what]).rpartition(".")[0]:
                     raise ClusterError(
-                        f"worker {rank} on {facts['host']} has {what} {facts[what]}, and the master has {ours[what]}; install the "
-                        "same on every node"
+                        f"worker {rank} on {facts['host']} has {what} {facts[what]}, but the master has {ours[what]}; install the "
+                        "same version on every node"
                     )
             self._workers[rank] = NodeWorker(rank, facts=facts)
             return True
 
     def facts_of(self, worker: NodeWorker) -> Mapping[str, Any]:
-        """Return what this worker last wrote about itself."""
+        """Return the facts that this worker last wrote about itself."""
         peer = self._peers[worker.rank]
         return peer.facts if peer.incarnation == worker.incarnation else {}
 
@@ -200,7 +200,7 @@ class FolderBackend:
             self._bury(0, "it was ended")
 
     def begin_epoch(self) -> None:
-        """Start a new group: workers drop all work for an older group."""
+        """Start a new group. The workers drop all work for older groups."""
         with self.changed:
             self._epoch += 1
             for worker in self._workers.values():
@@ -240,7 +240,7 @@ class FolderBackend:
                                 self._bury(rank, why)
                     looked = time.monotonic()
                 self._rhythm.note(happened=found)
-            except Exception as error:  # callers that wait for an answer must learn that none will come
+            except Exception as error:  # callers that wait for an answer must learn that no answer will come
                 with self.changed:
                     self._trouble = error
                     self.changed.notify_all()
@@ -267,7 +267,7 @@ class FolderBackend:
                         answered.finish(outcome[0])
                     found = True
                     self.changed.notify_all()
-            remove(answers / name)  # even if it belongs to an earlier conversation
+            remove(answers / name)  # even an answer that belongs to an earlier conversation
         return found
 
     def _cause_of_death(self, rank: int, worker: NodeWorker) -> str:
@@ -278,7 +278,7 @@ class FolderBackend:
         if peer.incarnation != worker.incarnation:
             return f"another process took its place, on {peer.facts.get('host')}"
         if peer.facts.get("state") == State.LEFT:
-            return f"it said goodbye ({peer.facts.get('why')})"
+            return f"it left ({peer.facts.get('why')})"
         if peer.silent_s > SILENT_S:
             return f"its counter in {self._messages.node(rank)} has not moved for {peer.silent_s:.0f} s"
         if worker.calls and (busy_s := time.monotonic() - worker.since_s) > CALL_S:
@@ -291,12 +291,12 @@ class FolderBackend:
             return
         worker.death = why
         if rank == 0 and self._child is not None:
-            self._child.kill()  # a process that hangs would be in the way of the next
+            self._child.kill()  # a process that hangs would block its successor
             self._child.wait(timeout=30)
-            self._child = None  # so the next wait for worker 0, or the current one, starts another
+            self._child = None  # so that a wait for worker 0 starts a new process
         worker.on_death(why)
         self._fail_calls(worker, why)
-        # If it is alive after all, because it was only suspended for a while, it must come back as a new worker.
+        # If the worker was only suspended and is still alive, it must come back as a new worker.
         self._presence.say(dismissed=[worker.incarnation for worker in self._workers.values() if worker.death])
 
     def _fail_calls(self, worker: NodeWorker, why: str) -> None:
@@ -320,7 +320,7 @@ class Mail(Carrier):
         self._post.begin_epoch()
 
     def launch(self, spec: WorkerSpec, *, lost: Member | None, wait: Wait) -> Member:
-        """Use the worker that is waiting on the node; a person starts it."""
+        """Use the worker that is waiting on the node, where a user has started it."""
         (worker,) = self._post.await_workers([spec.node.node_rank], timeout_s=wait.left_s)
         member = Member(replace(spec, node=replace(spec.node, node_id=worker.host)), link=worker)
         worker.on_death = lambda why: self.gang.lose({member: why})
@@ -346,7 +346,7 @@ class Mail(Carrier):
         return not member.link.death
 
     def look(self, members: Sequence[Member], *, last: bool) -> Collection[int]:
-        """Report the calls as the master knows them."""
+        """Report the calls that the master knows of."""
         for member in members:
             worker: NodeWorker = member.link
             facts = self._post.facts_of(worker)
@@ -367,7 +367,7 @@ class Mail(Carrier):
         return ()
 
     def stop(self, members: Sequence[Member], *, timeout_s: float) -> None:
-        """Make the workers drop their work when they see the next epoch, and stop the process of node 0."""
+        """Begin a new epoch, which makes the workers drop their work, and stop the worker process of node 0."""
         self._post.begin_epoch()
         self._post.end_child()
         end_group(self._mark, timeout_s=timeout_s)
