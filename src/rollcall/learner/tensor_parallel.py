@@ -94,7 +94,7 @@ class TensorGroup:
         return pad_rows(part, size)
 
     def join_parts(self, part: Tensor, count: int) -> Tensor:
-        """Join all ranks' parts to [count, ...]. All ranks compute the same results from them, so each has the full gradient of its part."""
+        """Join all ranks' parts to [count, ...]. All ranks compute the same results, so each has the full gradient of its part."""
         if self.size == 1:
             return part
         own = slice(self.rank * len(part), (self.rank + 1) * len(part))
