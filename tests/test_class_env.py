@@ -27,7 +27,7 @@ def player(path: str | None, *functions: str, call_format: Any = "text", is_chat
     [
         (f"{MODULE}:Gone", "has no 'Gone'; it has"),
         (f"{MODULE}:NoReset", "has no reset; give a class"),
-        (f"{MODULE}:Needs", "give the arguments of its __init__ in environment.kwargs"),
+        (f"{MODULE}:Needs", "set environment.kwargs to the arguments of its __init__"),
         (f"{MODULE}:add", "not a class"),
         (f"{MODULE}:GuessPlainly", "needs type: step"),
         (MODULE, "is not module:Class; write for example my_env:Game"),
@@ -39,7 +39,7 @@ def test_a_class_that_cannot_be_used_is_refused_with_what_to_do(path: str, why: 
 
 
 def test_a_function_that_cannot_be_a_tool_is_refused_with_what_to_do() -> None:
-    with pytest.raises(ValueError, match="untold has no docstring; say there"):
+    with pytest.raises(ValueError, match="untold has no docstring; write one"):
         player(None, f"{MODULE}:untold")
     with pytest.raises(ValueError, match="environment.tools.0=.*there is already a tool ask"):
         player(f"{MODULE}:Secret", f"{MODULE}:ask")

@@ -351,7 +351,7 @@ def test_failures_are_the_programs_own(
     assert episode and episode.ended is EndReason.ERROR and "my own mistake" in episode.error
     environments = hosted_at(hosts.open("true"))
     episode = played(tokenizer, environments, columns={"long": "x" * 200_000}).episode
-    assert episode and "ROLLCALL_ROW has 200," in episode.error and "leave long columns out" in episode.error
+    assert episode and "ROLLCALL_ROW has 200," in episode.error and "remove long columns" in episode.error
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "missing"))
     episode = played(tokenizer, hosted_at(hosts.open("true"))).episode
     assert episode and episode.ended is EndReason.ERROR and "folder for temporary files" in episode.error

@@ -313,7 +313,7 @@ def test_a_redirect_to_another_address_is_not_followed_and_never_gets_the_key() 
     with serving(lambda asked: scored(1)) as other, serving(lambda asked: scored(1)) as service:
         away = {"Location": f"{other.url}/chat/completions"}
         service.reply = lambda asked: Reply(status=307, headers=away)
-        with pytest.raises(EndpointLostError, match="redirects to http://127.0.0.1/v1.*write the final address"):
+        with pytest.raises(EndpointLostError, match="redirects to http://127.0.0.1/v1.*set url to the final address"):
             scores_of(a_judge(service.url, key_env="JUDGE_KEY"), "x")
         assert not other.asked
         service.reply = lambda asked: Reply(status=307, headers={"Location": "http://[::1"})

@@ -270,10 +270,10 @@ def test_arguments_of_the_optimizer_reach_it() -> None:
     ("choice", "message"),
     [
         (dict(name="AdamW"), "has no module; write the import path, such as torch.optim.AdamW"),
-        (dict(name="torch.optim.Adamm"), "is not an optimizer of torch's kind"),
+        (dict(name="torch.optim.Adamm"), "is not a torch optimizer"),
         (dict(name="apex.optimizers.FusedAdam"), "cannot be imported .*; install it, or write torch.optim.AdamW"),
         (dict(name="torch.optim.LBFGS"), "needs a closure or sparse gradients"),
-        (dict(name="torch.nn.Linear"), "is not an optimizer"),
+        (dict(name="torch.nn.Linear"), "is not a torch optimizer"),
         (
             dict(kwargs=dict(momentum=0.9)),
             "kwargs.momentum is not an argument of torch.optim.AdamW; it takes lr, betas",

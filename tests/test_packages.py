@@ -76,7 +76,9 @@ def test_another_python_without_our_libraries_runs_an_environment() -> None:
 
 def test_a_client_of_openenv_without_its_library_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "aiohttp", None)
-    with pytest.raises(ModuleNotFoundError, match="aiohttp is not installed in .*; install it there, or name a Python"):
+    with pytest.raises(
+        ModuleNotFoundError, match="aiohttp is not installed in .*; install it there, or set environment.python"
+    ):
         asyncio.run(Server("http://127.0.0.1:9").reset({}))
 
 

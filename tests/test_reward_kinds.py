@@ -128,7 +128,7 @@ def test_a_run_takes_functions_and_whoever_continues_it_gives_them_again(tmp_pat
     other = fork_context().Process(target=continue_run, args=(run.dir, said))
     other.start()
     other.join()
-    assert "reward.0.path=<python>:letters is a function that Python code passed" in said.read_text()
+    assert "reward.0.path=<python>:letters is a function that was passed as an object" in said.read_text()
 
 
 def test_rewards_in_a_map_of_sections_may_be_functions() -> None:

@@ -150,11 +150,11 @@ def test_a_pickle_that_wants_more_than_tensors_is_refused_and_not_run(
     torch.save({"w": torch.zeros(2), "x": Harm()}, file)
     with pytest.raises(pickle.UnpicklingError):
         torch.load(file, weights_only=True)
-    with pytest.raises(StoredError, match="rank_0.pt refers to posix.mkdir.*no code was run"):
+    with pytest.raises(StoredError, match="rank_0.pt refers to posix.mkdir.*No code was run"):
         open_stored(folder)
     (tmp_path / "b").mkdir()
     (tmp_path / "b" / ".metadata").write_bytes(pickle.dumps(Harm()))
-    with pytest.raises(StoredError, match="metadata refers to posix.mkdir.*no code was run"):
+    with pytest.raises(StoredError, match="metadata refers to posix.mkdir.*No code was run"):
         open_stored(tmp_path / "b")
     assert not (tmp_path / "harm-was-done").exists()
 

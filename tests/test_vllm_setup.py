@@ -74,7 +74,7 @@ def test_the_room_of_the_cache_is_what_was_asked_for() -> None:
 
 
 def test_a_model_that_vllm_cannot_run_here_is_refused_before_it_starts() -> None:
-    with pytest.raises(VllmUnavailable, match="heads of 16; on a CPU vLLM has kernels only for 32, 64"):
+    with pytest.raises(VllmUnavailable, match="a head dimension of 16; on a CPU, vLLM has kernels only for 32, 64"):
         spec_of(make_model())
     with pytest.raises(
         VllmUnavailable, match="tensor_parallel_size=3 does not divide 4 attention heads and 2 KV heads"

@@ -420,7 +420,7 @@ def test_tensors_in_a_file_that_do_not_fit_are_refused_by_name(tmp_path: Path, p
 
 @pytest.mark.parametrize(
     ("spoilt", "reason"),
-    [(lambda data: data[:-100], "not fully covered"), (lambda data: b"{}", "not a file of weights")],
+    [(lambda data: data[:-100], "not fully covered"), (lambda data: b"{}", "is not a weight file")],
     ids=["short", "other"],
 )
 def test_a_file_that_is_not_whole_is_read_again_and_then_refused(

@@ -27,7 +27,7 @@ from rollcall.model.recompute import HostStore
 from rollcall.plan.activations import Recompute
 
 _ONE, _NOTHING = np.zeros(1, dtype=np.int64), np.zeros(1, dtype=np.float32)
-# The micro-batch for a rank that has none left while other ranks do.
+# The micro-batch for a rank that has none left while other ranks still have some.
 IDLE = MicroBatch(
     token_ids=_ONE, positions=_ONE, kv_index=_ONE, cu_q=np.array([0, 1], dtype=np.int32),
     cu_k=np.array([0, 1], dtype=np.int32), logit_index=_ONE, targets=_ONE, row=_ONE, sample_index=_ONE, attempt=_ONE,
@@ -38,7 +38,7 @@ IDLE = MicroBatch(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Work:
-    """One micro-batch, or this rank's tokens from it, on its way through the model."""
+    """One micro-batch, or this rank's tokens from it, during its pass through the model."""
 
     token_ids: Tensor  # [N]
     layers: Pass
@@ -53,7 +53,7 @@ class BodyBase(ABC):
 
     in_parts: bool  # whether a rank has only a part of each weight
     together: bool  # whether all ranks must run each forward and backward together
-    counts: bool  # whether this is the first rank that works on its rows
+    counts: bool  # whether this is the first of the ranks that work on these rows
     place: tuple[int, int]  # index of this rank's share of the rows, and number of shares
     num_tensor = 1  # ranks that divide each layer
     named: Mapping[str, Tensor]  # the weights that the optimizer updates
@@ -79,7 +79,7 @@ class BodyBase(ABC):
     def stats(
         self, batch: MicroBatch, *, temperature: float, recompute: Recompute = Recompute.NO, plain: bool = False
     ) -> TokenStats:
-        """With ``plain``, compute them for the model without its adapter."""
+        """Compute the token statistics. With ``plain``, compute them for the model without its adapter."""
         return TokenStats(*self._forward(batch, temperature=temperature, recompute=recompute, plain=plain))
 
     def values(self, batch: MicroBatch, *, recompute: Recompute = Recompute.NO) -> Tensor:
@@ -121,7 +121,7 @@ class BodyBase(ABC):
         """Compute ``head_outputs`` for the work's logits."""
 
     def nothing(self) -> Tensor:
-        """Return the loss of an idle pass: it is zero, and so are all its gradients."""
+        """Return the loss of an idle pass, which is zero and has only zero gradients."""
         return self._forward(IDLE)[0].sum() * 0.0
 
     @abstractmethod
@@ -166,7 +166,7 @@ class BodyBase(ABC):
 
     @property
     def frozen_bytes(self) -> int:
-        """Memory for the weights that an adapter is added to."""
+        """Memory for the model's own weights while only an adapter is trained, else 0."""
         return 0 if self.adapter is None else sum(self.local(name).nbytes for name in self.base_names)
 
     def non_finite(self) -> list[str]:
@@ -180,7 +180,7 @@ class BodyBase(ABC):
 
 
 def store_of(recompute: Recompute, device: torch.device) -> HostStore | None:
-    """Return a store for one forward and backward that keeps layer inputs on the host, or None if they stay on the device."""
+    """Return a store that keeps layer inputs on the host for one forward and backward pass, or None if they stay on the device."""
     return HostStore(device) if recompute is Recompute.ON_HOST and device.type == "cuda" else None
 
 

@@ -9,8 +9,8 @@ heads, and a second one reverses this (Ulysses):
 So attention sees complete rows, with the prefixes that they share, and every rank has the same work. Tokens are dealt out in turn
 because the tokens that need a logit are at the ends of rows: a contiguous part would often have all of them, or none.
 
-The logit statistics go to all ranks of the group, so each computes the full loss. Each rank has the gradient of its own tokens,
-and the weights' gradient is the sum over all ranks, as it is over data ranks.
+The logit statistics go to all ranks of the group, so each rank computes the full loss. Each rank has the gradient of its own tokens,
+and the gradient of the weights is the sum over all ranks, just as over data ranks.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ from rollcall.model.layer import Attend
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Own:
-    """One rank's tokens and logits from a micro-batch. All ranks have the same number of tokens and of logits; the last ones may
-    be padding."""
+    """One rank's tokens and logits from a micro-batch. All ranks have the same number of tokens and the same number of logits. The last
+    ones may be padding."""
 
     token_ids: Longs  # [n]
     positions: Longs  # [n]
@@ -95,8 +95,8 @@ class ContextGroup:
         return run
 
     def join(self, values: Tensor, own: Own) -> Tensor:
-        """Join each rank's values [m] into the micro-batch's [M]. All ranks compute the same from them, so each rank has the full
-        gradient of its part."""
+        """Join each rank's values [m] into the micro-batch's [M]. All ranks compute the same results from them, so each rank has the
+        full gradient of its part."""
         if own.places is None:
             return values
         mine = slice(self.rank * len(values), (self.rank + 1) * len(values))
@@ -106,7 +106,7 @@ class ContextGroup:
         return everyones.index_select(0, on_device(own.places, values.device))
 
     def _to_heads(self, q: Tensor, k: Tensor, v: Tensor, count: int) -> list[Tensor]:
-        """Exchange [n, H, D] for own tokens into [count, H / c, D] for own heads. Ranks that share a key/value head all get it."""
+        """Exchange [n, H, D] for own tokens into [count, H / c, D] for own heads. Ranks that share a key/value head all get that head."""
         copies = max(1, self.size // k.shape[1])
         if copies > 1:
             k, v = k.repeat_interleave(copies, dim=1), v.repeat_interleave(copies, dim=1)

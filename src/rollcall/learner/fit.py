@@ -1,12 +1,12 @@
 """Handles micro-batches that do not fit in memory.
 
-A failed allocation loses no gradient: the results for the micro-batch are dropped, and it is packed again with half the tokens,
-like all later ones. The smaller size stays. The run ends only if a single row does not fit; the error lists the memory that it
+A failed allocation loses no gradient: the results for the micro-batch are dropped, and it is packed again with half the tokens.
+All later micro-batches keep the smaller size. The run ends only if a single row does not fit; the error lists the memory that it
 needs.
 
-If a model or its tokens are divided, all ranks are inside the same forward. A rank that fails cannot run it again, because the others
-wait for it in a collective. So it raises ``BatchTooLargeError``. The attempt ends, and the next one starts from the newest checkpoint
-with half the tokens; the groups are in the journal.
+If a model or its tokens are divided, all ranks are inside the same forward pass. A rank that fails cannot run it again, because the
+others wait for it in a collective. So it raises ``BatchTooLargeError``. The attempt ends, and the next one starts from the newest
+checkpoint with half the tokens. The groups are in the journal.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ LossOf = Callable[[MicroBatch], tuple[Tensor, dict[str, Tensor]]]
 def accumulate(
     body: BodyBase, fit: Fit, packing: Packing, loss_of: LossOf, optimizer: Optimizer
 ) -> list[tuple[MicroBatch, dict[str, Tensor]]]:
-    """Run backward for every micro-batch; return each with its metrics."""
+    """Run the backward pass of every micro-batch. Return each micro-batch with its metrics."""
 
     def run(batch: MicroBatch) -> dict[str, Tensor]:
         loss, metrics = loss_of(batch) if batch is not IDLE else (body.nothing(), {})
@@ -48,7 +48,7 @@ def each_fitting(
     body: BodyBase, fit: Fit, packing: Packing, run: Callable[[MicroBatch], T], *, optimizer: Optimizer | None = None
 ) -> Iterator[tuple[MicroBatch, T]]:
     """Yield each micro-batch with the result of ``run``. If a micro-batch does not fit, use smaller ones, unless other ranks run the
-    same one. The next micro-batch is packed while a GPU still computes the last."""
+    same one. The next micro-batch is packed while a GPU still computes the last one."""
     rows, done = range(len(packing.samples)), set[int]()
     waiting = packing.batches(rows, fit.tokens * body.context.size)
     if body.in_parts:  # every rank must run the same number of micro-batches
@@ -68,7 +68,7 @@ def each_fitting(
                 done.update(batch.sample_index.tolist())
                 yield batch, result
             continue
-        # Release memory outside the handler, because the error keeps the frames alive, and these keep the tensors.
+        # Release memory outside the handler, because the error keeps the frames alive, and the frames keep the tensors alive.
         release(body.device)
         if not fit.shrink(batch, why=why, units=packing.units(batch), furthest=_furthest(body, optimizer)):
             raise MemoryShortError(row_sentence(body, fit, batch, why=why, optimizer=optimizer))
@@ -91,7 +91,7 @@ def too_large(
 
 
 def release(device: torch.device) -> None:
-    """Return the memory of what failed to the GPU."""
+    """Return the memory of a failed micro-batch to the GPU."""
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()
@@ -128,7 +128,7 @@ def passes_of(body: BodyBase, fit: Fit, *, recompute: Recompute | None = None) -
 
 
 def row_sentence(body: BodyBase, fit: Fit, batch: MicroBatch, *, why: str, optimizer: Optimizer | None) -> str:
-    """Return the error message for a single row, or an attempt whose rows stay together, that does not fit."""
+    """Return the error message for a single row, or for an attempt whose rows stay together, that does not fit."""
     rows = "a row" if batch.num_rows == 1 else f"{counted(batch.num_rows, 'row')} that stay together, in all"
     parts = _needs(body, optimizer)
     parts["activations of this row"] = passes_of(body, fit).peak(-(-batch.num_tokens // body.context.size))
@@ -149,7 +149,7 @@ def row_sentence(body: BodyBase, fit: Fit, batch: MicroBatch, *, why: str, optim
 
 
 def step_sentence(body: BodyBase, fit: Fit, optimizer: Optimizer, why: str) -> str:
-    """Return the error message for when there is no memory to update the weights, whatever the micro-batch size."""
+    """Return the error message for too little memory to update the weights, whatever the micro-batch size."""
     return (
         f"{fit.name}: there is no memory left to update the weights ({why}). The update needs {_listed(_needs(body, optimizer))}"
         f"{_card(body.device)}. Lower rollout.kv_memory_fraction, set {fit.name}.master_weights=false, or divide the model with {fit.name}.sharding=fsdp over more "
@@ -158,7 +158,7 @@ def step_sentence(body: BodyBase, fit: Fit, optimizer: Optimizer, why: str) -> s
 
 
 def _furthest(body: BodyBase, optimizer: Optimizer | None) -> Recompute:
-    """Return the setting that keeps the least in memory. Without a backward, layers keep nothing; on a CPU, all memory is host memory."""
+    """Return the setting that keeps the least in memory. Without a backward pass, layers keep nothing. A CPU has only host memory."""
     if optimizer is None:
         return Recompute.NO
     return Recompute.ON_HOST if body.device.type == "cuda" else Recompute.YES

@@ -1,9 +1,9 @@
 """The processes that train one model together.
 
 Each process has the full model, or a part of it (``sharded.py``), and works on its own rows. Gradients are summed over all
-members before the optimizer steps, so all take the same step. A single learner is a gang of one. Every member must make the
+members before the optimizer steps, so all members take the same step. A single learner is a gang of one. Every member must make the
 same calls in the same order. Members meet at a store that only they can enter. In every group, they prove their identity to
-each other before the group is used (``nodes/meeting.py``).
+each other before they use the group (``nodes/meeting.py``).
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from rollcall.plan.mesh import ModelSplit
 
 BUCKET_BYTES = 64 << 20  # gradients go over the network in pieces of about this size
 JOIN_S = 300.0
-# A debugger may stop a member for this long. If a member dies, the others' calls end at once; the worker supervision notices a
-# silent or stuck member and kills it.
+# A debugger may stop a member for this long. If a member dies, the calls of the others end at once. The supervision of workers
+# notices a silent or stuck member and kills it.
 COLLECTIVE_S = 24 * 3600.0
 
 
@@ -60,11 +60,11 @@ class Gang:
         listener: socket.socket | None = None,
         interface: str | None = None,
     ) -> Gang:
-        """Meet the others where rank 0 listens, before the deadline. torch also listens on ``interface``."""
+        """Meet the other members at rank 0's listener, before the deadline. torch also listens on ``interface``."""
         gang = cls(rank=rank, size=size)
         if size == 1:
             return gang
-        if interface is not None:  # torch creates its own groups, and reads the interface only from here
+        if interface is not None:  # torch creates its own groups, and reads the interface only from these variables
             os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
             os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={interface}")  # "=" means exactly this name, not a prefix
         gang._secret = place.secret
@@ -85,7 +85,7 @@ class Gang:
         return gang
 
     def greet(self, group: Any, name: str) -> None:
-        """Have the members of a new group prove their identity to each other; each name must be new."""
+        """Let the members of a new group prove their identity to each other. Each group needs a new name."""
         if self.size == 1:
             return
         if dist.get_backend(group) == "gloo":
@@ -111,7 +111,7 @@ class Gang:
         return _gather_bytes(data, group=self._small, size=self.size) if self.size > 1 else [data]
 
     def gather(self, value: Any) -> list[Any]:
-        """Gather a small value from each member, by rank, as JSON. Never use pickle here: reading a pickle runs code."""
+        """Gather a small value from each member, by rank, as JSON. Never use pickle for this, because reading a pickle runs code."""
         return [json.loads(data) for data in self.gather_bytes(json.dumps(value).encode())]
 
     def names_of_all(self, names: list[str]) -> list[str]:
@@ -119,7 +119,7 @@ class Gang:
         return list(dict.fromkeys(name for own in self.gather(names) for name in own))
 
     def gather_floats(self, values: Floats) -> list[Floats]:
-        """Gather each member's float32 values, by rank; their lengths may differ."""
+        """Gather each member's float32 values, by rank. Their lengths may differ."""
         own = np.ascontiguousarray(values, dtype="<f4").tobytes()
         return [np.frombuffer(data, dtype="<f4").astype(np.float32) for data in self.gather_bytes(own)]
 
@@ -204,8 +204,8 @@ def make_meshes(gang: Gang, split: ModelSplit, *, device_type: str, kv_copies: i
 
 
 def share(costs: Sequence[int], *, keys: Sequence[int], attempts: Sequence[int], rank: int, size: int) -> list[int]:
-    """Return the items for ``rank`` of ``size``; all ranks get about equal cost. Items with equal keys stay together if there are
-    enough keys for all members; items of one attempt always stay together.
+    """Return the items for ``rank`` of ``size``. All ranks get about equal cost. Items with equal keys stay together if there are
+    enough keys for all members. Items of one attempt always stay together.
 
     >>> share([5, 1, 1, 3], keys=[0, 1, 2, 3], attempts=[0, 1, 2, 3], rank=1, size=2)
     [1, 2, 3]
@@ -231,7 +231,7 @@ def units_of(keys: Sequence[int]) -> list[list[int]]:
 
 
 def balance(parts: Sequence[list[int]], costs: Sequence[int], *, size: int) -> list[list[int]]:
-    """Divide parts over ``size`` members: costliest part first, each to the member with the least cost; a member's items are sorted.
+    """Divide parts over ``size`` members. The costliest part goes first, each to the member with the least cost. Items are sorted.
 
     >>> balance([[0, 1], [2], [3], [4, 5]], [9, 4, 6, 3], size=2)
     [[0, 1, 4, 5], [2, 3]]

@@ -1,4 +1,4 @@
-"""How a weight is divided over the ranks of a gang, and which blocks of the model's tensors a rank has.
+"""How a weight is divided over the ranks of a gang, and which blocks of the model's tensors each rank has.
 
 A rank's part of a fused weight (q/k/v, gate/up) contains rows from several model tensors. ``blocks`` says where each run of
 these rows belongs in the tensors that transformers knows, so that checkpoints use transformers' names and any other gang can
@@ -48,7 +48,7 @@ class WeightSplit:
     shape: torch.Size  # the full weight's shape
     rows: tuple[int, ...]  # rows of each tensor that the weight is fused from
     split: ModelSplit = WHOLE
-    dim: int | None = None  # the dimension that tensor parallelism cuts; None if all tensor ranks have the same
+    dim: int | None = None  # the dimension that tensor parallelism cuts; None if all tensor ranks have the same data
     order: Tensor | None = None  # the full weight's rows in the order in which they are cut
     is_root: bool = False  # whether it is also sharded over the ranks of the tensor groups
 
@@ -64,7 +64,7 @@ class WeightSplit:
         return part[rank * rows : (rank + 1) * rows]
 
     def tensor_part(self, whole: Tensor) -> Tensor:
-        """Return the part that all ranks with this rank's place in their tensor groups have together."""
+        """Return the part that the ranks with this rank's index in their tensor groups have together."""
         if self.order is not None:
             whole = whole.index_select(0, self.order.to(whole.device))
         if self.dim is None or self.split.tensor == 1:
@@ -72,8 +72,8 @@ class WeightSplit:
         return whole.chunk(self.split.tensor, dim=self.dim)[self.split.tensor_rank]
 
     def blocks(self, *, own: bool = False) -> Iterator[Block]:
-        """Yield all blocks of this rank's part, in row order; with ``own``, without the blocks that another rank writes."""
-        # Maps each row of the part to its row in the full weight. It has a second dimension because that may be cut.
+        """Yield all blocks of this rank's part, in row order. With ``own``, leave out the blocks that another rank writes."""
+        # Maps each row of the part to its row in the full weight. The second dimension exists because it may be cut.
         index = torch.arange(self.shape[0])[:, None].expand(-1, self.split.tensor if self.dim == 1 else 1)
         rows = self.cut(index)[:, 0].numpy()
         keep = self._is_own(rows) if own else np.ones(len(rows), dtype=bool)
@@ -96,7 +96,7 @@ class WeightSplit:
         return Block(name=name, start=(row, *start), shape=(count, *rest), whole=(of, *self.shape[1:]), row=at)
 
     def _is_own(self, rows: np.ndarray) -> np.ndarray:
-        """Return which of these rows this rank writes: the first rank that has a row writes it."""
+        """Return which of these rows this rank writes. The first rank that has a row writes it."""
         split = self.split
         if split.lane >= split.shard or (self.dim is None and not self.is_root and split.tensor_rank):
             return np.zeros(len(rows), dtype=bool)

@@ -1,6 +1,6 @@
-"""The learner: samples in, an updated policy out.
+"""The learner: it gets samples and updates the policy.
 
-``update`` packs the samples, sums gradients over micro-batches and steps the optimizer; ``score`` runs the same forward
+``update`` packs the samples, sums gradients over micro-batches and steps the optimizer. ``score`` runs the same forward pass
 without gradients. The loss is a weighted sum over tokens. The weights are fixed before packing, so neither packing
 nor accumulation changes the gradient.
 """
@@ -42,7 +42,7 @@ Body: TypeAlias = "Whole | Sharded"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenScores:
-    """Scores per response token, [T]; zero where the mask is false."""
+    """Scores per response token, [T]. They are zero where the mask is false."""
 
     logprobs: Floats
     entropy: Floats
@@ -71,8 +71,8 @@ class Learner:
         unread: Stored | None = None,
         adapter: Adapter | None = None,
     ):
-        """If each rank takes only a part of ``model``, it may be on a different device than ``device``. It then does not change,
-        unless ``mirror`` makes it follow the trained weights. ``unread`` is where to read the weights of a model on the meta device.
+        """If each rank takes only a part of ``model``, the model may be on a different device than ``device``. It then does not change,
+        unless ``mirror`` makes it follow the trained weights. ``unread``: the files with the weights of a model on the meta device.
         With an ``adapter``, only the adapter is trained, and only the adapter is mirrored."""
         self.adapter = adapter
         self.model = model
@@ -94,17 +94,17 @@ class Learner:
 
     @cached_property
     def base_identities(self) -> dict[str, str]:
-        """Identities, by type, of the weights that the adapter is added to, which never change. Empty without an adapter or identities."""
+        """Fingerprints, by dtype, of the weights under the adapter, which never change. Empty without an adapter or fingerprints."""
         if self.adapter is None or is_adapter(self.adapter.base):
             return {}
         return base_identities(self.body.base_tensors(), dtype=self.body.dtype)
 
     def score(self, samples: Sequence[Sample]) -> list[TokenScores]:
-        """Compute the policy's own statistics for the samples' tokens, at the sampling temperature."""
+        """Compute the policy's own statistics for the samples' tokens at the sampling temperature."""
         return score_samples(self.body, samples, self.section, temperature=self.temperature)
 
     def update(self, samples: Sequence[Sample]) -> dict[str, float]:
-        """Make all updates of one step (epochs x minibatches); the metrics are means over the updates."""
+        """Make all updates of one step (epochs x minibatches). The metrics are means over the updates."""
         rows: list[dict[str, float]] = []
         if self.rescores and samples[0].old_logprobs is None:
             scores = self.score(samples)
@@ -114,7 +114,10 @@ class Learner:
                 rows.append(self._update_once(part))
         self.refresh()
         metrics = {name: float(np.mean([row[name] for row in rows if name in row])) for name in rows[0]}
-        for name in ("mismatch", "mismatch_max"):  # only the first update sees the policy that was sampled from
+        for name in (
+            "mismatch",
+            "mismatch_max",
+        ):  # only in the first update is the policy still the one that was sampled from
             metrics[name] = rows[0][name]
         metrics["lr"] = rows[-1]["lr"]
         return metrics
@@ -160,8 +163,8 @@ class Learner:
         return {**metrics, "loss": loss, "mismatch": mismatch / num_tokens, "mismatch_max": largest, **stepped}
 
     def _rows_with_gradient(self, samples: Sequence[Sample]) -> list[int]:
-        """Return the rows that can change the weights. Without KL or entropy in the loss, a row with zero advantages cannot. The loss
-        weights already count such a row, so leaving it out is exact and saves work."""
+        """Return the rows that can change the weights. Without KL or entropy in the loss, a row with zero advantages cannot change them.
+        The loss weights already count such a row, so leaving it out is exact and saves work."""
         regularised = self.algorithm.entropy_coef > 0 or (self.algorithm.kl_coef > 0 and self.algorithm.kl_in == "loss")
         with_loss = [row for row, sample in enumerate(samples) if sample.mask.any()]
         if regularised:
@@ -202,7 +205,7 @@ class Learner:
 
 
 class Critic:
-    """PPO's value function: a body like the policy's with a scalar head, and its own optimizer."""
+    """PPO's value function: a body like the policy's with a scalar head, and an optimizer."""
 
     def __init__(
         self,
@@ -257,7 +260,7 @@ class Critic:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reference:
-    """The frozen policy, which computes log-probs of samples. With ``plain``, it is ``body`` without the adapter."""
+    """The frozen policy, which computes log-probs of samples. With ``plain``, it uses ``body`` without the adapter."""
 
     body: Body
     section: OptimizerSection
@@ -280,7 +283,7 @@ def make_body(
     unread: Stored | None = None,
     adapter: Adapter | None = None,
 ) -> Body:
-    """Create this rank's body: all of the model's weights, or a part. ``unread`` is where to read the weights of a model on the meta
+    """Create this rank's body: all of the model's weights, or a part. ``unread``: the files with the weights of a model on the meta
     device. With an ``adapter``, only the adapter is trained."""
     split = split_of(section, rank=gang.rank, nodes=gang.nodes, name=name)
     optimizer_class(section, name=name, in_parts=split is not None)
@@ -294,7 +297,7 @@ def make_body(
     where = device or decoder.device
     if section.cpu_offload and where.type == "cpu":
         raise ValueError(
-            f"{name}.cpu_offload=true keeps weights off the accelerator, and this run has none (it is on the CPU); leave it out"
+            f"{name}.cpu_offload=true keeps weights off the accelerator, but this run uses no accelerator, only the CPU; leave it out"
         )
     return Sharded(
         decoder,
@@ -326,8 +329,8 @@ def share_rows(samples: Sequence[Sample], rows: Sequence[int], body: Body) -> li
 def step_on(
     model: Learner | Critic, samples: Sequence[Sample], *, rows: Sequence[int], weights: Floats
 ) -> tuple[dict[str, float], dict[str, float]]:
-    """Run backward for the gang's micro-batches of these rows, then one optimizer step. Return the metrics of both. Metrics of the
-    micro-batches are summed (``*_max``: the largest)."""
+    """Run the backward passes of the gang's micro-batches for these rows, then one optimizer step. Return the metrics of both. Metrics
+    of the micro-batches are summed (``*_max``: the largest)."""
     body, optimizer = model.body, model.optimizer
     mine = share_rows(samples, rows, body)
     packing = Packing(
@@ -365,7 +368,7 @@ def step_on(
 def score_samples(
     body: Body, samples: Sequence[Sample], section: OptimizerSection, *, temperature: float, plain: bool = False
 ) -> list[TokenScores]:
-    """Compute a model's statistics for the samples' tokens; the frozen reference uses this too."""
+    """Compute a model's statistics for the samples' tokens. The frozen reference uses this too."""
     run = partial(body.stats, temperature=temperature, plain=plain)
     rows = zip(*over_samples(body, samples, section, run, num_outputs=3), strict=True)
     return [TokenScores(logprobs=one, entropy=two, certainty=three) for one, two, three in rows]
@@ -379,8 +382,8 @@ def over_samples(
     *,
     num_outputs: int,
 ) -> list[list[Floats]]:
-    """Compute the outputs of ``run`` for each loss token, as [T] per sample. If the members of a gang run every forward
-    together, each runs its share of the samples, and all members get all results."""
+    """Compute the outputs of ``run`` for each loss token, as [T] per sample. If the members of a gang run every forward pass
+    together, each member runs its share of the samples, and all members get all results."""
     mine = share_rows(samples, range(len(samples)), body) if body.together else list(range(len(samples)))
     own = [samples[index] for index in mine]
     out = [[np.zeros(len(sample.response_ids), dtype=np.float32) for sample in own] for _ in range(num_outputs)]
@@ -391,7 +394,7 @@ def over_samples(
             scatter(values, batch, own, rows)
     if not body.together:
         return out
-    # Gather from each rank the indices of its samples, and all their numbers, output by output.
+    # Gather the indices of each rank's samples and all their values, output by output.
     counts = body.counts
     shares = body.gang.gather(mine if counts else [])
     flat = np.concatenate([np.zeros(0, dtype=np.float32), *(row for rows in out for row in rows)])
@@ -406,14 +409,14 @@ def over_samples(
 
 
 def scatter(values: Tensor, batch: MicroBatch, samples: Sequence[Sample], out: list[Floats]) -> None:
-    """Write values per loss token back to the rows that they came from."""
+    """Write values per loss token back to the rows from which they came."""
     flat = values.float().cpu().numpy()
     for row, index in enumerate(batch.sample_index):
         out[index][samples[index].mask] = flat[batch.row == row]
 
 
 def split_by_draw(samples: Sequence[Sample], parts: int) -> Iterator[Sequence[Sample]]:
-    """Yield consecutive parts with the same number of prompts. A group is never split; a part without loss tokens is left out."""
+    """Yield consecutive parts with the same number of prompts. A group is never split. A part without loss tokens is left out."""
     draws = list(dict.fromkeys(sample.draw for sample in samples))
     size = -(-len(draws) // parts)
     some = any(sample.mask.any() for sample in samples)

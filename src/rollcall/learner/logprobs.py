@@ -1,7 +1,7 @@
 """Log-probs of chosen tokens, computed directly from hidden states, a chunk of rows at a time.
 
-The forward keeps a few numbers per row, and the backward recomputes each chunk's logits, so the full [tokens, vocabulary]
-matrix never exists. If a GPU has room for the logits, the forward keeps them and saves a product; the results are the same.
+The forward pass keeps a few numbers per row, and the backward pass recomputes each chunk's logits, so the full [tokens, vocabulary]
+matrix never exists. If a GPU has room for the logits, the forward pass keeps them and saves a product; the results are the same.
 Entropy and self-certainty come from the same pass.
 """
 
@@ -50,7 +50,7 @@ class _TokenStats(torch.autograd.Function):
         ctx.save_for_backward(hidden, weight, targets, lse, entropy)
         ctx.scale = scale
         ctx.mark_non_differentiable(certainty)
-        ctx.set_materialize_grads(False)  # an unused entropy then costs nothing in the backward
+        ctx.set_materialize_grads(False)  # an unused entropy then costs nothing in the backward pass
         return logprobs, entropy, certainty
 
     @staticmethod
@@ -73,7 +73,7 @@ class _TokenStats(torch.autograd.Function):
                 scale=ctx.scale,
                 dtype=hidden.dtype,
             )
-            del logits  # these are the largest tensors here: keep only one chunk alive at a time
+            del logits  # logits are the largest tensors, so keep only one chunk alive at a time
             torch.mm(grad, weight, out=grad_hidden[part])
             if grad_weight is not None:
                 _accumulate(grad_weight, grad, hidden[part])
@@ -86,7 +86,7 @@ _may_keep = True
 
 @contextmanager
 def not_kept() -> Iterator[None]:
-    """Keep no logits while the block runs, to measure the least memory that is needed."""
+    """Keep no logits while the block runs, to measure the least memory that a pass needs."""
     global _may_keep
     before, _may_keep = _may_keep, False
     try:
@@ -96,7 +96,7 @@ def not_kept() -> Iterator[None]:
 
 
 def _has_room(rows: int, weight: Tensor) -> bool:
-    """Whether the GPU has twice as much free memory as all logits take."""
+    """Return whether the GPU has twice as much free memory as all logits take."""
     if not weight.is_cuda or not _may_keep:
         return False
     device = weight.device
@@ -138,7 +138,7 @@ def _grad_logits(
     logits: Tensor, targets: Tensor, *, lse: Tensor, grad_logprobs: Tensor, entropy: Tensor, grad_entropy: Tensor | None,
     scale: float, dtype: torch.dtype,
 ) -> Tensor:  # fmt: skip
-    """d/dlogits of sum(grad_logprobs * logprobs + grad_entropy * entropy)."""
+    """Compute d/dlogits of sum(grad_logprobs * logprobs + grad_entropy * entropy)."""
     if logits.is_cuda:
         from rollcall.model.kernels.logprobs import grad_logits
 

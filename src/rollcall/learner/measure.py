@@ -1,4 +1,4 @@
-"""Runs a forward and backward with made-up rows, to measure how much memory a micro-batch really takes on this GPU."""
+"""Runs forward and backward passes with made-up rows, to measure how much memory a micro-batch really takes on this GPU."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Rows:
     group: int  # completions per prompt
 
     def fill(self, tokens: int, *, vocab: int) -> list[Sample]:
-        """Make groups with about this many packed tokens; there are always several rows."""
+        """Create groups with about this many packed tokens and several rows."""
         prompt, response = min(self.prompt, max(1, tokens // 8)), min(self.response, max(2, tokens // 4))
         rng = np.random.default_rng(0)
         samples: list[Sample] = []
@@ -51,7 +51,7 @@ def _row(prompt: np.ndarray, response: np.ndarray, *, draw: int, attempt: int) -
 
 def measured(model: Learner | Critic, rows: Rows) -> Line | None:
     """Measure the extra bytes, including gradient sums, that passes with the model's current ``fit`` need. Return None if there are
-    too few tokens to tell. All ranks of a gang must call it together, with the same ``fit``."""
+    too few tokens to measure. All ranks of a gang must call this together, with the same ``fit``."""
     most = model.fit.tokens
     many, few = most // 2, most // 4
     if few < 8:
@@ -68,7 +68,7 @@ def measured(model: Learner | Critic, rows: Rows) -> Line | None:
 
 
 def _peak(model: Learner | Critic, rows: Rows, tokens: int) -> int:
-    """Return the peak memory of two micro-batches: the second runs while the gradient sums of the first are in memory."""
+    """Return the peak memory of two micro-batches. The second runs while the gradient sums of the first are in memory."""
     body, device = model.body, model.body.device
     samples = rows.fill(tokens * body.context.size, vocab=body.whole_shapes["embed"][0])
     twice = [*samples, *(sample.with_(draw=sample.draw + len(samples)) for sample in samples)]

@@ -29,7 +29,7 @@ class Optimizer:
         total_updates: int,
         norm: Callable[[Mapping[str, Tensor]], Tensor] | None = None,
     ):
-        """``norm`` computes the norm over all gradients, if these weights are only a part."""
+        """``norm`` computes the norm over all gradients if these weights are only a part of the model."""
         self.section = section
         self._norm = norm or norm_of
         self.total_updates = total_updates
@@ -69,7 +69,7 @@ class Optimizer:
             entry["step"].zero_()
 
     def accumulate(self, gradients: Sequence[Tensor | None]) -> None:
-        """Add the gradients of one micro-batch, in the order of ``named``, to the float32 sums: all, or none if memory runs out."""
+        """Add the gradients of one micro-batch, in the order of ``named``, to the float32 sums. If memory runs out, add none of them."""
         given = {name: gradient for name, gradient in zip(self.named, gradients, strict=True) if gradient is not None}
         # Allocate everything before anything changes.
         new = {name: gradient.float() for name, gradient in given.items() if name not in self._sums}
@@ -80,7 +80,7 @@ class Optimizer:
 
     @property
     def num_bytes(self) -> int:
-        """Memory for masters and state; before the first update, assume AdamW's state."""
+        """Memory for masters and state. Before the first update, assume the size of AdamW's state."""
         values = [value for entry in self.adamw.state.values() for value in entry.values()]
         state = sum(value.nbytes for value in values if isinstance(value, Tensor))
         masters = sum(target.nbytes for target in self.targets.values())
@@ -88,7 +88,7 @@ class Optimizer:
         return (masters if self.uses_masters else 0) + (state or expected)
 
     def sum_over(self, gang: Gang) -> None:
-        """Add up the gradient sums over the gang; a member without rows adds zeros."""
+        """Add up the gradient sums over the gang. A member without rows adds zeros."""
         if gang.size == 1:
             return
         for name, weight in self.named.items():
@@ -101,7 +101,7 @@ class Optimizer:
         self._sums.clear()
 
     def step(self) -> dict[str, float]:
-        """Clip, update, clear. A zero gradient changes nothing; a non-finite gradient raises before anything changes."""
+        """Clip, update, clear. A zero gradient changes nothing. A non-finite gradient raises before anything changes."""
         grad_norm = float(self._norm(self._sums))
         if not math.isfinite(grad_norm):
             self.discard()
@@ -158,13 +158,13 @@ class Optimizer:
         return {"optimizer": self.section.optimizer.name, "num_updates": self.num_updates, "param_groups": groups}
 
     def states(self) -> dict[str, dict[str, Any]]:
-        """Return the optimizer's state for each weight; empty before the first update."""
+        """Return the optimizer's state for each weight. It is empty before the first update."""
         return {name: dict(self.adamw.state.get(self.targets[name], {})) for name in self.names}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Load momentum, masters and the number of updates from the state; the settings come from the section.
+        """Load momentum, masters and the number of updates from the state. The settings come from the section.
 
-        Load the weights first: they replace masters that the state does not have.
+        Load the weights first, because they replace masters that the state does not have.
         """
         groups = self._groups_for(state)
         self.adamw.state.clear()  # a GPU may not have room for both the old and the new state
@@ -184,7 +184,7 @@ class Optimizer:
             )
         if [len(group["params"]) for group in saved] != [len(group["params"]) for group in own]:
             raise ValueError(
-                f"the checkpoint has optimizer state of {_count(saved)} weights, and the model has {_count(own)}; restore the "
+                f"the checkpoint has optimizer state of {_count(saved)} weights, but the model has {_count(own)}; restore the  "
                 "model.path that the run began with, or start over with --fresh"
             )
         for key in STATEFUL if name in ELEMENTWISE and name != "torch.optim.SGD" else ():
@@ -201,7 +201,7 @@ class Optimizer:
 
     @torch.no_grad()
     def _take_masters(self, masters: Mapping[str, Tensor]) -> None:
-        """Load the saved masters, converted to the targets' precision; without them, use the current parameters."""
+        """Load the saved masters, converted to the targets' precision. Without saved masters, use the current parameters."""
         for name, target in self.targets.items():
             target.copy_(masters.get(name, self.named[name]))
         if self.uses_masters:
@@ -237,18 +237,18 @@ def norm_of(tensors: Mapping[str, Tensor]) -> Tensor:
     return torch.linalg.vector_norm(torch.stack(torch._foreach_norm(list(tensors.values()))))
 
 
-# These update each element of a weight only from its own gradient and state, so parts of a weight can be updated separately.
+# These optimizers update each element only from its own gradient and state, so parts of a weight can be updated separately.
 ELEMENTWISE = (
     "torch.optim.AdamW", "torch.optim.Adam", "torch.optim.SGD", "torch.optim.RMSprop", "torch.optim.Adagrad",
     "torch.optim.Adadelta", "torch.optim.Adamax", "torch.optim.NAdam", "torch.optim.RAdam", "torch.optim.ASGD",
     "torch.optim.Rprop",
 )  # fmt: skip
-# Arguments of these optimizers that need state from the first update on; only SGD creates its momentum if there is none.
+# Arguments of these optimizers that need state from the first update on. Only SGD creates missing momentum.
 STATEFUL = ("amsgrad", "centered", "momentum")
 
 
 def optimizer_class(section: OptimizerSection, *, name: str = "actor", in_parts: bool = False) -> type:
-    """Return the class that ``optimizer.name`` means. With ``in_parts``, each rank has only a part of each weight."""
+    """Return the class that ``optimizer.name`` names. With ``in_parts``, each rank has only a part of each weight."""
     path = section.optimizer.name
     module, _, attribute = path.rpartition(".")
     where = f"{name}.optimizer.name={path}"
@@ -259,14 +259,14 @@ def optimizer_class(section: OptimizerSection, *, name: str = "actor", in_parts:
     except ImportError as error:
         raise ValueError(f"{where} cannot be imported ({error}); install it, or write torch.optim.AdamW") from None
     if not (isinstance(found, type) and issubclass(found, torch.optim.Optimizer)) or found is torch.optim.Optimizer:
-        raise ValueError(f"{where} is not an optimizer of torch's kind; write for example torch.optim.AdamW")
+        raise ValueError(f"{where} is not a torch optimizer; write, for example, torch.optim.AdamW")
     if path in ("torch.optim.LBFGS", "torch.optim.SparseAdam"):
         raise ValueError(
-            f"{where} needs a closure or sparse gradients, which are not available here; write torch.optim.AdamW"
+            f"{where} needs a closure or sparse gradients, which Rollcall does not provide; write torch.optim.AdamW"
         )
     if in_parts and path not in ELEMENTWISE:
         raise ValueError(
-            f"{where} may need whole weights, and with {name}.sharding={section.sharding} and "
+            f"{where} may need whole weights, but with {name}.sharding={section.sharding} and "
             f"{name}.tensor_parallel_size={section.tensor_parallel_size} each rank has parts; use sharding=replicate, or one of "
             f"{', '.join(ELEMENTWISE)}"
         )
@@ -298,12 +298,12 @@ def make_optimizer(groups: list[dict[str, Any]], section: OptimizerSection, *, o
     return kind(groups, **settings, **kwargs)
 
 
-AT_ONCE = 1 << 24  # elements that are in float32 at the same time
+AT_ONCE = 1 << 24  # the number of elements that are in float32 at the same time
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 class HalfStateAdamW(torch.optim.Optimizer):
-    """AdamW with its two moments in bfloat16: this saves a third of the memory per weight with float32 masters.
+    """AdamW with its two moments in bfloat16, which saves a third of the memory per weight with float32 masters.
 
     Everything is computed in float32. Only the stored state is rounded, randomly up or down so that the mean is right: the second moment
     changes by a thousandth per step, less than bfloat16 can represent, and would never change if it were rounded to nearest. The random
@@ -376,7 +376,7 @@ def _step(
 
 
 def by_chance(x: Tensor, chance: torch.Generator) -> Tensor:
-    """Round float32 numbers to bfloat16 values (still as float32), up or down with the probabilities that keep the mean.
+    """Round float32 numbers to bfloat16 values (still as float32), up or down with the probabilities that preserve the mean.
 
     >>> by_chance(torch.tensor([1.0, -3.0]), torch.Generator().manual_seed(0))
     tensor([ 1., -3.])

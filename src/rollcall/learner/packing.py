@@ -2,7 +2,7 @@
 
 A row with response tokens r0..rn feeds its prompt and r0..r(n-1); the prompt's last token predicts r0. Rows of one draw in the
 same micro-batch form a prefix tree: a row reuses the tokens that it has in common with the beginning of an earlier row, in the
-prompt or past it. So tokens that the attempts of a group or the branches of an episode share are computed once. Rows are
+prompt or after it. So tokens that the attempts of a group or the branches of an episode share are computed once. Rows are
 never split.
 
     system, task ─┬─ answer 1
@@ -27,14 +27,14 @@ from rollcall.learner.gang import units_of
 from rollcall.plan.activations import Recompute
 
 OPTIONAL = ("old_logprobs", "reference_logprobs", "returns", "values")
-# Rows that share their prompt and fewer than this many tokens past it share only the prompt. Responses of equal length then have
-# segments of the same shape. Attention on a CPU computes these together, which is worth more than a few tokens.
+# Rows that share their prompt and fewer than this many tokens after it share only the prompt. Responses of equal length then have
+# segments of the same shape. Attention on a CPU computes these together, which saves more than sharing a few tokens.
 FEW = 8
 
 
 @dataclass(slots=True, kw_only=True)
 class Fit:
-    """The micro-batch size in use. It only shrinks, and all ranks of a gang agree on it after every update."""
+    """The current micro-batch size. It only shrinks, and all ranks of a gang agree on it after every update."""
 
     name: str  # the section's name: actor or critic
     tokens: int
@@ -43,7 +43,7 @@ class Fit:
 
     @classmethod
     def of(cls, section: OptimizerSection, *, name: str) -> Fit:
-        """Return the section's size, or the default for a CPU, before anything is measured."""
+        """Return the section's size, or the default for a CPU. Nothing is measured yet."""
         tokens, setting = section.tokens_per_microbatch, section.activation_checkpointing
         return cls(
             name=name,
@@ -53,8 +53,8 @@ class Fit:
         )
 
     def shrink(self, batch: MicroBatch, *, why: str, units: int, furthest: Recompute) -> bool:
-        """Make room after this micro-batch did not fit, and return whether that was possible. It has ``units`` rows, or attempts whose rows
-        stay together. ``furthest`` is the strongest recomputation allowed."""
+        """Make room after this micro-batch did not fit. Return whether that was possible. The micro-batch has ``units`` rows, or attempts
+        whose rows stay together. ``furthest`` is the strongest recomputation that is allowed."""
         before = min(self.tokens, batch.num_tokens)
         if units > 1:
             self.tokens = max(1, before // 2)
@@ -88,7 +88,7 @@ class Packing:
     whole_attempts: bool = False
 
     def batches(self, rows: Sequence[int], tokens: int) -> Iterator[MicroBatch]:
-        """Pack these samples lazily; a micro-batch refers to its rows by their index among all samples."""
+        """Pack these samples lazily. A micro-batch refers to its rows by their index among all samples."""
         places = np.array(rows, dtype=np.int64)
         for batch in pack(
             [self.samples[row] for row in rows],
@@ -111,8 +111,8 @@ def pack(
     max_rows: int | None = None,
     whole_attempts: bool = False,
 ) -> Iterator[MicroBatch]:
-    """Pack in the given order, each micro-batch when it is needed. ``weights[i]`` is the loss weight of each loss token in sample
-    ``i``.
+    """Pack in the given order, and each micro-batch only when it is needed. ``weights[i]`` is the loss weight of each loss token in
+    sample ``i``.
 
     The budget counts a shared token once. Samples without a loss token cost nothing and are left out. ``max_rows`` limits the rows
     of a micro-batch. With ``whole_attempts``, all rows of an attempt are in the same micro-batch, even past the budget.
@@ -135,14 +135,14 @@ class _Row(NamedTuple):
     ids: Ints  # the tokens that the row feeds
     key: bytes  # the same tokens as bytes
     parent: int  # the row in the micro-batch with which it shares the most tokens
-    shared: int  # how many first tokens it shares with the parent
+    shared: int  # how many tokens at its start it shares with the parent
 
 
 class _Trees:
     """The rows of one micro-batch, with a prefix tree for each draw.
 
-    A row shares the most tokens with a neighbour in the sorted order of all rows, so a sorted list can serve as the tree: a new row
-    is compared with only two others, however many there are.
+    A row shares the most tokens with a neighbour in the sorted order of all rows, so a sorted list can serve as the tree. A new row
+    is compared with only two rows, however many there are.
     """
 
     def __init__(self) -> None:
@@ -151,7 +151,7 @@ class _Trees:
         self._sorted: dict[int, list[tuple[bytes, int]]] = {}  # by draw: each row's key and index
 
     def take(self, samples: Sequence[Sample], unit: list[int], *, most_tokens: int, most_rows: int | None) -> bool:
-        """Add these rows if there is room for all of them; return whether they were added. The first unit is always added."""
+        """Add these rows if there is room for all of them. Return whether they were added. The first unit is always added."""
         first, before = len(self.rows), self._num_tokens
         for index in unit:
             self._add(samples[index], index)
@@ -184,7 +184,7 @@ class _Trees:
 
 
 def _common(one: Ints, other: Ints) -> int:
-    """Return how many tokens at the start are equal."""
+    """Return how many tokens at the start of both are equal."""
     length = min(len(one), len(other))
     differ = one[:length] != other[:length]
     place = int(differ.argmax())

@@ -1,11 +1,11 @@
-"""A model whose weights are divided over the ranks of a gang: FSDP2 over the data ranks, tensor parallelism inside.
+"""A model whose weights are divided over the ranks of a gang: FSDP2 over the data ranks, and tensor parallelism inside.
 
-Each decoder layer is a module that owns its fused weights; so is the root with embeddings, final norm and output head
-(``ShardedLayer``, ``ShardedRoot``). FSDP gathers a module's weights before its forward and its backward, frees them afterwards, and leaves
+Each decoder layer is a module that owns its fused weights (``ShardedLayer``). So is the root, with embeddings, final norm and output
+head (``ShardedRoot``). FSDP gathers a module's weights before its forward and its backward pass, and frees them afterwards. It leaves
 each rank its part of the gradient sum over all ranks. Loss weights are global, so gradients are summed and never divided.
 
-All ranks must run the same forwards and backwards together. A rank with fewer micro-batches runs idle ones, whose gradient is zero
-(``fit.py``).
+All ranks must run the same forward and backward passes together. A rank with fewer micro-batches runs idle ones, whose gradient is
+zero (``fit.py``).
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ LAYER_TENSORS = tuple(field.name for field in fields(Layer) if field.name not in
 
 
 class ShardedLayer(nn.Module):
-    """One decoder layer. The code that creates it registers its weights under the names in ``Layer``, and an adapter's weights under
+    """One decoder layer. Its creator registers the layer's weights under the names in ``Layer``, and an adapter's weights under
     the names in ``low_rank.py``."""
 
     def __init__(self, *, index: int, window: int, shape: Shape, group: TensorGroup, lora: LoraSection | None = None):
@@ -82,8 +82,8 @@ class ShardedLayer(nn.Module):
             return self.group.with_kv_copies(weight.to_local(), num_own=0)
         if cut_dim(name) is not None:
             return weight.to_local()
-        # All ranks have this weight. A rank computes a part of its gradient: for its heads or columns, or with sequence parallelism
-        # for its tokens.
+        # All ranks have this weight. A rank computes a part of its gradient: the part for its heads or columns or, with sequence
+        # parallelism, for its tokens.
         is_partial = (
             name in ("q_norm", "k_norm") or name.endswith(("_lora_A", "_lora_B")) or self.group.sequence_parallel
         )
@@ -109,7 +109,7 @@ class ShardedRoot(nn.Module):
             x = group.join_parts(x, count)
         for layer in self.layers:
             x = layer(x, work)
-        # Each rank of a tensor group takes its part of the rows from here on, so its gradients are its own share.
+        # From now on, each rank of a tensor group has only its part of the rows, so its gradients are its own share.
         rows = group.own_part(work.logit_index)
         hidden = work.layers.ops.norm(group.enter(x, count).index_select(0, rows), weights["norm"])
         out = head_outputs(hidden, weights, group.own_part(work.targets), temperature=work.temperature)
@@ -119,7 +119,7 @@ class ShardedRoot(nn.Module):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Home:
-    """Where this rank keeps its part of one weight."""
+    """The place where this rank keeps its part of one weight."""
 
     module: nn.Module
     field: str
@@ -156,7 +156,7 @@ class Sharded(BodyBase):
     ):
         """``decoder`` has the full weights, on any device, and is not kept. If it is on the meta device, this rank reads its part from
         ``unread``; without ``unread``, the first rank sends the weights. ``heads`` are a critic's heads, which replace the output head.
-        Every rank has the full ``adapter``; with it, only the adapter is trained."""
+        Every rank has the full ``adapter``. With an adapter, only the adapter is trained."""
         tensor, whole = split.tensor, decoder.shape
         kv_copies = max(1, tensor // whole.kv_heads)
         if (split, kv_copies) not in gang.meshes:
@@ -188,7 +188,7 @@ class Sharded(BodyBase):
         self._first_gives = any(gang.gather(decoder.device.type == "meta" and unread is None))
         if len({str(names) for names in gang.gather(list(decoder.named_tensors()))}) > 1:
             raise ValueError(
-                "the processes of this model do not agree on its weights: config.json says that the output head is the embeddings, and "
+                "the processes of this model do not agree on its weights: config.json says that the output head is the embeddings, but "
                 "the weight file has a different head; set tie_word_embeddings to false in config.json"
             )
         self.homes: dict[str, Home] = {}
@@ -201,7 +201,7 @@ class Sharded(BodyBase):
             self._read(unread, made=heads or {}, path=next(filter(None, origins)))
 
     def _read(self, unread: Stored | None, *, made: Collection[str], path: str) -> None:
-        """Read this rank's parts from the files, except weights that were ``made`` here. All ranks call it, even if they have values."""
+        """Read this rank's parts from the files, except the ``made`` weights. All ranks call this, even if they already have values."""
         base = {name: self.local(name) for name in self.base_names}
         if unread is not None:
             for name, local in base.items():
@@ -257,7 +257,7 @@ class Sharded(BodyBase):
         return WeightSplit(name=name, shape=shape, rows=rows, split=self.split, **how)
 
     def _whole(self, tensor: Tensor) -> Tensor:
-        """Return a decoder weight with its values."""
+        """Return a decoder weight with its values, which the first rank may have to send."""
         if not self._first_gives:
             return tensor
         if self.gang.rank == 0:
@@ -270,10 +270,10 @@ class Sharded(BodyBase):
     def _parameter(
         self, tensor: Tensor, *, dim: int | None = None, is_root: bool = True, trained: bool = True
     ) -> nn.Parameter:
-        """Create a parameter for this rank, in float32 if it serves as the master weight: FSDP rounds what it gathers."""
+        """Create a parameter for this rank. It is float32 if it serves as the master weight, because FSDP rounds what it gathers."""
         trained = trained and not self.frozen
         dtype = torch.float32 if self.section.master_weights and trained else self.dtype
-        if tensor.is_meta:  # FSDP takes this rank's part, which is then read from the files
+        if tensor.is_meta:  # FSDP takes this rank's part, whose values are then read from the files
             kept = torch.empty(tensor.shape, device=self.device, dtype=dtype)
         else:
             kept = tensor.detach().to(self.device, dtype).contiguous()
@@ -314,11 +314,11 @@ class Sharded(BodyBase):
     def _run(self, work: Work) -> tuple[Tensor, ...]:
         out = self.root(work)
         if not torch.is_grad_enabled():
-            self.root.reshard()  # no backward does this, and gathered weights would be stale after an update
+            self.root.reshard()  # no backward pass does this, and gathered weights would be stale after an update
         return out
 
     def sum_gradients(self, optimizer: Optimizer) -> None:
-        """Do nothing: FSDP sums gradients in every backward."""
+        """Do nothing, because FSDP sums gradients in every backward pass."""
 
     def gradients(self, loss: Tensor) -> Sequence[Tensor | None]:
         loss.backward()
@@ -330,7 +330,7 @@ class Sharded(BodyBase):
         return gradients
 
     def norm(self, tensors: Mapping[str, Tensor]) -> Tensor:
-        """Compute the norm of all tensors together; each rank has parts, and some parts are on several ranks."""
+        """Compute the norm of all tensors together. Each rank has parts, and some parts are on several ranks."""
         own = {name: self._once(name, tensor) for name, tensor in tensors.items() if tensor.numel()}
         total = torch.zeros((), dtype=torch.float64, device=self.device)
         if own:
@@ -345,7 +345,7 @@ class Sharded(BodyBase):
         return total.sqrt()
 
     def _once(self, name: str, tensor: Tensor) -> Tensor:
-        """Scale down the rows of shared key/value heads, so that all copies together count as one."""
+        """Scale down the rows of shared key/value heads, so that all copies together count once."""
         order = self.layout(name).order
         if self.kv_copies == 1 or order is None or not name.endswith(("qkv", "qkv_bias", *SHARED_HEADS)):
             return tensor
@@ -382,6 +382,6 @@ class Sharded(BodyBase):
 
 
 def own_rotary(decoder: Decoder) -> nn.Module:
-    """Return a copy of the rotary module, because the model's weights may be freed; on the meta device, create it from the config."""
+    """Return a copy of the rotary module, because the model's weights may be freed. On the meta device, create it from the config."""
     rotary: Any = decoder.rope.rotary
     return type(rotary)(rotary.config) if decoder.device.type == "meta" else copy.deepcopy(rotary)

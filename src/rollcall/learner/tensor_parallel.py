@@ -1,7 +1,7 @@
 """Tensor parallelism: each rank of a tensor group has some of the heads and some of the MLP's columns.
 
 A layer's input is either complete on every rank or, with sequence parallelism, each rank's own part of the tokens. ``enter``
-prepares it for the products that are cut by heads or columns; ``leave`` sums their results and brings them back:
+prepares it for the products that are cut by heads or columns. ``leave`` sums their results and restores the layout:
 
                forward                        backward
   enter        nothing   | all-gather         all-reduce | reduce-scatter
@@ -9,8 +9,8 @@ prepares it for the products that are cut by heads or columns; ``leave`` sums th
   join_parts   all-gather                     own part
 
 The fused weights are cut by rows in the order of ``split_order``: a rank's queries, its keys, its values; its gates,
-its ups. If there are more ranks than key/value heads, neighbours have the same head and add up its gradients so that the
-copies stay equal. Embeddings, final norm and output head are not cut: there each rank works on its own part of the tokens,
+its ups. If there are more ranks than key/value heads, neighbours have the same head and sum its gradients so that the
+copies stay equal. Embeddings, final norm and output head are not cut. For these, each rank works on its own part of the tokens,
 so the vocabulary may have any size, and weights may be tied.
 """
 
@@ -82,7 +82,7 @@ class TensorGroup:
     kv_copies: int = 1
 
     def part_size(self, count: int) -> int:
-        """Return the number of rows in each rank's part; the last ranks' parts may reach past the end."""
+        """Return the number of rows in each rank's part. The parts of the last ranks may reach past the end."""
         return -(-count // self.size)
 
     def own_part(self, rows: Tensor) -> Tensor:
@@ -94,7 +94,7 @@ class TensorGroup:
         return pad_rows(part, size)
 
     def join_parts(self, part: Tensor, count: int) -> Tensor:
-        """Join all ranks' parts, [count, ...]. All ranks compute the same from them, so each has the full gradient of its part."""
+        """Join all ranks' parts to [count, ...]. All ranks compute the same results, so each has the full gradient of its part."""
         if self.size == 1:
             return part
         own = slice(self.rank * len(part), (self.rank + 1) * len(part))
@@ -117,7 +117,7 @@ class TensorGroup:
         return torch.cat((own, shared))
 
     def leave(self, x: Tensor) -> Tensor:
-        """Sum the results of such products over ranks; return the full sum, or this rank's part."""
+        """Sum the results of such products over ranks. Return the full sum, or this rank's part of it."""
         if self.size == 1:
             return x
         if self.sequence_parallel:
