@@ -199,7 +199,7 @@ def test_the_run_files_slots_are_held_against_the_nodes() -> None:
     found = list(judge_slots(config, make_roster(8, 2), plain))
     assert [(finding.node, finding.severity) for finding in found] == [(1, "breaks"), (None, "breaks")]
     assert "offers 2 slots, but the run file has 4 for node 1" in found[0].what and "--num-gpus 4" in found[0].what
-    assert "asks for 3 nodes, the cluster has 2" in found[1].what
+    assert "asks for 3 nodes, but the cluster has 2" in found[1].what
     for slots in (8, 4):
         fewer = parse_config({"cluster": {"num_nodes": 2, "num_gpus_per_node": slots}})
         assert not list(judge_slots(fewer, make_roster(8, 8), ours))

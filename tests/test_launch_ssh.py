@@ -380,9 +380,9 @@ def test_nodes_and_a_run_that_go_on_are_not_taken_for_what_the_run_file_says_now
 ) -> None:
     record = start(request_on(tmp_path))
     longer = request_on(tmp_path, steps=7)
-    with pytest.raises(LaunchError, match=r"with another run\.yaml than"):
+    with pytest.raises(LaunchError, match=r"with a different run\.yaml: "):
         start(longer)
-    with pytest.raises(LaunchError, match=r"with another node-0\.sh and node-1\.sh than"):
+    with pytest.raises(LaunchError, match=r"with a different node-0\.sh and node-1\.sh: "):
         start(request_on(tmp_path, env={"MINE": "x"}))
     dashboard.rows[record.id]["status"] = "SUCCEEDED"
     assert start(longer).state == "started" and len(dashboard.rows) == 2, "the nodes are the same"
