@@ -434,7 +434,7 @@ def test_the_command_answers_people_and_programs(tmp_path: Path) -> None:
     asked = CliRunner().invoke(app, ["merge", str(folder), "--out", str(out), "--json"])
     assert json.loads(asked.stdout)["tensors"] == len(a_state())
     refused = CliRunner().invoke(app, ["merge", str(tmp_path / "nothing"), "--out", str(out)])
-    assert refused.exit_code == 1 and "is not a directory; give a checkpoint" in refused.output
+    assert refused.exit_code == 1 and "is not a directory; use a checkpoint" in refused.output
     (tmp_path / "checkpoints" / "step-000002").mkdir(parents=True)
     refused = CliRunner().invoke(app, ["merge", str(tmp_path / "checkpoints" / "step-000001"), "--out", str(out)])
     assert refused.exit_code == 1 and "its folder has step-000002" in " ".join(refused.output.split())

@@ -431,6 +431,6 @@ def test_a_damaged_name_of_the_folder_on_nodes_removes_nothing(
     (tmp_path / "tmp").mkdir()
     (tmp_path / "mine").write_text("kept")
     (tmp_path / local.FOLDER_NAME).write_text(name)
-    with pytest.raises(CheckpointError, match="not the name of a"):
+    with pytest.raises(CheckpointError, match="not a valid folder name"):
         local.name_of_run(tmp_path, run="any")
     assert (tmp_path / "mine").exists()

@@ -145,7 +145,7 @@ def test_what_may_differ_beside_the_weights_passes(model: Path) -> None:
 
 
 def test_another_precision_passes_only_when_it_was_asked_for(trained: Path, model: Path) -> None:
-    with pytest.raises(VerifyError, match=r"in bfloat16, and it was trained in float32.*--dtype bfloat16 --verify"):
+    with pytest.raises(VerifyError, match=r"in bfloat16, but it was trained in float32.*--dtype bfloat16 --verify"):
         verify(trained / "bfloat16", model / PROBE)
     with pytest.raises(VerifyError, match="in float32, but it was supposed to be stored in bfloat16"):
         verify(model, dtype="bfloat16")
