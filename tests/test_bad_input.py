@@ -240,7 +240,9 @@ def test_a_path_that_is_no_model_is_named(tmp_path: Path) -> None:
     assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.parametrize(("lost", "words"), [(1, "cannot be loaded"), (-1000, "its weight files have only 1,000 bytes")])
+@pytest.mark.parametrize(
+    ("lost", "words"), [(1, "cannot be loaded"), (-1000, "its weight files have only 1,000 bytes")]
+)
 def test_a_model_directory_with_torn_weights_is_named(tmp_path: Path, lost: int, words: str) -> None:
     config = make_run(tmp_path)
     path = tmp_path / "model" / "model.safetensors"

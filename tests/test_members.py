@@ -173,7 +173,7 @@ def test_a_wait_names_the_lost_nodes_since_when_and_the_command_to_run_there(mon
     assert f"ranks 1 ({rank_1}), 2 (10.0.0.3, lost at 12:03:45), 3-4; on each of their hosts, run" in ask(8, 8, 8, 8, 8)
     assert "no room after 0 s of waiting for slots: 9 slots were requested" in ask(9)
     with pytest.raises(
-        NoRoomError, match=rf"min_nodes=2 is more than the 1 node that joined.*rank 1 \({rank_1}\); there"
+        NoRoomError, match=rf"min_nodes=2 is more than the 1 node that joined.*rank 1 \({rank_1}\); on its host"
     ):
         monkeypatch.setattr(reserve, "NODES_DEADLINE_S", 0.0)
         reserve.wait_for_nodes(backend.cluster, 2, fewest=2, wait_s=0.0)

@@ -49,7 +49,10 @@ def a_dir(folder: Path, *, weights: int = 1 << 20, text: str | None = None, **ch
         ({"text_config": {"rope_theta": "10000"}}, "text_config.rope_theta='10000' is not possible for a model"),
         ({"eos_token_id": [1, 1_000_000_000]}, "eos_token_id=1000000000 is not one of the 100 tokens of vocab_size"),
         ({"eos_token_id": -1}, "eos_token_id=-1 is not one of"),
-        ({"vocab_size": 10_000_000}, "describes a model of more than 640,032,768 weights, .* have only 1,048,576 bytes"),
+        (
+            {"vocab_size": 10_000_000},
+            "describes a model of more than 640,032,768 weights, .* have only 1,048,576 bytes",
+        ),
         ({"text": "{"}, "cannot be read: Expecting"),
         ({"text": "[]"}, "it holds a list, not a map"),
         ({"text": "[" * 100_000}, "cannot be read: maximum recursion depth"),

@@ -139,7 +139,7 @@ def test_answers_that_score_nothing_are_pointed_out(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("definition", "message"),
     [
-        ("def score(prompt, text, answer): return 1", "cannot be called with four arguments"),
+        ("def score(prompt, text, answer): return 1", "cannot be called with four arguments either"),
         ("def score(prompt, completion, answer, metadata, judge): return 1", "missing a required argument: 'judge'"),
         ("def score(*, text, answer): return 1", "too many positional arguments"),
         ("def score(completion, completions): return 1", "either completion or completions"),

@@ -125,7 +125,7 @@ def user_function(path: str, target: Any) -> UserFunction:
         signature.bind("", "", "", {})
     except TypeError as error:
         raise ValueError(
-            f"path={path!r} takes {signature}, whose names are not among {', '.join(ARGUMENTS)} and completions, and it cannot  "
+            f"path={path!r} takes {signature}, whose names are not among {', '.join(ARGUMENTS)} and completions, and it cannot "
             f"be called with four arguments either ({error}); use {_EXPECTED}"
         ) from None
     third = [each for each in signature.parameters.values() if each.kind is not each.VAR_POSITIONAL][2:3]
