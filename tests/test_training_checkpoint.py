@@ -76,6 +76,18 @@ def test_a_resume_with_or_without_masters_has_the_trained_policy(
         assert torch.equal(tensor, stored[name].to(dtype)), name
 
 
+def test_state_of_an_optimizer_that_is_none_comes_back_as_none(tmp_path: Path) -> None:
+    learner, again = learner_of(Gang.alone(), **FLOAT), learner_of(Gang.alone(), **FLOAT)
+    step(learner, 1)
+    for state in learner.optimizer.adamw.state.values():
+        state["factor"] = None
+    save(Gang.alone(), tmp_path, learner=learner, critic=critic_of(Gang.alone(), **FLOAT))
+    read_learner(again, tmp_path)
+    for name, state in learner.optimizer.states().items():
+        found = again.optimizer.states()[name]
+        assert found["factor"] is None and torch.equal(found["exp_avg"], state["exp_avg"])
+
+
 def saved_critic(directory: Path) -> dict[str, torch.Tensor]:
     """Its weights at the precision that updates go to."""
     stored = open_role(directory, "critic")

@@ -118,13 +118,13 @@ def _is_part(value: Any, weight: Tensor) -> bool:
 
 
 def _optimizer_file(role: str, body: Body, optimizer: Optimizer) -> File:
-    states = {
-        name: {key: None if _is_part(value, body.named[name]) else value for key, value in state.items()}
-        for name, state in optimizer.states().items()
-    }
+    states, in_parts = dict[str, dict[str, Any]](), dict[str, list[str]]()
+    for name, state in optimizer.states().items():
+        in_parts[name] = [key for key, value in state.items() if _is_part(value, body.named[name])]
+        states[name] = {key: value for key, value in state.items() if key not in in_parts[name]}
     buffer = io.BytesIO()
     has_masters = bool(body.masters(optimizer))
-    torch.save({**optimizer.settings_dict(), "has_masters": has_masters, "state": states}, buffer)
+    torch.save({**optimizer.settings_dict(), "has_masters": has_masters, "state": states, "in_parts": in_parts}, buffer)
     return File(name=f"{role}/{OPTIMIZER}", kind="optimizer", content=buffer.getvalue())
 
 
@@ -221,11 +221,9 @@ def _read_optimizer(model: Learner | Critic, directory: Path, role: str, *, weig
     saved = torch.load(directory / role / OPTIMIZER, map_location="cpu", weights_only=True)
     states: dict[int, dict[str, Any]] = {}
     for index, name in enumerate(optimizer.names):
-        if entry := saved["state"].get(name):
-            states[index] = {
-                key: value if value is not None else PartsOf(body, stored, prefix=f"{key}/")[name]
-                for key, value in entry.items()
-            }
+        entry, keys = saved["state"].get(name, {}), saved["in_parts"].get(name, ())
+        if entry or keys:
+            states[index] = entry | {key: PartsOf(body, stored, prefix=f"{key}/")[name] for key in keys}
     masters: Mapping[str, Tensor] = {}
     if saved["has_masters"]:
         masters = PartsOf(body, stored, prefix=f"{MASTER}/")

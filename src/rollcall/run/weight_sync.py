@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
@@ -24,7 +24,9 @@ from rollcall.engine.weights.line import decline
 from rollcall.engine.weights.protocol import Invitation
 from rollcall.engine.weights.transports import FanOut, open_sender
 from rollcall.plan.placement import HOLDERS, Role
-from rollcall.run.team import Team
+
+if TYPE_CHECKING:  # it needs what only clusters need, and a run in one process imports this module too
+    from rollcall.run.team import Team
 
 
 class WeightSync:

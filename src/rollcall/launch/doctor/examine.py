@@ -256,7 +256,7 @@ class _Examination:
 def partners(rank: int, ranks: Sequence[int]) -> list[int]:
     """Return the ranks that a node connects to: the next four and the first."""
     others = [*(other for other in ranks if other > rank), *(other for other in ranks if other < rank)]
-    return sorted({*others[:4], ranks[0]} - {rank})
+    return sorted({*others[:4], *ranks[:1]} - {rank})
 
 
 # What the user sees: a line for each node, the measurements, the findings, the verdict
