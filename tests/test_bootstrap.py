@@ -494,8 +494,11 @@ def test_a_raylet_that_ends_while_ray_starts_gets_one_more_start(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], num_ends: int
 ) -> None:
     monkeypatch.setenv("ROLLCALL_STATE_DIR", str(tmp_path / "s"))
-    record = replace(make_record(), rank=1, temp_dir=str(own_temp_dir("default")))
-    starts = []
+    starts: list[Start] = []
+
+    def plan_head(request: NodeRequest, **rest: Any) -> Start:
+        record = replace(make_record(), temp_dir=str(own_temp_dir("default")))
+        return Start(record=record, token="x" * 64, publish_token=False, tls=False)
 
     def start_ray(request: NodeRequest, start: Start, **rest: Any) -> None:
         starts.append(start)
@@ -503,17 +506,22 @@ def test_a_raylet_that_ends_while_ray_starts_gets_one_more_start(
             raise RayletEnded("Ray's raylet on 10.0.0.1 ended; its logs:\n  Timed out waiting for file")
         (own_temp_dir("default") / "session_latest").mkdir()
 
+    monkeypatch.setattr(bootstrap, "choose_temp_dir", lambda request: own_temp_dir("default"))
+    monkeypatch.setattr(bootstrap, "_refuse_second_head", lambda request, token: None)
+    monkeypatch.setattr(bootstrap, "plan_head", plan_head)
     monkeypatch.setattr(bootstrap, "ray_start", start_ray)
-    monkeypatch.setattr(bootstrap, "_joined", lambda start, deadline: record)
-    request = NodeRequest(cluster="default", rank=1, num_nodes=2)
-    start = Start(record=record, token="x" * 64, publish_token=False, tls=False)
+    monkeypatch.setattr(bootstrap, "_joined", lambda start, deadline: start.record)
+    monkeypatch.setattr(bootstrap, "_publish", lambda *given, deadline: None)
+    request = NodeRequest(cluster="default", rank=0, num_nodes=1, rendezvous=tmp_path / "r", slots=1)
     if num_ends == 1:
-        assert bootstrap._launch(request, start) == record == read_record("default")
+        record, was_there = bootstrap.start_node(request)
+        assert record == read_record("default") and not was_there
     else:
         with pytest.raises(RayletEnded):
-            bootstrap._launch(request, start)
+            bootstrap.start_node(request)
         assert read_record("default") is None
-    assert len(starts) == 2
+    first, second = starts
+    assert first.mark != second.mark, "the head still lists the node that ended"
     said = capsys.readouterr()
     assert (
         "Timed out waiting for file\nRay's raylet ended while Ray was starting; trying once more" in said.out + said.err

@@ -211,7 +211,9 @@ def test_a_placement_that_cannot_work_is_a_finding() -> None:
     assert finding.severity == "breaks" and "leaves slot 1 without a role" in finding.what
 
 
-def test_a_node_connects_to_a_few_others_and_the_first() -> None:
+def test_in_a_large_cluster_a_node_connects_to_a_few() -> None:
+    assert partners(0, [0]) == partners(0, []) == []
+    assert len(partners(9, range(16))) == 15
     assert partners(1, range(4)) == [0, 2, 3]
     assert partners(98, range(100)) == [0, 1, 2, 99]
     assert all(len(partners(rank, range(100))) <= 5 for rank in range(100))
@@ -400,6 +402,13 @@ def test_the_demo_is_examined_with_overrides_and_a_place_that_keeps_no_files_is_
 def test_a_torch_without_cuda_and_a_model_larger_than_memory_break_a_run_on_this_machine() -> None:
     (blind,) = judge_torch(make_node(0, gpus=(make_gpu(),)))
     assert "is a CPU build" in blind.what
-    assert not list(judge_torch(make_node(0))) and not list(judge_fit(make_node(0), 40 * GIB))
+    assert not list(judge_torch(make_node(0))) and not list(judge_fit(make_node(0), 25 * GIB))
     (large,) = judge_fit(make_node(0), 48 * GIB)
-    assert "take 64.0 GiB, but only 60.0 GiB of memory is available" in large.what
+    assert "take 112.0 GiB, but only 60.0 GiB of memory is available" in large.what
+
+
+def test_on_a_gpu_only_the_copy_for_a_checkpoint_is_in_host_memory() -> None:
+    node = make_node(0, gpus=(make_gpu(),))
+    assert not list(judge_fit(node, 48 * GIB))
+    (large,) = judge_fit(node, 64 * GIB)
+    assert "the copy for a checkpoint takes 64.0 GiB, but only 60.0 GiB" in large.what

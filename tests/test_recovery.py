@@ -12,6 +12,7 @@ import tempfile
 import threading
 from collections.abc import Callable, Coroutine, Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
@@ -40,6 +41,7 @@ from rollcall.base.wait import speaking
 from rollcall.config import Config
 from rollcall.engine.protocol import Made, Request
 from rollcall.loop.attempts import Budget, Regrow, closing, run_attempts
+from rollcall.loop.tasks import start
 from rollcall.loop.workers import Workers
 from rollcall.observe.live import REWARDS, read_live
 from rollcall.observe.timeline import CONTROLLER, WORKER_BACK, WORKER_LOST, read_timeline
@@ -154,6 +156,25 @@ def test_the_reason_stays_the_reason_when_closing_fails_too() -> None:
     assert said == ["node 1 still has processes"]
     with pytest.raises(ClusterError, match="still has"), closing(cast(Workers, Stubborn())):
         pass
+
+
+def test_a_call_that_a_stopped_run_waits_for_is_named() -> None:
+    class Closed:
+        def close(self) -> None: ...
+
+    go, said = threading.Event(), []
+
+    def write_checkpoint(step: int) -> None:
+        go.wait(60)
+
+    def voice(text: str) -> None:
+        said.append(text)
+        go.set()
+
+    start(partial(write_checkpoint, 4))
+    with pytest.raises(KeyboardInterrupt), speaking(voice), closing(cast(Workers, Closed())):
+        raise KeyboardInterrupt
+    assert said == ["waiting up to 30 s for write_checkpoint"]
 
 
 def test_complaints_about_a_peer_are_told_from_bugs() -> None:

@@ -8,6 +8,7 @@ import shutil
 import sys
 from collections.abc import Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -23,6 +24,7 @@ from rollcall.loop.record import Record
 from rollcall.model.stored.find import PROBE
 from rollcall.observe.console import Console
 from rollcall.plan.memory import read_sizes
+from rollcall.run import training
 from rollcall.run.api import read_config
 from rollcall.run.evaluation import newest_model_of
 from rollcall.run.training import train
@@ -234,6 +236,18 @@ def test_the_size_of_a_run_is_what_it_leaves(tmp_path: Path) -> None:
     assert size_words(config, checkpoint=checkpoint, model=4 * num_parameters) is None, (
         "a small run is not worth a word"
     )
+
+
+def test_a_save_that_host_memory_cannot_hold_is_told_before_training(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = make_run(tmp_path)
+    training._say_size(config)
+    assert not caplog.messages
+    monkeypatch.setattr(training.psutil, "virtual_memory", lambda: SimpleNamespace(available=1000))
+    training._say_size(config)
+    (warning,) = caplog.messages
+    assert "host memory, but only 0.0 GiB is available, so this process would be killed; train an adapter" in warning
 
 
 def test_a_large_run_is_told_before_it_fills_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

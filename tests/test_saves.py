@@ -74,11 +74,11 @@ def test_after_a_failure_was_told_the_last_save_of_a_stopped_run_may_begin() -> 
     saves, broken, whole = Saves(lambda *saved: told.append(saved)), Disk(), Disk()
     broken.error = OSError("No space left on device")
     saves.begin(4, broken.save)
-    saves.forget_failed()  # it is still being written
+    assert not saves.forget_failed(), "it is still being written"
     broken.go.set()
     with pytest.raises(OSError, match="No space left"):
         saves.settle()
-    saves.forget_failed()
+    assert saves.forget_failed()
     saves.begin(5, whole.save)
     whole.go.set()
     saves.settle()

@@ -16,6 +16,7 @@ import threading
 import weakref
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -147,6 +148,8 @@ class HostMemory:
         address = self._all.data_ptr()
         runtime: Any = torch.cuda.cudart()
         if status := int(runtime.cudaHostRegister(address, len(self._all), 0)):
+            with suppress(RuntimeError):  # CUDA would report its last error with the next kernel
+                torch.zeros(1, device="cuda")
             warn(
                 f"{len(self._all):,} bytes of host memory for checkpoints cannot be pinned (CUDA error {status}), so each save makes "
                 "the run wait longer"

@@ -170,7 +170,12 @@ def forget(record: LaunchRecord) -> None:
 @contextmanager
 def held(name: str) -> Iterator[None]:
     """Lock a launch, so that only one command at a time works on it."""
-    lock = take_lock(own_folder(name) / "lock")
+    while True:
+        try:
+            lock = take_lock(own_folder(name) / "lock")
+            break
+        except FileNotFoundError:
+            continue  # the command that held the lock ended the launch and removed its folder
     if lock is None:
         raise LaunchError(
             f"another command is working on launch {name!r} on this machine; wait until it has finished, or stop it"

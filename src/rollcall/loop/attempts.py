@@ -99,8 +99,10 @@ def closing(workers: Workers) -> Iterator[None]:
         except ClusterError as problem:
             say(str(problem))
         # Calls that nobody waits for, such as writing a checkpoint, must not continue during the next attempt.
-        if left := wait_for_threads(timeout_s=30):
-            say(f"still running from the last attempt: {', '.join(left)}")
+        if left := wait_for_threads(timeout_s=1):
+            say(f"waiting up to 30 s for {', '.join(left)}")
+            if left := wait_for_threads(timeout_s=29):
+                say(f"still running from the last attempt: {', '.join(left)}")
         raise
     workers.close()
 

@@ -11,8 +11,8 @@ Two coroutines share one buffer (``loop/supply.py``). ``Supply.run`` starts roll
 allows. Groups that are in the journal come from there, all others from the engine (``loop/group_maker.py``).
 ``_train`` waits for a step's groups, updates, and announces the new version. With staleness 0 the two take turns.
 
-If all roles are in this process, long calls (update, new weights, checkpoint) block the loop. On a cluster they run in a thread, so that
-rollout continues. To save a model in parts, the loop only waits for a copy, which is written while the run trains (``record.Saves``).
+If all roles are in this process, long calls (update, new weights) block the loop. On a cluster they run in a thread, so that rollout
+continues. For a checkpoint, the loop only waits for a copy, which is written while the run trains (``record.Saves``).
 With ``trainer.in_flight``, engines take new weights in the middle of completions. Without it, the controller first waits until they have
 finished all requests (``Engine.pause``). In both cases, nothing decodes from the time an update changes an engine's parameters until
 ``serve``.
@@ -150,6 +150,7 @@ class Controller:
             async with self._policy:
                 # The steps since the last checkpoint would be lost if this update stopped half-way.
                 shield = self.stop.shielded() if self.record.unsaved else nullcontext()
+                self.record.begin_update()
                 with self.events.phase(StepPhase.UPDATE, step), shield:
                     update = await self._call(self._update, batch)
                     draws = [group.draw for group in batch.groups]
@@ -182,8 +183,8 @@ class Controller:
 
     def save_unsaved(self) -> None:
         """Save the newest step after ``run`` was stopped, if it is not saved yet."""
-        if (batch := self.record.unsaved) is not None:
-            self.record.saves.forget_failed()  # the disk may be fine again
+        failed = self.record.saves.forget_failed()  # the disk may be fine again
+        if (batch := self.record.newest if failed else self.record.unsaved) is not None:
             self.record.log_step()
             with self.events.phase(StepPhase.CHECKPOINT, batch.step):
                 self.record.save(batch)

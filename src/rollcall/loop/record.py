@@ -6,7 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, wait
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import KW_ONLY, dataclass
 from functools import partial
 from pathlib import Path
@@ -75,11 +75,15 @@ class Saves:
             self._under_way = None
             self._tell(step, path)
 
-    def forget_failed(self) -> None:
-        """Allow a new save after the last one failed."""
+    def forget_failed(self) -> bool:
+        """Allow a new save if the last one failed. Returns whether it did."""
         with self._lock:
-            if self._under_way is not None and self._under_way[1].done() and self._under_way[1].exception() is not None:
+            failed = (
+                self._under_way is not None and self._under_way[1].done() and self._under_way[1].exception() is not None
+            )
+            if failed:
                 self._under_way = None
+            return failed
 
     def settle(self) -> None:
         """Wait for the checkpoint. Raises ``CheckpointError`` if it takes longer than ``LONGEST_S``."""
@@ -118,6 +122,7 @@ class Record:
     def __post_init__(self) -> None:
         # The newest trained step, if it is not in the last checkpoint or the one being written.
         self.unsaved: StepBatch | None = None
+        self.newest: StepBatch | None = None  # the step whose update made the current weights; None during an update
         self.update_s = 0.0  # for the last step
         self._row: Callable[[], dict[str, float]] | None = None  # for a step that is trained but not yet logged
         self.saves = Saves(self._tell_saved)
@@ -128,9 +133,14 @@ class Record:
         for sink in (*self.sinks, self.console):
             sink.log(step, metrics)
 
+    def begin_update(self) -> None:
+        """Until ``note_update``, the weights belong to no step, so nothing can be saved."""
+        self.unsaved = self.newest = None
+
     def note_update(self, batch: StepBatch, update: Update, *, stats: Stats, reward_s: float, started: float) -> None:
         """Record that the step is trained; ``log_step`` writes its row. ``stats`` and ``reward_s`` are those of its rollout."""
-        self.unsaved, self.update_s = batch, update.score_s + update.update_s
+        self.unsaved = self.newest = batch
+        self.update_s = update.score_s + update.update_s
         updated = time.perf_counter()
 
         def row() -> dict[str, float]:
@@ -202,10 +212,10 @@ class Record:
         with self.explaining_divergence(step, lost="this step was not saved"):
             self.workers.saving.copy()
         score = ranking["scores"].get(ranking["best_by"])
-        self.saves.begin(step, partial(self._write, step, state=state, score=score, **ranking))
+        self.saves.begin(step, partial(self._write_checkpoint, step, state=state, score=score, **ranking))
         self.unsaved = None
 
-    def _write(self, step: int, **about: Any) -> Path:
+    def _write_checkpoint(self, step: int, **about: Any) -> Path:
         saving = self.workers.saving
         path = self.store.save(step, write=saving.write, **about)
         saving.tidy(self.store.dir, keep=self.store.places())
@@ -233,6 +243,8 @@ class Record:
             found = next((cause for cause in causes(error) if isinstance(cause, NonFiniteError)), None)
             if found is None:
                 raise
+            with suppress(Exception):  # the divergence is what to report
+                self.saves.settle()
             newest = self.store.latest()
             where = f"continues from {newest.path}" if newest else "begins at step 1, with the groups in the journal"
             raise RunError(

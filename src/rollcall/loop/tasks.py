@@ -12,6 +12,7 @@ import time
 import weakref
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
 from concurrent.futures import Future
+from functools import partial
 from typing import Any, ParamSpec, TypeVar
 
 P = ParamSpec("P")
@@ -30,9 +31,10 @@ def start(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> Future
         except BaseException as error:  # noqa: BLE001 - whatever it is, the caller gets it
             done.set_exception(error)
 
-    thread = threading.Thread(
-        target=work, name=f"in the background: {getattr(function, '__name__', 'call')}", daemon=True
-    )
+    named: Any = function
+    while isinstance(named, partial):
+        named = named.func
+    thread = threading.Thread(target=work, name=getattr(named, "__name__", "call").strip("_"), daemon=True)
     _threads.add(thread)
     thread.start()
     return done

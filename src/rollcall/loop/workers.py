@@ -8,17 +8,19 @@ from collections.abc import Awaitable, Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
-from rollcall.base.types import Floats, Sample
-from rollcall.checkpoint.saving import Saving
-from rollcall.engine.protocol import Engine
-from rollcall.environments.protocol import Environments
-from rollcall.learner.learner import TokenScores
-from rollcall.loop.data.load import PromptSet
-from rollcall.loop.samples import ScoreSamples
 from rollcall.observe.live import Look
-from rollcall.reward.scorer import Scorer
+
+if TYPE_CHECKING:  # a job's driver imports this module, and transformers would cost it seconds
+    from rollcall.base.types import Floats, Sample
+    from rollcall.checkpoint.saving import Saving
+    from rollcall.engine.protocol import Engine
+    from rollcall.environments.protocol import Environments
+    from rollcall.learner.learner import TokenScores
+    from rollcall.loop.data.load import PromptSet
+    from rollcall.loop.samples import ScoreSamples
+    from rollcall.reward.scorer import Scorer
 
 
 class Policy(Protocol):

@@ -372,7 +372,9 @@ def _refuse_huge_ids(file: Path) -> None:
         ids = list(vocabulary.values()) if isinstance(vocabulary, dict) else []
         largest = max([*ids, *(token["id"] for token in contents["added_tokens"])], default=0)
     if largest >= 100_000_000:
-        raise ModelError(f"{file} has the token id {largest:.3g}, but no model has so many tokens; restore the file")
+        raise ModelError(
+            f"{file} contains the token id {largest:,}, but no model has that many tokens: the file is damaged; copy the model again"
+        )
 
 
 def check_model_path(path: str) -> None:

@@ -96,13 +96,18 @@ def start_node(request: NodeRequest) -> tuple[NodeRecord, bool]:
         if running := _running(request):  # another command has started it, or the head answers again
             return running, True
         _stop(request.cluster)
-        if found is None:
-            _refuse_second_head(request, token=given)
-            start = plan_head(request, known=known, token=given)
-        else:
-            found = _wait_for_rank(request, found)
-            start = plan_worker(request, found, known=known)
-        return _launch(request, start), False
+
+        def plan() -> Start:
+            if found is None:
+                _refuse_second_head(request, token=given)
+                return plan_head(request, known=known, token=given)
+            return plan_worker(request, _wait_for_rank(request, found), known=known)
+
+        try:
+            return _launch(request, plan()), False
+        except RayletEnded as error:
+            say(f"{str(error).splitlines()[-1].strip()}\nRay's raylet ended while Ray was starting; trying once more")
+            return _launch(request, plan()), False
 
 
 def stop_node(cluster: str, *, keep_logs: bool = False) -> int:
@@ -162,7 +167,7 @@ def _wait_for_rank(request: NodeRequest, found: Found) -> Found:
     """Refuse a rank that belongs to a different node. A dead node stays listed for some seconds, so wait until it is gone, unless it
     still accepts connections."""
     give_up = time.monotonic() + TAKEN_S
-    answer = found.answer
+    answer = ask_head(found.address, token=found.token, tls=found.tls)
     while holder := next((node for node in answer.alive if node.rank == request.rank), None):
         port = holder.ports.get("node_manager")
         is_there = port is not None and listens(join_address(holder.address, port), timeout_s=CONNECT_S)
@@ -209,19 +214,6 @@ def _running(request: NodeRequest) -> NodeRecord | None:
 def _launch(request: NodeRequest, start: Start) -> NodeRecord:
     """Start Ray, check that the head lists this node, and write the record. After a failure, nothing is left behind."""
     deadline = time.monotonic() + START_S
-    try:
-        try:
-            return _launch_once(request, start, deadline=deadline)
-        except RayletEnded as error:
-            _stop(request.cluster)
-            say(f"{str(error).splitlines()[-1].strip()}\nRay's raylet ended while Ray was starting; trying once more")
-            return _launch_once(request, start, deadline=deadline)
-    except BaseException:
-        _stop(request.cluster)
-        raise
-
-
-def _launch_once(request: NodeRequest, start: Start, *, deadline: float) -> NodeRecord:
     folder, temp_dir = state_dir(request.cluster), Path(start.record.temp_dir)
     if request.temp_dir is None:
         shutil.rmtree(temp_dir, ignore_errors=True)  # sessions of earlier starts
@@ -229,14 +221,18 @@ def _launch_once(request: NodeRequest, start: Start, *, deadline: float) -> Node
     write_token(request.cluster, start.token)
     if start.tls:
         write_certificates(tls_dir(request.cluster), token=start.token, addresses=[start.record.node_ip])
-    ray_start(request, start, log=folder / "start.log", deadline=deadline)
-    # Ray makes its folders accessible to everyone, and this one contains the sockets of the raylet and the object store.
-    (temp_dir / "session_latest").resolve().chmod(0o700)
-    record = _joined(start, deadline=deadline)
-    write_record(record)
-    if request.rank == 0 and request.rendezvous is not None:
-        _refuse_second_head(request, token=start.token)  # a second head may have started meanwhile
-        _publish(request, start, record, deadline=deadline)
+    try:
+        ray_start(request, start, log=folder / "start.log", deadline=deadline)
+        # Ray makes its folders accessible to everyone, and this one contains the sockets of the raylet and the object store.
+        (temp_dir / "session_latest").resolve().chmod(0o700)
+        record = _joined(start, deadline=deadline)
+        write_record(record)
+        if request.rank == 0 and request.rendezvous is not None:
+            _refuse_second_head(request, token=start.token)  # a second head may have started meanwhile
+            _publish(request, start, record, deadline=deadline)
+    except BaseException:
+        _stop(request.cluster)
+        raise
     return record
 
 

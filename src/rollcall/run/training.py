@@ -11,6 +11,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from rollcall.base.atomic import write_atomic
 from rollcall.base.errors import BatchTooLargeError, ConfigError, SizesUnknown, WorkerError
 from rollcall.base.journal import Journal
@@ -51,7 +53,7 @@ from rollcall.observe.progress import Progress
 from rollcall.observe.recorder import Recorder
 from rollcall.observe.sinks import check_loggers, make_sinks, read_rows
 from rollcall.observe.timeline import ATTEMPT_LOST, RUN_FAILED
-from rollcall.plan.memory import element_size, read_sizes
+from rollcall.plan.memory import GIB, element_size, read_sizes
 from rollcall.plan.placement import needed_roles
 from rollcall.process.debug.board import BOARD
 from rollcall.process.debug.here import post_mortem, serve
@@ -419,6 +421,12 @@ def _say_size(config: Config) -> None:
     model = sizes.num_parameters if lora is None or lora.export == "merged" else sizes.adapter_parameters(lora)
     if words := size_words(config, checkpoint=checkpoint, model=model * width):
         say(words)
+    if not _has_slots(config) and checkpoint > (available := psutil.virtual_memory().available):
+        warn(
+            f"a save copies {checkpoint / GIB:,.1f} GiB to host memory, but only {available / GIB:,.1f} GiB is available, so this "
+            "process would be killed; train an adapter (model.lora.rank=16), keep the optimizer's state in bfloat16 "
+            "(actor.optimizer.state=bfloat16), or train a smaller model"
+        )
 
 
 def _say_changes(events: Events, changes: list[Change], *, step: int, code: list[str]) -> None:

@@ -163,6 +163,9 @@ class RoleWorker(Trained):
             model, unread = self._load(gang, Role.ACTOR, in_roles=roles, whole=samples)
         else:
             model = self._outline()
+        self.stop_token_ids = stop_token_ids(  # before anything else is loaded: the run file's ids may be wrong
+            self.tokenizer, model.config, model.generation_config, rollout=self.config.rollout
+        )
         # The adapter is small, so every process that has the policy has all of it.
         has_policy = Role.ROLLOUT in roles or not roles.isdisjoint(POLICY)
         self.adapter = build_adapter(self.config, model, device=self.device) if has_policy else None
@@ -213,9 +216,6 @@ class RoleWorker(Trained):
             self.learner is not None and self.learner.body.in_parts and any(gang.gather(self.engine is not None))
         )
         self.model = model
-        self.stop_token_ids = stop_token_ids(
-            self.tokenizer, model.config, model.generation_config, rollout=self.config.rollout
-        )
         context = self.config.actor.context_parallel_size if Role.INFERENCE in roles else 1
         self.body = (
             self.learner.body if self.learner else whole_body(model, gang=gang, context=context, adapter=self.adapter)

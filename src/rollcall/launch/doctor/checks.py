@@ -185,12 +185,19 @@ def judge_memory(node: NodeFacts) -> Iterator[Finding]:
 
 
 def judge_fit(node: NodeFacts, state_bytes: int | None) -> Iterator[Finding]:
-    """Check memory on a single machine without a GPU. ``state_bytes``: weights and optimizer state, without gradients."""
-    if state_bytes is not None and state_bytes * 4 / 3 > node.memory_available:
+    """Check a single machine's memory. ``state_bytes``: weights and optimizer state, without gradients. A save copies them to host memory;
+    without a GPU, they and the gradients are there too."""
+    need = 0 if state_bytes is None else state_bytes if node.gpus else state_bytes * 7 / 3
+    if need > node.memory_available:
+        what = (
+            "the copy for a checkpoint takes"
+            if node.gpus
+            else "weights, gradients, optimizer state and a checkpoint's copy take"
+        )
         yield find(
             node,
-            f"weights, gradients and optimizer state take {state_bytes * 4 / 3 / GIB:.1f} GiB, but only {node.memory_available / GIB:.1f} "
-            "GiB of memory is available; train an adapter (model.lora.rank=16), or a smaller model",
+            f"{what} {need / GIB:.1f} GiB, but only {node.memory_available / GIB:.1f} GiB of memory is available; train an adapter "
+            "(model.lora.rank=16), or a smaller model",
         )
 
 

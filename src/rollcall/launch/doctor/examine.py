@@ -80,7 +80,7 @@ def examine_machine(config: Config | None) -> Diagnosis:
     if config is not None:
         if node.gpus:
             findings += checks.judge_plan(config, [node])
-        elif config.model.lora is None:
+        if config.model.lora is None:
             findings += checks.judge_fit(node, state_bytes)
         findings += _judge_parts(config, node)
     return Diagnosis(cluster=None, nodes=(node,), findings=tuple(findings))
@@ -254,9 +254,9 @@ class _Examination:
 
 
 def partners(rank: int, ranks: Sequence[int]) -> list[int]:
-    """Return the ranks that a node connects to: the next four and the first."""
+    """Return the ranks that a node connects to: all others in a cluster of up to 16 nodes, otherwise the next four and the first."""
     others = [*(other for other in ranks if other > rank), *(other for other in ranks if other < rank)]
-    return sorted({*others[:4], *ranks[:1]} - {rank})
+    return sorted(others if len(ranks) <= 16 else {*others[:4], *ranks[:1]} - {rank})
 
 
 # What the user sees: a line for each node, the measurements, the findings, the verdict
