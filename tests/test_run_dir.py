@@ -253,9 +253,7 @@ def test_a_save_that_host_memory_cannot_hold_is_told_before_training(
 def test_a_large_run_is_told_before_it_fills_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     free = 100 * GIB
     monkeypatch.setattr("rollcall.checkpoint.run_dir.free_bytes", lambda path: free)
-    config = make_run(
-        Path("runs"), "trainer.steps=9", "trainer.save_every=1", "trainer.keep_last=3", "trainer.keep_best=0"
-    )
+    config = make_run(tmp_path, "trainer.steps=9", "trainer.save_every=1", "trainer.keep_last=3", "trainer.keep_best=0")
     run_dir = config.run.dir
 
     def words(place: str) -> str | None:

@@ -28,8 +28,9 @@ import rollcall.base.patience
 import rollcall.base.stop
 import rollcall.run.api
 from rollcall.base.journal import Journal
-from rollcall.base.stop import INTERRUPTED, STOPPED, Stop, Stopped, heed, kept
+from rollcall.base.stop import INTERRUPTED, STOPPED, Stop, Stopped, heed, heeded, kept
 from rollcall.checkpoint.saving import Trained
+from rollcall.checkpoint.store import CheckpointStore
 from rollcall.cli.main import app
 from rollcall.config import Config, dump_config
 from rollcall.loop.controller import Controller
@@ -159,6 +160,24 @@ def test_a_disk_that_stays_full_is_not_waited_for_when_the_grace_is_over(
     assert not saved(config)
     finish(config)
     assert audit(config.run.dir).is_clean and saved(config)[-1] == f"step-{STEPS:06d}"
+
+
+def test_a_checkpoint_that_failed_is_saved_again_at_the_stop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config, write = stoppable(tmp_path, "trainer.save_every=2"), CheckpointStore.save
+
+    def fail_first(store: CheckpointStore, step: int, **about: Any) -> Path:
+        if heeded().asked is None:
+            tell()
+            raise ValueError("what fails once")
+        return write(store, step, **about)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(CheckpointStore, "save", fail_first)
+        stop_in_training(config)
+    (name,) = saved(config)
+    assert name == f"step-{len(column(config, 'train/loss')):06d}"
+    finish(config)
+    assert audit(config.run.dir).is_clean and updates(config) == dict.fromkeys(range(1, STEPS + 1), 1)
 
 
 @pytest.mark.slow
