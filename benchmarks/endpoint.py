@@ -66,8 +66,11 @@ class EndpointSide:
         del self._callers[key]
         return count
 
-    async def _sample(self, prompt_ids: Ints, **given: Any) -> Completion:
-        request = Request(id=f"turn-{next(self._numbers)}", prompt_ids=prompt_ids, **given)
+    async def _sample(self, prompt_ids: Ints, *, session: str, **given: Any) -> Completion:
+        order = (0, 0, int(session.partition("/")[2] or 1))  # as `rollcall serve`
+        request = Request(
+            id=f"turn-{next(self._numbers)}", prompt_ids=prompt_ids, session=session, order=order, **given
+        )
         return (await self._ticker.generate(request)).completion
 
     async def _play(self, line: bytes) -> int:

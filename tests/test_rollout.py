@@ -253,7 +253,7 @@ def test_what_has_ended_of_open_groups_is_written_once_and_all_at_once(monkeypat
         assert writes == [], "what an earlier process has made is written already"
         dones[0][2], dones[1][1], dones[2][0] = made_of(6), made_of(7), made_of(8)
         open_groups.close(step=1, draw=2)
-        await asyncio.sleep(0.05)
+        await asyncio.sleep(0.1)
         dones[1][0] = broken = made_of(9)
         broken.logprobs[0] = np.nan
         dones[1][2] = made_of(10)

@@ -64,6 +64,7 @@ NOT_A_GROUP = (
 _OF_GROUP = ("step", "draw", "started_s", "finished_s", "worker")
 _OF_PROMPT = ("id", "text", "answer", "metadata")
 _OF_COMPLETION = ("finish", "seed", "text")
+_OF_SCORE = ("value", "parts", "errors", "notes", "is_given")
 _OF_EPISODE = ("reward", "metrics", "ended", "error", "opening", "attributes")
 
 
@@ -85,7 +86,7 @@ def encode(group: Group, *, again: bool = False, attempt: int | None = None) -> 
             for one in completions
         ],
         # The repr of a float64 parses back to the same float64, so scores stay exact in JSON.
-        "scores": [asdict(score) for score in group.scores],
+        "scores": [_plain_fields(score, _OF_SCORE) for score in group.scores],
         **({"scored_again": True} if again else {}),
         **({"attempt": attempt} if attempt is not None else {}),
     }

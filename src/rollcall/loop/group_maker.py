@@ -144,19 +144,21 @@ class GroupMaker:
 
 class OpenGroups:
     """Passes finished completions of unfinished groups to ``write``, in one batch at most once a second. After a kill, the resumed run
-    makes only the missing completions."""
+    makes only the missing completions. A completion waits for the second batch after it has finished, because most groups are written
+    whole before that."""
 
     def __init__(self, write: Callable[[list[tuple[int, Group]]], Awaitable[Any]]) -> None:
         self._write = write
-        # (step, draw) -> builder for a group of one completion; finished completions by index; indices already written
-        self._groups: dict[tuple[int, int], tuple[Callable[..., Group], dict[int, Completion], set[int]]] = {}
+        # (step, draw) -> builder for a group of one completion; finished completions by index; indices already written; indices that
+        # were finished at the last batch
+        self._groups: dict[tuple[int, int], tuple[Callable[..., Group], dict[int, Completion], set[int], set[int]]] = {}
 
     def open(self, prompt: Prompt, *, step: int, draw: int, done: dict[int, Completion]) -> None:
         """Open a group. ``done`` contains the completions that are already written; the caller adds each one that finishes."""
         make = partial(
             Group, step=step, draw=draw, prompt=prompt, scores=(UNSCORED,), started_s=time.time(), worker=LOCAL
         )
-        self._groups[step, draw] = (make, done, set(done))
+        self._groups[step, draw] = (make, done, set(done), set(done))
 
     def close(self, *, step: int, draw: int) -> None:
         """Close a group, because the caller is about to write the whole group."""
@@ -169,12 +171,14 @@ class OpenGroups:
                 await asyncio.sleep(KEEP_EVERY_S)
                 await self._flush()
         finally:
-            await self._flush()
+            await self._flush(everything=True)
 
-    async def _flush(self) -> None:
+    async def _flush(self, *, everything: bool = False) -> None:
         new: list[tuple[int, Group]] = []
-        for make, done, written in self._groups.values():
-            for place in [place for place in done if place not in written]:
+        for make, done, written, finished in self._groups.values():
+            due = (set(done) if everything else finished) - written
+            finished.update(done)
+            for place in sorted(due):
                 if is_finite(done[place]):  # otherwise ``_generate`` raises for the whole group
                     written.add(place)
                     new.append((place, make(completions=(done[place],), finished_s=time.time())))

@@ -114,7 +114,8 @@ def _staleness(batch: StepBatch, samples: list[Sample]) -> Counter[int]:
     lags: Counter[int] = Counter()
     for attempt, of_attempt in groupby(samples, key=lambda sample: (sample.draw, sample.attempt)):
         for row, sample in zip(made[attempt], of_attempt, strict=True):
-            versions = np.repeat([part.version for part in row.segments], [part.num_tokens for part in row.segments])
-            for version, count in Counter(versions[sample.mask].tolist()).items():
-                lags[batch.step - 1 - version] += count
+            end = 0
+            for part in row.segments:
+                start, end = end, end + part.num_tokens
+                lags[batch.step - 1 - part.version] += int(np.count_nonzero(sample.mask[start:end]))
     return lags

@@ -7,37 +7,59 @@ to be killed; its call then raises, but nobody waits for the result.
 from __future__ import annotations
 
 import asyncio
+import os
 import threading
-import time
 import weakref
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from functools import partial
+from queue import SimpleQueue
 from typing import Any, ParamSpec, TypeVar
 
 P = ParamSpec("P")
 T = TypeVar("T")
-_threads: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
+_calls: weakref.WeakKeyDictionary[Future[Any], str] = weakref.WeakKeyDictionary()  # names of the functions
+_idle: list[_Thread] = []  # threads that wait for a call
+os.register_at_fork(after_in_child=_idle.clear)  # a forked child has none of them
 
 
 def start(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> Future[T]:
     """Call the function in a thread; the future gets its result or its error."""
-    done: Future[T] = Future()
-    done.set_running_or_notify_cancel()  # mark it as started, so that a caller that stops waiting does not cancel it
-
-    def work() -> None:
-        try:
-            done.set_result(function(*args, **kwargs))
-        except BaseException as error:  # noqa: BLE001 - whatever it is, the caller gets it
-            done.set_exception(error)
-
     named: Any = function
     while isinstance(named, partial):
         named = named.func
-    thread = threading.Thread(target=work, name=getattr(named, "__name__", "call").strip("_"), daemon=True)
-    _threads.add(thread)
-    thread.start()
+    done: Future[T] = Future()
+    done.set_running_or_notify_cancel()  # mark it as started, so that a caller that stops waiting does not cancel it
+    _calls[done] = getattr(named, "__name__", "call").strip("_")
+
+    def work() -> None:
+        try:
+            result = function(*args, **kwargs)
+        except BaseException as error:  # noqa: BLE001 - whatever it is, the caller gets it
+            done.set_exception(error)
+        else:
+            done.set_result(result)
+
+    try:
+        thread = _idle.pop()
+    except IndexError:
+        thread = _Thread()
+        thread.start()
+    thread.work.put(work)
     return done
+
+
+class _Thread(threading.Thread):
+    """Makes one call after another. Starting a thread would block the event loop until the thread runs, which can take milliseconds."""
+
+    def __init__(self) -> None:
+        super().__init__(name="calls", daemon=True)
+        self.work: SimpleQueue[Callable[[], None]] = SimpleQueue()
+
+    def run(self) -> None:
+        while True:
+            self.work.get()()
+            _idle.append(self)
 
 
 async def in_thread(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
@@ -82,7 +104,5 @@ async def every(seconds: float, work: Callable[[], Awaitable[object]]) -> None:
 def wait_for_threads(*, timeout_s: float) -> list[str]:
     """Wait until all calls have ended, including those whose callers have gone. Returns the names of calls still running at the
     deadline."""
-    deadline = time.monotonic() + timeout_s
-    for thread in list(_threads):
-        thread.join(timeout=max(deadline - time.monotonic(), 0))
-    return [thread.name for thread in _threads if thread.is_alive()]
+    wait(list(_calls), timeout=timeout_s)
+    return [name for call, name in list(_calls.items()) if not call.done()]

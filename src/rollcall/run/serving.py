@@ -105,7 +105,11 @@ def open_caller(engine: Engine, rules: Open, *, tokenizer: Any, failed: asyncio.
     numbers = itertools.count()
 
     async def sample(prompt_ids: Ints, *, seed: int, sampling: Sampling, session: str) -> Completion:
-        request = Request(id=str(next(numbers)), prompt_ids=prompt_ids, seed=seed, sampling=sampling, session=session)
+        # A conversation's next turn goes before newer conversations, because its KV is still there.
+        order = (0, 0, int(session.partition("/")[2] or 1))
+        request = Request(
+            id=str(next(numbers)), prompt_ids=prompt_ids, seed=seed, sampling=sampling, order=order, session=session
+        )
         try:
             return (await engine.generate(request)).completion
         except Refused:
