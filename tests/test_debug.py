@@ -354,7 +354,7 @@ def score(name: str, completions: Sequence[str | list[str]], *, timeout_s: float
 
     async def all_of(pool: RewardPool) -> list[RewardResult]:
         items = [Item(0, "", text, "", {}) for text in completions]
-        found = await asyncio.gather(*(pool.score(item, timeout_s=timeout_s) for item in items))
+        found = await pool.score(items, timeout_s=timeout_s)
         return [result for results in found for result in results]
 
     with RewardPool({0: fields}, num_workers=1) as pool:
@@ -411,7 +411,7 @@ def test_a_pool_that_closes_ends_a_reward_that_stopped(rewards: Path) -> None:
     fields = {"type": "function", "path": "stopping_rewards:stops"}
 
     async def until_it_stops(pool: RewardPool) -> None:
-        pool.score(Item(0, "", "stop", "", {}), timeout_s=5.0)
+        pool.score([Item(0, "", "stop", "", {})], timeout_s=5.0)
         await asyncio.to_thread(wait_for, lambda: read_board(rewards))
 
     with RewardPool({0: fields}, num_workers=1) as pool:
@@ -511,7 +511,7 @@ here.serve()
 lend_terminal(panel)
 fields = {"type": "function", "path": "stopping_rewards:stops"}
 async def score():
-    return await pool.score(Item(0, "", "stop", "", {}), timeout_s=5.0)
+    return (await pool.score([Item(0, "", "stop", "", {})], timeout_s=5.0))[0]
 with RewardPool({0: fields}, num_workers=1) as pool:
     print("scored", asyncio.run(score())[0].value)
 

@@ -543,7 +543,7 @@ def test_a_worker_that_is_stopped_in_the_middle_of_a_large_message_is_replaced()
 
     async def score(pool: RewardPool) -> list[tuple[str, float | None]]:
         items = [Item(0, "", text, long, {}) for text in ("a", long)]
-        answers = await asyncio.gather(*(pool.score(item, timeout_s=3.0) for item in items))
+        answers = await pool.score(items, timeout_s=3.0)
         return [(answer.kind, answer.value) for (answer,) in answers]
 
     with RewardPool({0: {"type": "exact"}}, num_workers=1) as pool:
@@ -559,10 +559,10 @@ def test_an_item_over_its_limit_is_an_error_even_if_nobody_looked_in_time(
     in_a_directory_with(USER_MODULE, path=tmp_path, monkeypatch=monkeypatch)
 
     async def score(pool: RewardPool) -> RewardResult:
-        scoring = pool.score(Item(0, "", "", "", {}), timeout_s=0.1)
+        scoring = pool.score([Item(0, "", "", "", {})], timeout_s=0.1)
         await asyncio.sleep(0)
         time.sleep(1.0)  # this process is busy
-        return (await scoring)[0]
+        return (await scoring)[0][0]
 
     with RewardPool({0: {"type": "function", "path": "my_rewards:slow"}}, num_workers=1) as pool:
         answer = asyncio.run(score(pool))
@@ -628,7 +628,7 @@ def test_workers_end_when_their_parent_is_killed_even_inside_c_code(
         "from rollcall.reward.worker import Item\n"
         "pool = RewardPool({0: {'type': 'function', 'path': 'my_rewards:wild'}}, num_workers=2)\n"
         "async def main():\n"
-        "    scoring = pool.score(Item(0, '', 'hang in C', '', {}), timeout_s=1000)\n"
+        "    scoring = pool.score([Item(0, '', 'hang in C', '', {})], timeout_s=1000)\n"
         "    await asyncio.sleep(0.5)\n"
         "    print(json.dumps([seat.worker.pid for crew in pool._crews for seat in crew.seats]), flush=True)\n"
         "    await scoring\n"
@@ -833,7 +833,7 @@ def test_a_language_model_or_other_numbers_are_not_taken_for_a_reward_model(tmp_
 
 def test_a_hung_item_shows_a_plain_stack_of_the_users_calls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async def score(pool: RewardPool) -> list[RewardResult]:
-        return await pool.score(Item(0, "", "", "", {}), timeout_s=0.3)
+        return (await pool.score([Item(0, "", "", "", {})], timeout_s=0.3))[0]
 
     module = "import time\ndef wait():\n    time.sleep(600)\ndef score(*row):\n    wait()\n"
     in_a_directory_with(module, path=tmp_path, monkeypatch=monkeypatch)

@@ -268,7 +268,7 @@ def look(prompt, completion, answer, metadata):
 
 
 async def score_by(pool: RewardPool, item: Item) -> list[RewardResult]:
-    return await pool.score(item, timeout_s=60)
+    return (await pool.score([item], timeout_s=60))[0]
 
 
 def what_it_sees(
@@ -346,7 +346,7 @@ hidden = os.environ["HF_TOKEN"]
 with RewardPool({0: {"type": "function", "path": "probe:look", "env": ["SERVICE"]}}, num_workers=1) as pool:
     row = {"address": ["127.0.0.1", 9], "unix": "", "outside": "outside", "secret": "", "megabytes": 1, "hidden": hidden}
     async def score():
-        return await pool.score(Item(0, "", "", "", row), timeout_s=60)
+        return (await pool.score([Item(0, "", "", "", row)], timeout_s=60))[0]
     (result,) = asyncio.run(score())
     assert os.environ["HF_TOKEN"] == os.popen("echo $HF_TOKEN").read().strip() == hidden
     assert hidden not in Path("/proc/self/environ").read_text()

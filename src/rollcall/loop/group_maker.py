@@ -52,6 +52,8 @@ class GroupMaker:
         self._generates = bounds.generates
         self.trained = {step: entry.draws for step, entry in journal.trained().items()}  # by earlier processes
         self.open_groups = OpenGroups(partial(call, journal.append_attempts))
+        self._unwritten: dict[int, Group] = {}  # finished groups, by draw
+        self._writing = asyncio.Lock()
         # step -> draw -> the group that an earlier process made
         self._journaled: dict[int, dict[int, Group]] = {}
         # step -> draw -> index in the group -> an attempt by an earlier process that did not finish the group
@@ -120,8 +122,17 @@ class GroupMaker:
                 f"{self._config.run.dir / 'checkpoints'} to continue from an older one, or start over with --fresh"
             )
         self.open_groups.close(step=step, draw=draw)
-        await self._call(self._journal.append, group)
+        self._unwritten[draw] = group
+        async with self._writing:
+            if draw in self._unwritten:  # otherwise the last call included it
+                await self._call(self._write)
         return group
+
+    def _write(self) -> None:
+        """Write all groups that have finished by now. Many groups finish at the same time, and a call for each would take longer."""
+        for draw, group in list(self._unwritten.items()):
+            self._journal.append(group)
+            del self._unwritten[draw]
 
     def _given(self, step: int, draw: int, prompt: Prompt) -> dict[str, Any]:
         # With the draw included, a prompt that occurs twice in one step (small data, refills) gets different seeds.
@@ -187,7 +198,7 @@ class OpenGroups:
 
 
 def is_finite(completion: Completion) -> bool:
-    return all(np.isfinite(row.logprobs).all() for row in rows_of(completion))
+    return all(np.isfinite(np.add.reduce(row.logprobs)) for row in rows_of(completion))
 
 
 def _what_to_do(failed: str) -> str:

@@ -47,11 +47,26 @@ _MAX_CHUNK = 32
 _READ_RESULTS = reader(list[RewardResult] | None)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True)
+class _Asked:
+    """Items whose results are awaited together, because a future for each costs the event loop more than the rest of its way."""
+
+    done: asyncio.Future[list[list[RewardResult]]]
+    results: list[list[RewardResult]]
+    num_missing: int
+
+
+@dataclass(slots=True)
 class _Task:
     item: Item
     timeout_s: float
-    done: asyncio.Future[list[RewardResult]]
+    asked: _Asked
+    place: int  # among the items that are awaited together
+
+    @property
+    def is_over(self) -> bool:
+        """Whether nobody waits for the results any more."""
+        return self.asked.done.done()
 
     @property
     def num_results(self) -> int:
@@ -65,8 +80,11 @@ class _Task:
             ):  # this process was too busy to stop the worker in time, but the limit still applies
                 why = f"took {result.elapsed_s:.1f} s; the limit is timeout_s={self.timeout_s:g}"
                 results[place] = RewardResult(0.0, "hung", why)
-        if not self.done.done():
-            self.done.set_result(results)
+        asked = self.asked
+        asked.results[self.place] = results
+        asked.num_missing -= 1
+        if not asked.num_missing and not self.is_over:
+            asked.done.set_result(asked.results)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -87,7 +105,7 @@ class _Crew:
         chunk: deque[_Task] = deque()
         while self.queue and len(chunk) < share and (not chunk or self.queue[0].timeout_s == chunk[0].timeout_s):
             task = self.queue.popleft()
-            if not task.done.done():  # otherwise its group was abandoned
+            if not task.is_over:  # otherwise its group was abandoned
                 chunk.append(task)
         return chunk
 
@@ -96,8 +114,8 @@ class _Crew:
         waiting = [*self.queue, *(task for seat in self.seats for task in seat.chunk)]
         self.queue.clear()
         for task in waiting:
-            if not task.done.done():
-                task.done.set_exception(error)
+            if not task.is_over:
+                task.asked.done.set_exception(error)
 
 
 class RewardPool(AbstractContextManager["RewardPool"]):
@@ -139,13 +157,13 @@ class RewardPool(AbstractContextManager["RewardPool"]):
         """How the user's functions are called, by index in the run file's list."""
         return {index: about for crew in self._crews if crew.ready for index, about in crew.ready.functions.items()}
 
-    def score(self, item: Item, *, timeout_s: float) -> asyncio.Future[list[RewardResult]]:
-        """Queue an item immediately. The future resolves to one result per completion."""
-        crew = self._crew_of[item.reward]
-        task = _Task(item=item, timeout_s=timeout_s, done=asyncio.get_running_loop().create_future())
-        crew.queue.append(task)
+    def score(self, items: list[Item], *, timeout_s: float) -> asyncio.Future[list[list[RewardResult]]]:
+        """Queue the items of one reward immediately. The future resolves to a list for each item: one result per completion."""
+        asked = _Asked(asyncio.get_running_loop().create_future(), [[]] * len(items), len(items))
+        crew = self._crew_of[items[0].reward]
+        crew.queue.extend(_Task(item, timeout_s, asked, place) for place, item in enumerate(items))
         _serve(crew)
-        return task.done
+        return asked.done
 
     def close(self) -> None:
         """Stop all workers and drop pending items."""

@@ -140,13 +140,13 @@ class Scorer(AbstractContextManager["Scorer"]):
         places = [place for place, one in enumerate(completions) if not (is_trl and _has_failed(one))]
         lists = lists_of(prompt, [completions[place] for place in places]) if is_trl and places else None
         groups = [[place] for place in places] if not kind else [places] if places else []
-        asked: list[asyncio.Future[Results]] = []
+        items: list[Item] = []
         for group in groups:
             texts = [completions[place].text for place in group]
-            item = Item(index, prompt.text, texts if kind else texts[0], prompt.answer, prompt.metadata, lists)
-            asked.append(self._pool.score(item, timeout_s=limit_s))
+            items.append(Item(index, prompt.text, texts if kind else texts[0], prompt.answer, prompt.metadata, lists))
         found = [RewardResult(0.0)] * len(completions)
-        for group, results in zip(groups, await asyncio.gather(*asked), strict=True):
+        answers = await self._pool.score(items, timeout_s=limit_s) if items else []
+        for group, results in zip(groups, answers, strict=True):
             for place, result in zip(group, results, strict=True):
                 found[place] = result
         return found
