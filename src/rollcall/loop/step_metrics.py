@@ -117,5 +117,6 @@ def _staleness(batch: StepBatch, samples: list[Sample]) -> Counter[int]:
             end = 0
             for part in row.segments:
                 start, end = end, end + part.num_tokens
-                lags[batch.step - 1 - part.version] += int(np.count_nonzero(sample.mask[start:end]))
+                if count := int(np.count_nonzero(sample.mask[start:end])):
+                    lags[batch.step - 1 - part.version] += count
     return lags
