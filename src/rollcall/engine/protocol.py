@@ -6,6 +6,7 @@ in other processes. The contract tests in tests/generate_contract.py and tests/e
 
 from __future__ import annotations
 
+from collections.abc import Awaitable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -71,7 +72,7 @@ class Engine(Protocol):
         """The weight version from which the next token will be sampled."""
         ...
 
-    async def generate(self, request: Request) -> Made:
+    def generate(self, request: Request) -> Awaitable[Made]:
         """Return the completion. Raise ``Refused``, or ``WorkerLostError`` if no worker is left to generate it."""
         ...
 

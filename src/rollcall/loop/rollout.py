@@ -12,7 +12,7 @@ import hashlib
 import itertools
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,7 +21,7 @@ from rollcall.base.errors import ConfigError
 from rollcall.base.types import Completion, Group, Ints, Prompt, Score
 from rollcall.config import Config
 from rollcall.config.environments import ClassEnvironment, StepEnvironment
-from rollcall.engine.protocol import LOCAL, Engine, Request, Sampling
+from rollcall.engine.protocol import LOCAL, Engine, Made, Request, Sampling
 from rollcall.environments.agent import AgentEnvironments, AgentPlayer
 from rollcall.environments.conversation import Conversations
 from rollcall.environments.episode import Player
@@ -63,18 +63,20 @@ class Rollouts:
         it."""
         done = {} if done is None else done
         makers, started_s, name = Counter[str](), time.time(), str(next(self._numbers))
+        seeds_left = {place: seed for place, seed in enumerate(seeds) if place not in done}
 
-        async def one(place: int, seed: int) -> None:
+        def begin(place: int, seed: int) -> Awaitable[Made]:
             given: dict[str, Any] = {"seed": seed, "sampling": sampling, "order": (step, draw, place)}
-            if self.player is None:
-                request = Request(id=f"{name}/{place}", prompt_ids=prompt.token_ids, group=name, **given)
-                done[place] = await self._generate(request, makers)
-            else:
-                async with self._free:
-                    done[place] = await self._play(prompt, **given, makers=makers)
+            if self.player is not None:
+                return self._play(prompt, **given)
+            return self.engine.generate(Request(id=f"{name}/{place}", prompt_ids=prompt.token_ids, group=name, **given))
+
+        def keep(place: int, made: Made) -> None:
+            done[place] = made.completion
+            makers[made.worker] += 1
 
         with self.rewards.generating():
-            await all_of(one(place, seed) for place, seed in enumerate(seeds) if place not in done)
+            await all_of({place: begin(place, seed) for place, seed in seeds_left.items()}, keep)
         completions = tuple(done[place] for place in range(len(seeds)))
         return Group(
             step=step,
@@ -87,29 +89,26 @@ class Rollouts:
             worker=makers.most_common(1)[0][0] if makers else LOCAL,
         )
 
-    async def _generate(self, request: Request, makers: Counter[str]) -> Completion:
-        made = await self.engine.generate(request)
-        makers[made.worker] += 1
-        return made.completion
-
-    async def _play(
-        self, prompt: Prompt, *, seed: int, sampling: Sampling, order: tuple[int, int, int], makers: Counter[str]
-    ) -> Completion:
+    async def _play(self, prompt: Prompt, *, seed: int, sampling: Sampling, order: tuple[int, int, int]) -> Made:
         assert self.player is not None
-        own = f"episode-{next(self._numbers)}"
+        own, workers = f"episode-{next(self._numbers)}", Counter[str]()
         sessions = {own}
 
         async def sample(prompt_ids: Ints, *, seed: int, sampling: Sampling, session: str) -> Completion:
             sessions.add(session)
             given: dict[str, Any] = {"seed": seed, "sampling": sampling, "order": order, "session": session}
-            return await self._generate(Request(id=str(next(self._numbers)), prompt_ids=prompt_ids, **given), makers)
+            made = await self.engine.generate(Request(id=str(next(self._numbers)), prompt_ids=prompt_ids, **given))
+            workers[made.worker] += 1
+            return made.completion
 
-        self.engine.begin_session(own)
-        try:
-            return await self.player.play(prompt, seed=seed, sampling=sampling, session=own, sample=sample)
-        finally:
-            for session in sessions:
-                self.engine.end_session(session)
+        async with self._free:
+            self.engine.begin_session(own)
+            try:
+                played = await self.player.play(prompt, seed=seed, sampling=sampling, session=own, sample=sample)
+            finally:
+                for session in sessions:
+                    self.engine.end_session(session)
+        return Made(completion=played, worker=workers.most_common(1)[0][0] if workers else LOCAL)
 
 
 class Rewards:

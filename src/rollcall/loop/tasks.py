@@ -10,7 +10,7 @@ import asyncio
 import os
 import threading
 import weakref
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import Future, wait
 from functools import partial
 from queue import SimpleQueue
@@ -18,6 +18,7 @@ from typing import Any, ParamSpec, TypeVar
 
 P = ParamSpec("P")
 T = TypeVar("T")
+K = TypeVar("K")
 _calls: weakref.WeakKeyDictionary[Future[Any], str] = weakref.WeakKeyDictionary()  # names of the functions
 _idle: list[_Thread] = []  # threads that wait for a call
 os.register_at_fork(after_in_child=_idle.clear)  # a forked child has none of them
@@ -84,14 +85,35 @@ async def together(work: Coroutine[Any, Any, T], *, background: Sequence[Corouti
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def all_of(work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
-    """Return the results of all coroutines. The first failure cancels the others."""
-    tasks = [asyncio.create_task(one) for one in work]
+async def all_of(work: Mapping[K, Awaitable[T]], keep: Callable[[K, T], None]) -> None:
+    """Wait for all of these, and pass each result to ``keep`` when it arrives. The first failure cancels the others. Futures need no task,
+    which would cost the event loop more than the rest of a completion's way."""
+    futures = {key: asyncio.ensure_future(each) for key, each in work.items()}
+    num_left, ended = len(futures), asyncio.get_running_loop().create_future()
+
+    def end(key: K, future: asyncio.Future[T]) -> None:
+        nonlocal num_left
+        error = None if future.cancelled() else future.exception()  # asyncio reports errors that nobody has looked at
+        if ended.done():
+            return
+        if future.cancelled():
+            ended.cancel()
+        elif error is not None:
+            ended.set_exception(error)
+        else:
+            keep(key, future.result())
+            num_left -= 1
+            if not num_left:
+                ended.set_result(None)
+
+    for key, future in futures.items():
+        future.add_done_callback(partial(end, key))
     try:
-        return await asyncio.gather(*tasks)
+        if futures:
+            await ended
     finally:
-        for task in tasks:
-            task.cancel()
+        for future in futures.values():
+            future.cancel()
 
 
 async def every(seconds: float, work: Callable[[], Awaitable[object]]) -> None:

@@ -21,7 +21,7 @@ import signal
 import sys
 from collections import deque
 from contextlib import AbstractContextManager, ExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 from rollcall.base.words import visible
@@ -333,11 +333,11 @@ def read_results(body: bytes) -> list[RewardResult] | None:
     """Parse an item's results, or None at the end. Raise ValueError if they are invalid."""
     said = _READ_RESULTS(body)
     return said and [
-        replace(
-            one,
-            value=0.0 if one.kind else None if one.value is None else check_score(one.value),
-            why=visible(one.why),
-            note="",
+        RewardResult(
+            0.0 if one.kind else None if one.value is None else check_score(one.value),
+            one.kind,
+            visible(one.why),
+            one.elapsed_s,
         )
         for one in said
     ]

@@ -17,8 +17,9 @@ from __future__ import annotations
 import asyncio
 import itertools
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Awaitable, Callable, Collection, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from rollcall.base.errors import WorkerDiedError, WorkerError, WorkerLostError
@@ -114,9 +115,9 @@ class Engines:
     def _name(self, worker: int) -> str:
         return f"rollout-{self._workers.index(worker)} on node {self._team.group.worker_metadata[worker]['node_rank']}"
 
-    async def generate(self, request: Request) -> Made:
-        while not self._open.is_set():
-            await self._open.wait()
+    def generate(self, request: Request) -> Awaitable[Made]:
+        if not self._open.is_set():
+            return self._generate_later(request)
         if self._failure is not None:
             raise self._failure
         if request.id in self._asked:
@@ -125,17 +126,23 @@ class Engines:
             self._idle.clear()
             self._busy_since = time.perf_counter()
         done = self._asked[request.id] = asyncio.get_running_loop().create_future()
+        done.add_done_callback(partial(self._drop_cancelled, request.id))
         self._router.add(request)
         self._look_soon()
-        try:
-            return await done
-        finally:
-            if self._asked.get(request.id) is done:  # cancelled
-                worker = self._router.worker_of(request.id)
-                self._forget(request.id)
-                self._router.drop(request.id)
-                if worker is not None:
-                    self._links[worker].cancel([request.id])
+        return done
+
+    async def _generate_later(self, request: Request) -> Made:
+        while not self._open.is_set():
+            await self._open.wait()
+        return await self.generate(request)
+
+    def _drop_cancelled(self, request_id: str, done: asyncio.Future[Made]) -> None:
+        if self._asked.get(request_id) is done:
+            worker = self._router.worker_of(request_id)
+            self._forget(request_id)
+            self._router.drop(request_id)
+            if worker is not None:
+                self._links[worker].cancel([request_id])
 
     async def pause(self, *, drain: bool) -> None:
         self._open.clear()
