@@ -57,7 +57,7 @@ def in_a_loop(house: House, work: Callable[[Engine], Coroutine[Any, Any, None]])
 
 async def started(engine: Engine, house: House, requests: Sequence[Request]) -> list[asyncio.Task[Made]]:
     """Tasks that wait for these, once each of them is being decoded."""
-    tasks = [asyncio.create_task(engine.generate(request)) for request in requests]
+    tasks = [asyncio.ensure_future(engine.generate(request)) for request in requests]
     while sum(core.num_unfinished - core.num_waiting for core in house.cores) < len(requests):
         await asyncio.sleep(0.001)
     return tasks
@@ -140,7 +140,7 @@ def test_a_drain_waits_for_what_was_asked_for_and_holds_back_what_comes_later(ho
         before = await started(engine, house, group_of(prompt, **LONG))
         pausing = asyncio.create_task(engine.pause(drain=True))
         await asyncio.sleep(0)
-        later = asyncio.create_task(engine.generate(ask(other, name="later", stop_token_ids=())))
+        later = asyncio.ensure_future(engine.generate(ask(other, name="later", stop_token_ids=())))
         await pausing
         assert all(task.done() for task in before) and not later.done()
         assert not any(core.num_unfinished for core in house.cores)
@@ -167,7 +167,7 @@ def test_nothing_decodes_between_a_pause_and_serve(house: House) -> None:
             core.step = lambda step=core.step: steps.append(engine.version) or step()
         perturb(house.model, seed=4)
         await engine.pause(drain=False)
-        late = asyncio.create_task(engine.generate(ask(random_prompts(1)[0], name="late")))
+        late = asyncio.ensure_future(engine.generate(ask(random_prompts(1)[0], name="late")))
         await asyncio.sleep(0.1)
         assert not steps and not late.done() and not any(task.done() for task in tasks)
         await engine.serve(7)

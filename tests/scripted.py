@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -145,7 +144,7 @@ async def episode_of(
     rollouts: Rollouts | None = None,
 ) -> Completion:
     rollouts = rollouts or rollouts_of(core, player)
-    return await rollouts._play(prompt, seed=seed, sampling=sampling, order=(0, seed, 0), makers=Counter())
+    return (await rollouts._play(prompt, seed=seed, sampling=sampling, order=(0, seed, 0))).completion
 
 
 def game(folder: Path, *overrides: str, name: str = "run", reward: Any = ({"type": "exact"},)) -> Config:

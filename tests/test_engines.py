@@ -113,7 +113,7 @@ def test_what_a_lost_process_had_finished_is_not_generated_again(processes: list
     )
 
     async def work(engine: Engine) -> None:
-        tasks = [asyncio.create_task(engine.generate(request)) for request in (*short, *long)]
+        tasks = [asyncio.ensure_future(engine.generate(request)) for request in (*short, *long)]
         made = await asyncio.gather(*tasks[:2])
         (lost,) = [process for process in processes if process.asked]
         (other,) = [process for process in processes[:NUM_ROLLOUTS] if process is not lost]
@@ -139,7 +139,7 @@ def test_what_is_cancelled_before_it_went_out_never_starts(house: House, process
             for name, prompt in zip("abc", prompts, strict=True):
                 length = dict(max_tokens=240 if name == "c" else 4, stop_token_ids=())
                 asked = group_of(prompt, name=name, count=2, **length)
-                tasks += [asyncio.create_task(engine.generate(request)) for request in asked]
+                tasks += [asyncio.ensure_future(engine.generate(request)) for request in asked]
                 await asyncio.sleep(0.01)
             for task in tasks[4:]:
                 task.cancel()
@@ -168,7 +168,7 @@ def test_what_a_busy_process_has_not_begun_goes_to_an_idle_one(house: House, pro
         ]
         tasks = await started(engine, house, first)
         waiting = group_of(prompts[2], name="2", count=4, max_tokens=4, stop_token_ids=())
-        tasks += [asyncio.create_task(engine.generate(request)) for request in waiting]
+        tasks += [asyncio.ensure_future(engine.generate(request)) for request in waiting]
         await asyncio.sleep(0.01)
         for task in tasks[4:8]:  # one of the processes is idle now
             task.cancel()
