@@ -328,7 +328,7 @@ def test_the_state_of_a_skypilot_cluster_names_its_task(tmp_path: Path, monkeypa
     request = request_for("skypilot", tmp_path, managed=False)
     chosen = get_target("skypilot")
     record = start(chosen, request, chosen.render(request))
-    assert chosen.status(record) == "the cluster is UP, its task RUNNING"
+    assert chosen.status(record) == "the cluster is UP, and its task is RUNNING"
 
 
 @pytest.mark.parametrize(

@@ -24,8 +24,8 @@ from rollcall.nodes.head import NodeInfo
 from rollcall.process.ray.connect import connected
 from rollcall.process.ray.each_node import answers_of, run_on
 
-# How long to wait for all nodes: each prepares itself before it joins, and some may have to download a model first; a Kubernetes
-# cluster may still be getting its machines.
+# How long to wait for all nodes. Each node prepares itself before it joins and may have to download a model. A Kubernetes cluster may
+# still be waiting for its machines.
 JOIN_S = 1800.0
 
 
@@ -35,7 +35,7 @@ def look_first(cluster: Cluster, config: Config) -> None:
     report = examine(cluster, config=config, quick=True)
     show(report)
     if report.breaks:
-        raise ClusterError("the run was not started: the doctor found problems that would break it (above)")
+        raise ClusterError("the run was not started: the doctor found problems that would break it (see above)")
 
 
 def make_ready(config: Config, section: ClusterSection) -> None:
@@ -55,7 +55,7 @@ def _prepare(cluster: Cluster, nodes: list[NodeInfo], config: Config) -> None:
     run_file = dump_config(config)
 
     def prepare() -> str:
-        """Return the last lines of output if the command failed, else an empty string."""
+        """Return the last lines of the command's output if it failed, else an empty string."""
         words = [sys.executable, "-m", "rollcall", "prepare", "/dev/stdin"]
         ended = subprocess.run(words, input=run_file.encode(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
         last = ended.stdout.decode(errors="replace").strip().splitlines()[-15:]
@@ -69,7 +69,7 @@ def _prepare(cluster: Cluster, nodes: list[NodeInfo], config: Config) -> None:
     for rank, why in wrong.items():
         say(f"{nodes[rank].host} ({nodes[rank].address}) could not be prepared:\n{why}")
     if wrong:
-        raise ClusterError("the run was not started: a node could not be prepared (above)")
+        raise ClusterError("the run was not started: a node could not be prepared (see above)")
 
 
 def main() -> None:

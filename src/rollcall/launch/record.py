@@ -51,7 +51,7 @@ class LaunchRecord(BaseModel):
     state: Literal["starting", "started", "stopping"]
     run_dir: str
     started: AwareDatetime
-    id: str | None = None  # the tool's id for the job or cluster; "" if it was about to be started
+    id: str | None = None  # the tool's id for the job or cluster; "" from just before the start until the id is known
     facts: dict[str, Any] = {}  # what the target needs to find the launch again, such as hosts
 
     @property
