@@ -78,7 +78,7 @@ def reported(command: Callable[..., None]) -> Callable[..., None]:
     own = inspect.signature(command, eval_str=True)
     debug = inspect.Parameter("debug", inspect.Parameter.KEYWORD_ONLY, default=False, annotation=Debug)
     run.__signature__ = own.replace(parameters=[*own.parameters.values(), debug])  # type: ignore[attr-defined]
-    run.__annotations__ = {}  # the signature has them
+    run.__annotations__ = {}  # the signature contains the annotations
     return run
 
 

@@ -33,7 +33,7 @@ def node(
         Path | None, typer.Option(metavar="DIR", help="Shared folder in which nodes find the head.")
     ] = None,
     head_address: Annotated[
-        str | None, typer.Option(metavar="HOST:PORT", help="Where rank 0 listens. Needs ROLLCALL_TOKEN.")
+        str | None, typer.Option(metavar="HOST:PORT", help="Address on which rank 0 listens. Needs ROLLCALL_TOKEN.")
     ] = None,
     master: Annotated[bool, typer.Option("--master", help="The same as --rank 0.")] = False,
     worker: Annotated[int | None, typer.Option(metavar="R", min=0, help="The same as --rank R.")] = None,

@@ -56,7 +56,7 @@ def init(
             out.write(text)
     except FileExistsError:
         raise ValueError(f"{file} exists and was not changed; choose another name, or move the file away") from None
-    print(f"wrote {file}; look at it with `rollcall config {file}`, train it with `rollcall train {file}`")
+    print(f"wrote {file}; look at it with `rollcall config {file}`, and train with `rollcall train {file}`")
 
 
 def config(file: RunFile = None, overrides: Overrides = None) -> None:
@@ -152,7 +152,7 @@ def prepare(
     file: Annotated[Path, typer.Argument(metavar="FILE", help="Run file.")],
     overrides: Overrides = None,
     once: Annotated[
-        bool, typer.Option("--once", help="Run prepare.once too, the commands that one node runs for all nodes.")
+        bool, typer.Option("--once", help="Also run prepare.once: the commands that one node runs for all nodes.")
     ] = False,
     tied: Annotated[bool, typer.Option("--tied", hidden=True, help="Give up if stdin closes in the meantime.")] = False,
 ) -> None:

@@ -40,7 +40,7 @@ JobId = Annotated[
 def submit(
     file: RunFile = None,
     overrides: Overrides = None,
-    no_wait: Annotated[bool, typer.Option("--no-wait", help="Return after the job is submitted.")] = False,
+    no_wait: Annotated[bool, typer.Option("--no-wait", help="Return as soon as the job is submitted.")] = False,
     page: Annotated[
         bool, typer.Option("--page", help="The same as trainer.page=true: the head serves the run's page.")
     ] = False,

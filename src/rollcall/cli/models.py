@@ -140,7 +140,7 @@ def serve(
 
 def merge(
     checkpoint: Annotated[
-        Path, typer.Argument(metavar="CHECKPOINT", help="Run directory or checkpoint, also of another system.")
+        Path, typer.Argument(metavar="CHECKPOINT", help="Run directory, or checkpoint of Rollcall, verl or PyTorch.")
     ],
     out: Annotated[Path, typer.Option("--out", metavar="DIR", help="Model directory to write.")],
     dtype: Annotated[

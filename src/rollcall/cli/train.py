@@ -92,7 +92,8 @@ def train(
         bool,
         typer.Option(
             "--post-mortem",
-            help="Open pdb where a worker, a reward or an environment raises: in this terminal, or for `rollcall debug` to attach to.",
+            help="If a worker, a reward or an environment raises an exception, open pdb there: in this terminal, or for "
+            "`rollcall debug` to attach to.",
         ),
     ] = False,
     local_debug: Annotated[

@@ -43,7 +43,7 @@ class Container:
         return lines
 
     def run(self, words: Sequence[str], *, variables: Iterable[str], detach: bool = False) -> list[str]:
-        """Return the command that runs ``words`` in a new container; with ``detach`` the container keeps running."""
+        """Return the command that runs ``words`` in a new container; with ``detach``, it runs in the background."""
         section, mounts = self.section, mounts_of(self.section, self.folders)
         if not self.is_daemon:
             gpus = {"cuda": ["--nv"], "rocm": ["--rocm"]}.get(self.gpu, [])

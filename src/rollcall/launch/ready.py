@@ -1,5 +1,6 @@
-"""The entrypoint of a job on a Ray cluster that Rollcall did not start (`python -m rollcall.launch.ready`). A variable contains the
-run file. The job waits for all slots, prepares the nodes with Ray tasks, checks for problems, and becomes `rollcall train`.
+"""The entrypoint of a job on a Ray cluster that Rollcall did not start (`python -m rollcall.launch.ready`). An environment
+variable contains the run file. The job waits for all slots, prepares the nodes with Ray tasks, checks for problems, and becomes
+`rollcall train`.
 """
 
 from __future__ import annotations
@@ -63,7 +64,7 @@ def _prepare(cluster: Cluster, nodes: list[NodeInfo], config: Config) -> None:
 
     with connected(cluster):
         calls = {rank: run_on(node.node_id, prepare, env={}) for rank, node in enumerate(nodes)}
-        wait = Wait(config.prepare.timeout_s + 86_400.0)  # a stalled download gives up by itself
+        wait = Wait(config.prepare.timeout_s + 86_400.0)  # a stalled download fails by itself
         answers, failures = answers_of(calls, wait=wait, to="prepare itself")
     wrong = {rank: why for rank, why in [*answers.items(), *failures.items()] if why}
     for rank, why in wrong.items():

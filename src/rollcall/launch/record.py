@@ -134,7 +134,7 @@ def get_record(name: str) -> LaunchRecord:
 
 
 def named_record(name: str | None, *, target: str | None = None) -> LaunchRecord:
-    """Return the launch named ``name``, or without a name the only launch from this machine (with ``target``, if given)."""
+    """Return the launch named ``name``. Without a name, return the only launch from this machine (with ``target``, if given)."""
     if name is not None:
         return get_record(name)
     found = [record for record in all_records(strict=False) if target in (None, record.target)]

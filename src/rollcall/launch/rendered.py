@@ -34,7 +34,7 @@ class Command:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rendered:
-    files: dict[str, str]  # texts by their names in the launch's folder
+    files: dict[str, str]  # contents by file name in the launch's folder
     commands: tuple[Command, ...]
     notes: tuple[str, ...] = ()  # what the user should know or do
     problems: tuple[str, ...] = ()  # reasons why a start would be refused

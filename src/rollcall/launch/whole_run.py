@@ -45,7 +45,7 @@ HEARD_S = 2.0  # how long the call that writes the status to a node may take to 
 class WholeRun:
     """One node's part in the run."""
 
-    join_s = JOIN_S  # to wait for rank 0, and then for all slots
+    join_s = JOIN_S  # how long to wait for rank 0, and then for all slots
 
     def __init__(self, run_file: Path) -> None:
         self._run_file = run_file

@@ -22,7 +22,7 @@ from rollcall.nodes.head import NodeInfo
 from rollcall.plan.judge import plan_run
 from rollcall.plan.memory import GIB
 
-MUST_AGREE = ("rollcall-rl", "torch", "transformers")  # Ray refuses a node with another Python or Ray
+MUST_AGREE = ("rollcall-rl", "torch", "transformers")  # Ray refuses a node with a different version of Python or Ray
 MIN_FREE = GIB  # free space that a disk needs if the run writes to it
 LAST_PORT = 65535
 
@@ -213,7 +213,7 @@ def judge_gpus(node: NodeFacts) -> Iterator[Finding]:
         card = f"GPU {gpu.index} ({gpu.name})"
         if gpu.memory_used > GIB:
             held = f"{card} has {gpu.memory_used / GIB:.1f} GiB in use; `nvidia-smi -i {gpu.index}` shows which process uses it"
-            yield find(node, held, severity="warns")  # the user's own run may be using it and about to end
+            yield find(node, held, severity="warns")  # the user's own run may be using it, and may be about to end
 
 
 def judge_reach(

@@ -201,7 +201,7 @@ def torch_build() -> str:
 
 
 def disk(purpose: str, path: str) -> dict[str, Any]:
-    """Return the space on a path's disk, from the nearest folder that exists."""
+    """Return the free and total space on a path's disk, measured at the nearest folder that exists."""
     place = path
     while not os.path.exists(place) and os.path.dirname(place) != place:
         place = os.path.dirname(place)
