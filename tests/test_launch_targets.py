@@ -604,7 +604,7 @@ def test_paths_that_the_nodes_do_not_have_are_refused_before_anything_is_rented(
     if target == "slurm":
         make_request(config, target=target, name="one", cwd=tmp_path)
         return
-    with pytest.raises(ClusterError, match=r"run\.dir=runs/mine: relative to .*run\.dir=/SHARED/runs/mine"):
+    with pytest.raises(ClusterError, match=r"run\.dir=runs/mine: relative paths start at .*run\.dir=/SHARED/runs/mine"):
         make_request(config, target=target, name="one", cwd=tmp_path)
 
 
