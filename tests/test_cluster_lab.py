@@ -194,7 +194,7 @@ def test_a_host_that_is_no_part_of_the_cluster_says_so(lab_cluster: LabCluster) 
         result = rollcall(lab_cluster.outsider, *verb)
         assert result.returncode == 1 and "rollcall node" in result.stderr and "Traceback" not in result.stderr
     result = rollcall(lab_cluster.outsider, "down")
-    assert (result.returncode, result.stdout) == (0, "nothing of cluster 'default' runs on this node\n")
+    assert (result.returncode, result.stdout) == (0, "nothing of cluster 'default' is running on this node\n")
 
 
 # Nobody else gets in

@@ -234,7 +234,7 @@ def test_the_command_lists_who_waits_and_lets_all_go_on(run_dir: Path, monkeypat
     monkeypatch.setenv("ROLLCALL_STATE_DIR", str(run_dir / "state"))
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     runner = CliRunner()
-    assert "nothing waits" in runner.invoke(app, ["debug", str(run_dir)]).output
+    assert "no process is waiting" in runner.invoke(app, ["debug", str(run_dir)]).output
     thread, _ = beside(lambda: add_up(5))
     (waits,) = wait_for(lambda: read_board(run_dir))
     found = json.loads(runner.invoke(app, ["debug", str(run_dir), "--json"]).stdout)["waiting"]
@@ -245,9 +245,9 @@ def test_the_command_lists_who_waits_and_lets_all_go_on(run_dir: Path, monkeypat
     nowhere = runner.invoke(app, ["debug", "1"])
     assert nowhere.exit_code == 1 and "rollcall debug RUN_DIR" in nowhere.output
     missed = runner.invoke(app, ["debug", str(run_dir), "7"])
-    assert missed.exit_code == 1 and "number 7 does not wait; those that do: 1" in missed.output
+    assert missed.exit_code == 1 and "no process with number 7 is waiting; the waiting ones are: 1" in missed.output
     left = runner.invoke(app, ["debug", str(run_dir), "1"], input="p total\n")
-    assert left.exit_code == 0 and "still waits" in left.output
+    assert left.exit_code == 0 and "is still waiting" in left.output
     assert runner.invoke(app, ["debug", str(run_dir), "--continue"]).exit_code == 0
     thread.join(WAIT_S)
 
@@ -269,7 +269,7 @@ def test_a_list_that_a_killed_run_left_behind_showsnobody(tmp_path: Path) -> Non
         BOARD.post("gone", DebugSeat(role="actor", rank=1, node=2), place)
         text = (tmp_path / FILE).read_text()
     (tmp_path / FILE).write_text(text)
-    assert "nothing waits" in CliRunner().invoke(app, ["debug", str(tmp_path)]).output
+    assert "no process is waiting" in CliRunner().invoke(app, ["debug", str(tmp_path)]).output
 
 
 def test_the_text_of_an_exception_is_listed_without_secrets(run_dir: Path) -> None:

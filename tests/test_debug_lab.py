@@ -121,7 +121,7 @@ def test_a_worker_at_a_breakpoint_is_attached_to_from_other_hosts_and_goes_on(cl
 
     # Longer than any worker may be silent in a call: its peer waits for it in the same update.
     time.sleep(max(LEAST_S + 15 - (time.monotonic() - stopped_s), 0))
-    assert "still waits" in typed(head, f"{run_dir} 1", "p seen", "quit")
+    assert "is still waiting" in typed(head, f"{run_dir} 1", "p seen", "quit")
     shown = typed(head, "1", "p seen + 40", "where", "continue")
     assert "42" in shown and "stops_optimizer.py" in shown and "continues" in shown
     assert run.wait(timeout_s=WAIT_S) == 0, run.output

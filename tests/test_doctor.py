@@ -89,14 +89,14 @@ def test_healthy_nodes_have_no_findings() -> None:
 @pytest.mark.parametrize(
     ("changes", "what", "fix"),
     [
-        ({"packages": {**VERSIONS, "transformers": "4.9"}}, "transformers 4.9, but the other nodes have 5.19.0",
+        ({"packages": {**VERSIONS, "transformers": "4.9"}}, "transformers is version 4.9, but the other nodes have 5.19.0",
          "/env/bin/python -m pip install 'transformers==5.19.0'"),
         ({"packages": {**VERSIONS, "torch": None}}, "torch is not installed", "'torch==2.13.0'"),
-        ({"torch_build": "CUDA 13.0"}, "torch is built for CUDA 13.0, on the other nodes for the CPU", "reinstall it"),
+        ({"torch_build": "CUDA 13.0"}, "torch is built for CUDA 13.0 here, but for the CPU on the other nodes", "reinstall it"),
         ({"disks": (Disk(purpose="run.dir", path="/x", free=GIB // 2, total=GIB),)}, "0.5 GiB free", "free some"),
         ({"memory_available": 2 * GIB}, "only 2.0 of 64.0 GiB of memory is available", "ps aux"),
         ({"missing_paths": ("/models/x",)}, "/models/x does not exist on this node", "rsync -a /models/x/ node2"),
-        ({"gpu_error": "nvidia-smi fails: no devices"}, "nvidia-smi fails", "dmesg"),
+        ({"gpu_error": "nvidia-smi failed: no devices"}, "nvidia-smi failed", "dmesg"),
     ],
 )  # fmt: skip
 def test_the_odd_node_out_is_named_with_a_command_that_mends_it(changes: dict[str, Any], what: str, fix: str) -> None:
@@ -121,7 +121,7 @@ def test_a_container_without_shared_memory_breaks_a_run_on_cards() -> None:
     small = make_node(0, shm_total=64 << 20)
     assert not list(checks.judge_memory(small))
     (finding,) = checks.judge_memory(replace(small, gpus=(make_gpu(),)))
-    assert "/dev/shm holds 64 MiB" in finding.what and "--shm-size" in finding.what
+    assert "/dev/shm has a size of only 64 MiB" in finding.what and "--shm-size" in finding.what
 
 
 def test_fewer_cards_than_slots_break_the_run() -> None:
@@ -169,7 +169,7 @@ def test_what_is_wrong_with_a_shared_folder_is_told_apart() -> None:
     found = checks.judge_shared(nodes, "/shared", wrote=wrote, unseen={1: {0: "No such file"}, 2: {0: "No such file"}})
     by_node = {finding.node: finding for finding in found}
     assert "cannot write to the shared folder /shared: Read-only" in by_node[1].what and "findmnt" in by_node[1].what
-    assert "does not see in /shared the files that rank 0 wrote" in by_node[2].what
+    assert "does not see the files in /shared that rank 0 wrote" in by_node[2].what
     assert by_node.keys() == {1, 2}
 
 
@@ -265,7 +265,7 @@ def test_cards_come_from_nvidia_smi(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 def test_an_nvidia_smi_that_fails_is_a_complaint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fake_smi(tmp_path, "echo 'Unable to determine the device handle: GPU is lost'; exit 15", monkeypatch)
     gpus, complaint = doctor_facts.read_gpus()
-    assert gpus == [] and complaint == "nvidia-smi fails: Unable to determine the device handle: GPU is lost"
+    assert gpus == [] and complaint == "nvidia-smi failed: Unable to determine the device handle: GPU is lost"
 
 
 def test_probes_reach_each_other_and_say_what_they_cannot_reach() -> None:
@@ -347,7 +347,7 @@ def test_a_wrong_version_and_an_unwritable_folder_are_found_on_the_node_that_has
     breaking = [finding for finding in found["findings"] if finding["severity"] == "breaks"]
     assert [finding["host"] for finding in breaking] == ["node2", "node2"], breaking
     version = importlib.metadata.version("transformers")
-    assert breaking[0]["what"].startswith(f"transformers 4.0.0, but the other nodes have {version}; run `")
+    assert breaking[0]["what"].startswith(f"transformers is version 4.0.0, but the other nodes have {version}; run `")
     assert f"-m pip install 'transformers=={version}'" in breaking[0]["what"]
     assert f"cannot write to the shared folder {runs}: Read-only file system (EROFS)" in breaking[1]["what"]
     assert found["shared"] == str(runs)

@@ -175,7 +175,9 @@ ALONE = Shared(num_nodes=1, folder=None)
 def test_relative_paths_are_refused_where_the_nodes_do_not_see_the_folder(tmp_path: Path) -> None:
     run = config(run={"dir": "runs/one"}, data={"train": "data/train.jsonl", "val": None})
     for seen in (None, Shared(num_nodes=2, folder=None), Shared(num_nodes=2, folder="/proc")):
-        with pytest.raises(ClusterError, match=r"run\.dir=runs/one, data\.train=data/train\.jsonl: relative to"):
+        with pytest.raises(
+            ClusterError, match=r"run\.dir=runs/one, data\.train=data/train\.jsonl: relative paths start at"
+        ):
             resolve_paths(run, folder=tmp_path, shared=seen)
 
 
@@ -298,7 +300,7 @@ def test_an_unknown_job_is_refused_with_those_that_are_known(head: Any) -> None:
         jobs_of(head).find()
     head.rows = {"rollcall-a": row("rollcall-a")}
     for ask in (jobs_of(head).find, jobs_of(head).job):
-        with pytest.raises(ClusterError, match=r"has no job 'rollcall-x'; it has:\n  rollcall-a  RUNNING"):
+        with pytest.raises(ClusterError, match=r"has no job 'rollcall-x'; its jobs are:\n  rollcall-a  RUNNING"):
             ask("rollcall-x")
 
 
@@ -604,7 +606,7 @@ def test_without_a_cluster_the_message_says_how_to_name_one(monkeypatch: pytest.
     monkeypatch.setenv(STATE_DIR, str(tmp_path))
     monkeypatch.delenv(TOKEN, raising=False)
     with pytest.raises(
-        ClusterError, match="not a node of a cluster named 'default'; on another machine, give --address"
+        ClusterError, match="not a node of a cluster named 'default'; on another machine, use --address"
     ):
         reach(None, address=None, rendezvous=None)
     with pytest.raises(ClusterError, match="no head of cluster 'default' is published"):
@@ -729,7 +731,7 @@ def test_a_job_goes_on_without_its_submitter_until_it_is_stopped(one_node: OneNo
         wait_for(user / "runs/long/metrics.jsonl")
         submitter.send_signal(signal.SIGINT)
         _, said = submitter.communicate(timeout=WAIT_S)
-    assert submitter.returncode == 130 and "still runs on the cluster" in said
+    assert submitter.returncode == 130 and "is still running on the cluster" in said
     follow, env = start_arguments("job", "logs", "--follow", **one_node.node)
     with subprocess.Popen(
         follow, cwd=user, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True

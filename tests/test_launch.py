@@ -137,7 +137,7 @@ def test_hosts_that_another_launch_uses_are_refused_by_its_name(tmp_path: Path) 
 
 
 def test_one_host_for_each_node(tmp_path: Path) -> None:
-    with pytest.raises(LaunchError, match="has a twice"):
+    with pytest.raises(LaunchError, match="lists a twice"):
         choose_hosts(["a", "a"], count=2, name="one", cwd=tmp_path)
     with pytest.raises(LaunchError, match="lists 2 hosts, but cluster.num_nodes=3"):
         choose_hosts(["a", "b"], count=3, name="one", cwd=tmp_path)

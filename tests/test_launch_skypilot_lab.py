@@ -90,7 +90,7 @@ def test_a_cluster_of_skypilot_trains_on_two_nodes_and_leaves_nothing(sky: SkyLa
     assert followed.returncode == 0, told(followed) + sky.slurm.tell()
     assert all(f"prepared by {node.name}" in followed.stdout for node in sky.slurm.nodes)
     assert launch.trained() == list(range(1, STEPS + 1))
-    assert "the cluster is UP, its task SUCCEEDED" in launch.rollcall("status", "cluster").stdout
+    assert "the cluster is UP, and its task is SUCCEEDED" in launch.rollcall("status", "cluster").stdout
     assert "Job finished (status: SUCCEEDED)" in launch.rollcall("logs", "cluster").stdout
     assert sky.slurm.ask("squeue", "-h", "-o", "%i %D") == job, "the cluster stays"
     ended = launch.rollcall("down", "cluster")

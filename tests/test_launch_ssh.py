@@ -204,7 +204,7 @@ def test_every_host_that_cannot_be_used_is_named_before_anything_is_started(host
     text = str(caught.value)
     assert "a: ssh cannot reach it\n    ssh: connect to host a port 22: No route to host" in text
     assert "b: failed with status 1\n    No module named 'torch'" in text
-    assert f"c: rollcall 0.0.1, but this machine has rollcall {__version__}; install the same version" in text
+    assert f"c: has rollcall 0.0.1, but this machine has rollcall {__version__}; install the same version" in text
     assert "d: a cluster named 'one' is already running, which this launch did not start" in text
     assert find_record("one") is None
     assert "node" not in calls(hosts, "d")
@@ -216,7 +216,7 @@ def test_hosts_with_different_versions_are_named_before_ray_starts(hosts: Path, 
         start(request_on(tmp_path))
     assert str(caught.value) == (
         "1 problem with the hosts, so nothing was started:\n"
-        "  b: Python 3.11.9, but a has Python 3.11.7; install the same version"
+        "  b: has Python 3.11.9, but a has Python 3.11.7; install the same version"
     )
     assert [calls(hosts, name) for name in HOSTS] == [["here"], ["here"]]
 

@@ -328,7 +328,7 @@ def test_the_state_of_a_skypilot_cluster_names_its_task(tmp_path: Path, monkeypa
     request = request_for("skypilot", tmp_path, managed=False)
     chosen = get_target("skypilot")
     record = start(chosen, request, chosen.render(request))
-    assert chosen.status(record) == "the cluster is UP, its task RUNNING"
+    assert chosen.status(record) == "the cluster is UP, and its task is RUNNING"
 
 
 @pytest.mark.parametrize(
@@ -604,7 +604,7 @@ def test_paths_that_the_nodes_do_not_have_are_refused_before_anything_is_rented(
     if target == "slurm":
         make_request(config, target=target, name="one", cwd=tmp_path)
         return
-    with pytest.raises(ClusterError, match=r"run\.dir=runs/mine: relative to .*run\.dir=/SHARED/runs/mine"):
+    with pytest.raises(ClusterError, match=r"run\.dir=runs/mine: relative paths start at .*run\.dir=/SHARED/runs/mine"):
         make_request(config, target=target, name="one", cwd=tmp_path)
 
 

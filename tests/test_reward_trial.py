@@ -89,7 +89,7 @@ def test_a_reward_that_fails_on_everything_ends_the_command_with_status_1_and_it
     run_file = a_run_file(config, tmp_path)
     shown = CliRunner().invoke(app, ["reward", "test", run_file, "--rows", "1"])
     assert shown.exit_code == 1
-    assert "rewards_bad.py" in shown.output and "raises failed on everything" in shown.output
+    assert "rewards_bad.py" in shown.output and "raises failed on every completion" in shown.output
     as_json = CliRunner().invoke(app, ["reward", "test", run_file, "--json"])
     told = json.loads(as_json.stdout)
     assert as_json.exit_code == 1 and told["broken"] == ["raises"] and len(told["scored"]) == 6

@@ -1,11 +1,11 @@
-"""Rollcall: reinforcement learning for language models. ``rollcall --help`` and docs/python.md are the ways in.
+"""Rollcall: reinforcement learning for language models. Start with ``rollcall --help`` or docs/python.md.
 
     import rollcall
 
     run = rollcall.train("run.yaml", trainer={"steps": 20}, on_step=lambda done: print(done.step, done.reward_mean))
     run.metrics, run.samples, run.checkpoints
 
-Names are imported when they are first used, so that ``import rollcall`` costs nothing.
+Each name is imported when it is first used, so ``import rollcall`` itself is fast.
 """
 
 # pyright: strict
@@ -55,24 +55,24 @@ _FROM = {
     "rollcall.base.types": ("Completion", "Group", "Prompt", "Score"),
 }
 
-# torch for ARM brings an allocator of its own (mimalloc), which gives freed tensors back to the kernel after 10 ms: an update
-# on a CPU then spends a seventh of its time on fresh pages. It reads its settings once, when torch is loaded, so this stands
-# before everything else; ``host_memory`` does the same for glibc.
+# torch for ARM has its own allocator (mimalloc), which returns the memory of freed tensors to the kernel after 10 ms. An update on a
+# CPU would then spend a seventh of its time getting new pages. The allocator reads its settings once, when torch is loaded, so they
+# must be set before anything else is imported. ``host_memory`` does the same for glibc.
 if "MIMALLOC_PURGE_DELAY" not in os.environ:
     os.putenv("MIMALLOC_PURGE_DELAY", "-1")
-# torch's kernels for ARM otherwise leave a map of their code in /tmp for each process, for a profiler that nobody runs.
+# Otherwise, torch's kernels for ARM write a map of their code to /tmp for each process, for a profiler that nobody uses.
 if "ONEDNN_JIT_PROFILE" not in os.environ:
     os.putenv("ONEDNN_JIT_PROFILE", "0")
 
 
-if not TYPE_CHECKING:  # a type checker would take every name for one of these
+if not TYPE_CHECKING:  # otherwise, a type checker would accept any name
 
     def __getattr__(name: str) -> object:
         for module, names in _FROM.items():
             if name in names:
                 value = globals()[name] = getattr(import_module(module), name)
                 return value
-        raise AttributeError(f"module 'rollcall' has no attribute {name!r}; it has {', '.join(__all__)}")
+        raise AttributeError(f"module 'rollcall' has no attribute {name!r}; its attributes are {', '.join(__all__)}")
 
 
 def __dir__() -> list[str]:

@@ -1,4 +1,4 @@
-"""Worker groups under the names that users call. Imports neither torch nor Ray."""
+"""The public names for worker groups. Importing this module imports neither torch nor Ray."""
 
 from rollcall.base.errors import ClusterError, WorkerDiedError, WorkerError, WorkerTimeoutError
 from rollcall.process.groups.backend import Seat

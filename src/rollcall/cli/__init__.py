@@ -29,12 +29,12 @@ if TYPE_CHECKING:
     from rollcall.config import Config
 
 Debug = Annotated[bool, typer.Option("--debug", help="Show the full traceback of an error.")]
-RunFile = Annotated[str | None, typer.Argument(metavar="FILE", help="Run file. Without one: the demo.")]
+RunFile = Annotated[str | None, typer.Argument(metavar="FILE", help="Run file. Default: the demo.")]
 RunDir = Annotated[Path, typer.Argument(metavar="RUN_DIR", help="Run directory (run.dir).")]
 Overrides = Annotated[
     list[str] | None, typer.Argument(metavar="KEY=VALUE", help="Set a key of the run file, such as actor.lr=1e-5.")
 ]
-Json = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout, and nothing else there.")]
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON object, and nothing else, on stdout.")]
 
 SAY_EVERY_S = 10.0  # between progress messages where there is no bar
 FAILED = 1  # exit status; 2 is a usage error, and stop.py defines two more
@@ -78,7 +78,7 @@ def reported(command: Callable[..., None]) -> Callable[..., None]:
     own = inspect.signature(command, eval_str=True)
     debug = inspect.Parameter("debug", inspect.Parameter.KEYWORD_ONLY, default=False, annotation=Debug)
     run.__signature__ = own.replace(parameters=[*own.parameters.values(), debug])  # type: ignore[attr-defined]
-    run.__annotations__ = {}  # the signature has them
+    run.__annotations__ = {}  # the signature contains the annotations
     return run
 
 

@@ -33,7 +33,7 @@ def node(
         Path | None, typer.Option(metavar="DIR", help="Shared folder in which nodes find the head.")
     ] = None,
     head_address: Annotated[
-        str | None, typer.Option(metavar="HOST:PORT", help="Where rank 0 listens. Needs ROLLCALL_TOKEN.")
+        str | None, typer.Option(metavar="HOST:PORT", help="Address on which rank 0 listens. Needs ROLLCALL_TOKEN.")
     ] = None,
     master: Annotated[bool, typer.Option("--master", help="The same as --rank 0.")] = False,
     worker: Annotated[int | None, typer.Option(metavar="R", min=0, help="The same as --rank R.")] = None,
@@ -49,7 +49,8 @@ def node(
         Path | None, typer.Option(metavar="DIR", help="Ray's folder for sockets and logs: a short, local path.")
     ] = None,
     tls: Annotated[
-        bool, typer.Option("--tls", help="Encrypt Ray's traffic. Give it on rank 0; with --head-address on every node.")
+        bool,
+        typer.Option("--tls", help="Encrypt Ray's traffic. Set it on rank 0 or, with --head-address, on every node."),
     ] = False,
     cluster: Annotated[
         str | None,
@@ -59,25 +60,27 @@ def node(
         float | None,
         typer.Option(
             min=0,
-            help="Seconds to wait for rank 0. Default: 300; with --run 1800, because nodes prepare themselves first.",
+            help="Seconds to wait for rank 0. Default: 300, or 1800 with --run, because nodes prepare themselves first.",
         ),
     ] = None,
     block: Annotated[
-        bool, typer.Option("--block", help="Stay until Ray on this node ends. SIGTERM, SIGHUP and Ctrl-C stop Ray.")
+        bool,
+        typer.Option("--block", help="Keep running until Ray on this node ends. SIGTERM, SIGHUP and Ctrl-C stop Ray."),
     ] = False,
     save_wait: Annotated[
         float,
-        typer.Option(min=0, help="With --block and --run: seconds that a run on this node has to save after SIGTERM."),
+        typer.Option(min=0, help="With --block or --run: seconds that a run on this node has to save after SIGTERM."),
     ] = 25.0,
     run: Annotated[
         Path | None,
         typer.Option(
             metavar="FILE",
-            help="Stay, and train this run file once all nodes have joined. Exits with the run's status.",
+            help="Keep running, and train this run file once all nodes have joined. Exits with the run's status.",
         ),
     ] = None,
     tied: Annotated[
-        bool, typer.Option("--tied", hidden=True, help="Give up and leave nothing behind if stdin ends meanwhile.")
+        bool,
+        typer.Option("--tied", hidden=True, help="Give up and leave nothing behind if stdin closes in the meantime."),
     ] = False,
 ) -> None:
     """Start Ray on this node. Rank 0 starts the cluster, and the other nodes join it.
@@ -128,7 +131,7 @@ def node(
         tls=tls,
         timeout_s=timeout_s,
     )
-    with heed():  # a signal during the start leaves nothing behind; the exit status is a resumable run's
+    with heed():  # after a signal during the start, nothing is left behind, and the exit status is that of a run that can be resumed
         if whole is not None:
             request = whole.get_ready(request)
         with tied_to_stdin() if tied else nullcontext():
@@ -170,7 +173,7 @@ def status(
 ) -> None:
     """List the nodes of the cluster: rank, host, address, slots, memory, alive or dead.
 
-    With a run directory: show what the run does now, the phases of its last steps, and which process has the directory.
+    With a run directory: show what the run is doing, the phases of its last steps, and which process is using the directory.
 
     \b
     Examples:
@@ -196,7 +199,7 @@ def down(
         bool, typer.Option("--keep-logs", help="Keep Ray's logs until the next `rollcall node` or `down`.")
     ] = False,
 ) -> None:
-    """Stop what this cluster started on this node, and nothing else. A Ray that Rollcall did not start is not changed.
+    """Stop what this cluster started on this node, and nothing else. A Ray cluster that Rollcall did not start is left alone.
 
     \b
     Examples:
@@ -218,7 +221,7 @@ def down(
     count = stop_node(meant.name, keep_logs=keep_logs)
     sweep_folders()  # left by a killed run
     title = meant.title
-    what = f"stopped {counted(count, 'process')} of {title}" if count else f"nothing of {title} runs on this node"
+    what = f"stopped {counted(count, 'process')} of {title}" if count else f"nothing of {title} is running on this node"
     print(f"{what}; its logs are in {folder}" if keep_logs and folder.exists() else what)
 
 

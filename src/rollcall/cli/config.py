@@ -1,4 +1,4 @@
-"""Commands for before a run: `rollcall init`, `config`, `plan`, `simulate`, `prepare`, `fetch-model`, `doctor`, `data`, `reward test`."""
+"""For use before a run: `rollcall init`, `config`, `plan`, `simulate`, `prepare`, `fetch-model`, `doctor`, `data`, `reward test`."""
 
 from __future__ import annotations
 
@@ -55,8 +55,8 @@ def init(
         with file.open("x") as out:
             out.write(text)
     except FileExistsError:
-        raise ValueError(f"{file} exists and was not changed; give another name, or move the file away") from None
-    print(f"wrote {file}; look at it with `rollcall config {file}`, train it with `rollcall train {file}`")
+        raise ValueError(f"{file} exists and was not changed; choose another name, or move the file away") from None
+    print(f"wrote {file}; look at it with `rollcall config {file}`, and train with `rollcall train {file}`")
 
 
 def config(file: RunFile = None, overrides: Overrides = None) -> None:
@@ -143,8 +143,8 @@ def _show_verdict(verdict: Verdict) -> None:
         print(f"verdict: it does not run. {verdict.why}")
         return
     print(
-        f"verdict: it runs. {counted(verdict.steps, 'step')} in {verdict.seconds:.0f} s with bring-up; engine and "
-        f"learner differ by {verdict.logprob_mismatch:.1e} nats a token"
+        f"verdict: it runs. {counted(verdict.steps, 'step')} in {verdict.seconds:.0f} s, including startup; engine and "
+        f"learner differ by {verdict.logprob_mismatch:.1e} nats per token"
     )
 
 
@@ -152,9 +152,9 @@ def prepare(
     file: Annotated[Path, typer.Argument(metavar="FILE", help="Run file.")],
     overrides: Overrides = None,
     once: Annotated[
-        bool, typer.Option("--once", help="Run prepare.once too, the commands that one node runs for all nodes.")
+        bool, typer.Option("--once", help="Also run prepare.once: the commands that one node runs for all nodes.")
     ] = False,
-    tied: Annotated[bool, typer.Option("--tied", hidden=True, help="Give up if stdin ends meanwhile.")] = False,
+    tied: Annotated[bool, typer.Option("--tied", hidden=True, help="Give up if stdin closes in the meantime.")] = False,
 ) -> None:
     """Run the commands of `prepare.each_node` on this machine and fetch the models of the run.
 
@@ -199,8 +199,8 @@ def doctor(
 ) -> None:
     """Find problems that would break a run, before it starts.
 
-    On a cluster: versions, disks, memory, shared folder, ports, GPUs and bandwidth of its nodes. Without one: torch,
-    GPU, memory and disk of this machine, and with a run file its model, data and rewards.
+    On a cluster, this checks the versions, disks, memory, shared folder, ports, GPUs and bandwidth of its nodes. Without a
+    cluster, it checks torch, GPU, memory and disk of this machine and, with a run file, its model, data and rewards.
 
     Each finding is a sentence: the node, the problem and the command that fixes it. Exits with status 1 if
     anything would break a run.
@@ -236,16 +236,16 @@ def data(
     ],
     out: Annotated[Path, typer.Option(help="Directory for train.parquet and test.parquet.")],
     num: Annotated[
-        int | None, typer.Option(min=1, help="Number of training rows. Generated tasks add a tenth of it as test rows.")
+        int | None, typer.Option(min=1, help="Number of training rows. Generated tasks add a tenth as many test rows.")
     ] = None,
     seed: Annotated[
-        int, typer.Option(min=0, help="Seed for generated rows and splits. For arithmetic: for the order only.")
+        int, typer.Option(min=0, help="Seed for generated rows and splits. For arithmetic, it sets only the order.")
     ] = 0,
     source: Annotated[
         Path | None,
         typer.Option(
             "--source",
-            help="For gsm8k and math, in place of the hub: a folder with train and test files, or a JSONL or Parquet file, of "
+            help="For gsm8k and math, instead of the hub: a folder with train and test files, or a JSONL or Parquet file, of "
             "which a tenth is held out.",
         ),
     ] = None,
@@ -305,10 +305,10 @@ def test_reward(
     rows: Annotated[int, typer.Option(min=1, help="Number of rows of data.train to score.")] = 3,
     as_json: Json = False,
 ) -> None:
-    """Score a few rows before training, each with three completions: its own answer, nothing, and an unrelated text.
+    """Score a few rows before training, each with three completions: the row's own answer, an empty text, and a text without an answer.
 
     Shows scores, times, errors, and the limits on reward processes on this machine. Exits with status 1 if a reward cannot
-    be loaded or fails on everything.
+    be loaded or fails on every completion.
 
     \b
     Examples:
@@ -341,7 +341,7 @@ def _show_trial(trial: Trial) -> None:
     for failure in first.values():
         console.print(f"\n{failure.reward} {failure.kind} on {failure.prompt_id}:\n{failure.why}")
     if trial.broken:
-        console.print(f"\n{', '.join(trial.broken)} failed on everything: training would stop in its first step")
+        console.print(f"\n{', '.join(trial.broken)} failed on every completion: training would stop in its first step")
     elif trial.gives_answers_nothing:
         console.print(
             "\nthe rows' own answers score 0 or less; check that the reward accepts answers in the form that your model writes"

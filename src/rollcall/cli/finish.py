@@ -1,4 +1,4 @@
-"""`rollcall gather`, `finish` and `upload`: commands for after a run."""
+"""`rollcall gather`, `finish` and `upload`: commands to use after a run."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ if TYPE_CHECKING:
 
 Hosts = Annotated[
     str | None,
-    typer.Option("--hosts", metavar="HOST,HOST", help="Ask these over ssh. Without it: the cluster, or the run's ssh launch."),
+    typer.Option("--hosts", metavar="HOST,HOST", help="Hosts to ask over ssh. Default: the nodes of the cluster or the ssh launch."),
 ]  # fmt: skip
 
 
 def gather(
     checkpoint: Annotated[
-        Path, typer.Argument(metavar="CHECKPOINT", help="Checkpoint, or a run directory: its newest one.")
+        Path, typer.Argument(metavar="CHECKPOINT", help="Checkpoint, or run directory (its newest checkpoint).")
     ],
     hosts: Hosts = None,
     delete: Annotated[
@@ -72,7 +72,7 @@ def finish(
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the steps that would run, and do nothing.")] = False,
     as_json: Json = False,
 ) -> None:
-    """Make the model of a run's newest checkpoint: gather its parts, merge, verify, upload as the run file says.
+    """Turn a run's newest checkpoint into a model: gather its parts, merge and verify them, and upload the model.
 
     The model is in RUN/merged. Finished steps are skipped, unless their inputs have changed. The section
     `finish` of the run file sets how the model is merged and where it is uploaded. Without it, weights keep their stored
@@ -105,7 +105,7 @@ def upload(
     ],
     repo: Annotated[str, typer.Argument(metavar="REPO", help="OWNER/NAME on the hub; created if it does not exist.")],
     private: Annotated[
-        bool, typer.Option("--private", help="Make it private; refuse one that everyone can read.")
+        bool, typer.Option("--private", help="Create a private repository; refuse an existing public one.")
     ] = False,
     revision: Annotated[str | None, typer.Option("--revision", help="Branch to upload to.")] = None,
     as_json: Json = False,

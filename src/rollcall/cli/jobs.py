@@ -27,17 +27,20 @@ Address = Annotated[
 ]
 Meeting = Annotated[
     Path | None,
-    typer.Option("--rendezvous", metavar="DIR", help="Shared folder of the cluster. Address and token are read there."),
+    typer.Option(
+        "--rendezvous", metavar="DIR", help="Shared folder of the cluster. The address and the token are read from it."
+    ),
 ]
 JobId = Annotated[
-    str, typer.Argument(metavar="[ID|latest]", help="A job. Default: the newest that runs, else the newest.")
+    str,
+    typer.Argument(metavar="[ID|latest]", help="Id of a job. Default: the newest unfinished job, else the newest job."),
 ]
 
 
 def submit(
     file: RunFile = None,
     overrides: Overrides = None,
-    no_wait: Annotated[bool, typer.Option("--no-wait", help="Return after the job is submitted.")] = False,
+    no_wait: Annotated[bool, typer.Option("--no-wait", help="Return as soon as the job is submitted.")] = False,
     page: Annotated[
         bool, typer.Option("--page", help="The same as trainer.page=true: the head serves the run's page.")
     ] = False,
@@ -48,17 +51,17 @@ def submit(
 ) -> None:
     """Run a run file on a cluster. The driver runs on the cluster, so this machine may disconnect.
 
-    Code is sent along: this rollcall, the run file, the modules of its rewards. Data, weights and the run directory are not:
-    give their paths as the nodes see them. cluster.env and cluster.env_pass set variables for the run. The command follows
-    the log and exits with the status of the job; Ctrl-C leaves the job running. On a machine that is not a node, the token
-    comes from ROLLCALL_TOKEN, from --rendezvous or from RAY_AUTH_TOKEN.
+    The code is sent along: this copy of rollcall, the run file, and the modules of its rewards. Data, weights and the run
+    directory are not sent, so write their paths as the nodes see them. cluster.env and cluster.env_pass set variables for the
+    run. The command follows the log and exits with the status of the job; Ctrl-C leaves the job running. On a machine that is
+    not a node, the token comes from ROLLCALL_TOKEN, from --rendezvous or from RAY_AUTH_TOKEN.
 
     \b
     Examples:
       rollcall submit run.yaml
       rollcall submit run.yaml run.dir=/shared/runs/one actor.lr=1e-6 --no-wait
       rollcall submit run.yaml --address http://10.0.0.1:8265
-      rollcall submit run.yaml --page    the log has the page's address; `rollcall tunnel` brings it here
+      rollcall submit run.yaml --page    the log shows the page's address; `rollcall tunnel` forwards it
       RAY_ADDRESS=head:6379 rollcall submit run.yaml    to a Ray cluster that you started
     """
     from rollcall.launch.jobs.submit import reach
@@ -66,13 +69,13 @@ def submit(
 
     config = read_run(file, [*(overrides or []), *(["trainer.page=true"] if page else [])])
     if config.cluster is not None:
-        workable_plan(config, config.cluster)  # refuse what cannot work here, not in a remote log
+        workable_plan(config, config.cluster)  # a run that cannot work is refused here, not in a remote log
     wished = config.cluster.ray_address if config.cluster is not None else None
     jobs = reach(cluster, address=address, rendezvous=rendezvous, ray_address=wished)
     job = jobs.submit(config, folder=Path.cwd(), environ=os.environ)
     say(f"submitted {job.id} to {jobs.where}")
     if no_wait:
-        say(f"follow it with `rollcall job logs --follow {job.id}`, stop it with `rollcall job stop {job.id}`")
+        say(f"follow it with `rollcall job logs --follow {job.id}`, or stop it with `rollcall job stop {job.id}`")
     else:
         job = _follow(jobs, job.id, out=sys.stderr if as_json else sys.stdout)
     if as_json:
@@ -212,7 +215,7 @@ def _follow(jobs: Jobs, job_id: str, *, out: Any) -> Job:
         return jobs.follow(job_id, out=out)
     except KeyboardInterrupt:
         say(
-            f"\n{job_id} still runs on the cluster; follow it with `rollcall job logs --follow {job_id}`, stop it with "
+            f"\n{job_id} is still running on the cluster; follow it with `rollcall job logs --follow {job_id}`, or stop it with "
             f"`rollcall job stop {job_id}`"
         )
         raise typer.Exit(INTERRUPTED) from None
@@ -243,7 +246,7 @@ def _print_environment(views: list[NodeView]) -> None:
         rows = []
         for seen in view.variables:
             value = "not set" if seen.value is None else seen.value
-            wrong = f"   NOT AS DECLARED: {seen.wanted}" if seen.wanted is not None else ""
+            wrong = f"   BUT DECLARED AS: {seen.wanted}" if seen.wanted is not None else ""
             rows.append((f"  {seen.name}", seen.source, value + wrong))
         print_table(rows)
 

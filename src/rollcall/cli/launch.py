@@ -58,7 +58,7 @@ def _launch(
             help="Print the rendered files, the commands, and any problems that prevent a start; start nothing.",
         ),
     ] = False,
-    wait: Annotated[bool, typer.Option("--wait", help="Follow the run's log and end with its status.")] = False,
+    wait: Annotated[bool, typer.Option("--wait", help="Follow the run's log and exit with its status.")] = False,
     name: Annotated[
         str | None, typer.Option(metavar="NAME", help="Name of this launch. Default: the run's name.")
     ] = None,
@@ -68,7 +68,9 @@ def _launch(
     from rollcall.launch.record import check_name, default_name
 
     if wait and as_json and not dry_run:
-        raise typer.BadParameter("--wait prints the run's log on stdout, and --json one object; give one of them")
+        raise typer.BadParameter(
+            "--wait prints the run's log on stdout, where --json prints one object; use only one of these options"
+        )
     config = read_run(file, overrides)
     chosen = get_target(target)
     problems: list[str] | None = [] if dry_run else None
@@ -83,7 +85,8 @@ def _launch(
     with heed():  # a closed terminal or SIGTERM stops a launch as Ctrl-C does
         record = start(chosen, request, rendered)
     say(
-        f"started {record.name!r}; look with `rollcall launch status {record.name}`, end it with `rollcall launch down {record.name}`"
+        f"started {record.name!r}; check on it with `rollcall launch status {record.name}`, or end it with "
+        f"`rollcall launch down {record.name}`"
     )
     if as_json:
         print(json.dumps(_facts(record)))
@@ -125,7 +128,7 @@ def init(
 
 
 def down(name: Annotated[str, typer.Argument(metavar="NAME", help="Name of the launch.")]) -> None:
-    """End everything that a launch started, and nothing else. The run saves first where the target lets it.
+    """End everything that a launch started, and nothing else. The run saves first if the target allows it.
 
     \b
     Example:
@@ -156,7 +159,7 @@ def list_launches(as_json: Json = False) -> None:
 
 def _show(now: list[tuple[LaunchRecord, str]]) -> None:
     if not now:
-        say("nothing was launched from this machine; `rollcall launch TARGET run.yaml` does")
+        say("nothing was launched from this machine; `rollcall launch TARGET run.yaml` launches a run")
         return
     rows = [(each.name, each.target, _when(each), visible(each.run_dir), told) for each, told in now]
     print_table([("NAME", "TARGET", "SINCE", "RUN DIR", "NOW"), *rows])
@@ -213,8 +216,8 @@ def ssh(
 ) -> None:
     """Run a command on the hosts of a launch, on all of them at once.
 
-    It runs in the environment of the nodes, and `rollcall` there means the cluster of the launch. Each line of its output has
-    the host's name in front. The exit status is 1 if the command failed on a host.
+    The command runs in the environment of the nodes, where `rollcall` acts on the launch's cluster. Each line of output
+    begins with the host's name. The exit status is 1 if the command failed on a host.
 
     \b
     Examples:
@@ -237,13 +240,13 @@ def tunnel(
         str | None, typer.Argument(metavar="[NAME]", help="Name of the launch. Default: the only one with ssh.")
     ] = None,
     port: Annotated[
-        int | None, typer.Option(min=1, max=65535, help="Port on this machine. Default: one that is free.")
+        int | None, typer.Option(min=1, max=65535, help="Port on this machine. Default: a free port.")
     ] = None,
 ) -> None:
-    """Forward the dashboard of a launch to a port of this machine, until Ctrl-C, and the page of its run to another.
+    """Forward the dashboard of a launch, and the page of its run, to ports on this machine until Ctrl-C.
 
-    The first address works with `rollcall job ... --address` and in a browser. Both need the token of the launch. The second is there
-    if the run has trainer.page=true, as soon as it runs; it works once.
+    The dashboard's address works in a browser and with `rollcall job ... --address`; both need the token of the launch. If the
+    run has trainer.page=true, the address of its page is printed once the run has started. That address works only once.
 
     \b
     Examples:

@@ -36,17 +36,17 @@ Once installed:
                                its rewards on a few rows, before training
   rollcall train examples/gsm8k.yaml model.path=MODEL
   rollcall eval runs/gsm8k     accuracy and samples of the trained model
-  rollcall status runs/gsm8k   what it does now; recover: what a resume will do
+  rollcall status runs/gsm8k   what it is doing; recover: what a resume will do
   rollcall view runs           a page: curves, samples, tokens, timeline, cluster
   rollcall serve runs/gsm8k    the trained model behind the OpenAI API
-  rollcall stacks runs/gsm8k   what every process does; also trace, profile
+  rollcall stacks runs/gsm8k   what every process is doing; also trace, profile
   rollcall compare runs/gsm8k runs/other
   rollcall merge runs/gsm8k --out models/gsm8k
                                its newest checkpoint as one model directory
 
 \b
 On several machines (docs/launch.md; by hand: docs/clusters.md):
-  rollcall plan run.yaml       which role sits on which GPU, and whether it fits
+  rollcall plan run.yaml       which role runs on which GPU, and whether it fits
   rollcall launch init slurm   a section for the run file; or ssh, skypilot, ...
   rollcall launch slurm run.yaml --dry-run
                                what it would start; without --dry-run: start it
@@ -118,7 +118,7 @@ def main() -> None:
         finally:
             sys.stdout.flush()
     except (BrokenPipeError, OutputError) as error:
-        # Python flushes what is left again when it exits.
+        # When Python exits, it tries to flush the rest again.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         if isinstance(error, OutputError):
             print(f"error: {error.strerror}", file=sys.stderr)

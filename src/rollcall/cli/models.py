@@ -33,7 +33,7 @@ def evaluate(
     """Measure accuracy, pass@k and lengths, and show samples.
 
     For a run file or a run directory, this evaluates the trained model, else the newest checkpoint, else the model that
-    the run starts from. A model directory or a checkpoint needs --data. Its reward is the exact answer, unless you give reward=[...].
+    the run starts from. A model directory or a checkpoint needs --data, and its reward is the exact answer unless reward=[...] is set.
 
     \b
     Examples:
@@ -101,8 +101,10 @@ def serve(
         str, typer.Argument(metavar="MODEL|RUN", help="Model directory, hub name, run directory or run file.")
     ],
     overrides: Overrides = None,
-    port: Annotated[int, typer.Option(min=0, max=65535, help="Port. 0: one that is free.")] = 8000,
-    host: Annotated[str, typer.Option(help="Address to listen on. Default: only from this machine.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port. 0: a free port.")] = 8000,
+    host: Annotated[
+        str, typer.Option(help="Address to listen on. The default is reachable only from this machine.")
+    ] = "127.0.0.1",
     key_file: Annotated[
         Path | None,
         typer.Option(help="File with the key. Default: ROLLCALL_SERVE_KEY, else a new key, which is printed."),
@@ -113,8 +115,8 @@ def serve(
 ) -> None:
     """Serve a model behind the OpenAI API: chat, completions, and token ids in and out.
 
-    Of a run directory or a run file it serves the trained model, else the newest checkpoint, else the model that the run starts from.
-    Every request needs the key. docs/serving.md has what is answered and what is refused.
+    For a run directory or a run file, this serves the trained model, else the newest checkpoint, else the model that the run starts from.
+    Every request needs the key. docs/serving.md lists which requests it answers and which it refuses.
 
     \b
     Examples:
@@ -138,9 +140,9 @@ def serve(
 
 def merge(
     checkpoint: Annotated[
-        Path, typer.Argument(metavar="CHECKPOINT", help="Run directory, checkpoint, or what another system has saved.")
+        Path, typer.Argument(metavar="CHECKPOINT", help="Run directory, or checkpoint of Rollcall, verl or PyTorch.")
     ],
-    out: Annotated[Path, typer.Option("--out", metavar="DIR", help="Where the model directory goes.")],
+    out: Annotated[Path, typer.Option("--out", metavar="DIR", help="Model directory to write.")],
     dtype: Annotated[
         str, typer.Option("--dtype", help="Precision to write: keep (as stored), bf16, fp16 or fp32.")
     ] = "keep",
@@ -158,12 +160,12 @@ def merge(
     verify: Annotated[
         bool,
         typer.Option(
-            "--verify", help="Then load it with transformers and compare its log-probs with the trained model's."
+            "--verify", help="Then load the model with transformers and compare its log-probs with the trained model's."
         ),
     ] = False,
     as_json: Json = False,
 ) -> None:
-    """Merge a checkpoint into one directory that transformers and vllm open.
+    """Merge a checkpoint into one directory that transformers and vllm can open.
 
     Reads a run directory (its newest checkpoint), a checkpoint of Rollcall, verl (FSDP shards) or PyTorch (DCP), or a model
     directory. Every file is checked while it is read. DIR appears whole or not at all; the same command continues after an
@@ -216,7 +218,12 @@ def _show_merged(merged: Merged) -> None:
             "model",
             f"{merged.out}: {tensors}, {size(merged.num_bytes)} in {files}, {merged.duration_s:.1f} s ({size(rate)}/s)",
         ),
-        ("", f"{size(merged.continued_bytes)} were there from an earlier start" if merged.continued_bytes else ""),
+        (
+            "",
+            f"{size(merged.continued_bytes)} were already there from an earlier attempt"
+            if merged.continued_bytes
+            else "",
+        ),
         *(("note", note) for note in merged.notes),
     ]
     print_rows([(label, text) for label, text in rows if text], width=8)

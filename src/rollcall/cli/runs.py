@@ -30,7 +30,7 @@ def recover(
     ] = False,
     as_json: Json = False,
 ) -> None:
-    """Explain a run directory: last checkpoint, finished groups, torn files, its owner, what a resume will do.
+    """Explain a run directory: last checkpoint, finished groups, torn files, its owner, and what a resume will do.
 
     \b
     Examples:
@@ -94,7 +94,7 @@ def show_run(run_dir: Path, *, as_json: bool) -> None:
 
 
 def _in_words(state: RunState) -> str:
-    """Describe a state: a lasting one with its time so far, a final one with its word."""
+    """Describe a state. If it lasts, say since when; if it is final, begin with its name."""
     clock = "" if state.since_s is None else time.strftime("%H:%M:%S", time.localtime(state.since_s))
     if state.is_over:
         when = "" if state.since_s is None else f" ({'begun ' if state.word == 'killed' else ''}at {clock})"
@@ -131,7 +131,7 @@ def _show(report: RunReport) -> None:
         ("held by", describe_holder(report.holder)),
         ("last" if report.state.is_over else "now", _in_words(report.state)),
     ]
-    whole = "none" if report.last is None else f"step {report.last.step}, all files as they were written"
+    whole = "none" if report.last is None else f"step {report.last.step}, all files unchanged since they were written"
     rows.append(("checkpoint", whole))
     rows += [("journal", text) for text in _runs_of(report.groups)]
     rows += [("torn", f"{one.path}: {one.why}") for one in report.audit.torn]
@@ -199,9 +199,9 @@ def trace(
     last_step: Annotated[int | None, typer.Option("--to", metavar="STEP", min=0, help="Last step.")] = None,
     as_json: Json = False,
 ) -> None:
-    """Write what the controller and every worker did over time, as a Chrome trace: open it on ui.perfetto.dev.
+    """Write a Chrome trace of what the controller and every worker did over time. Open it on ui.perfetto.dev.
 
-    It works during a run and after it. It prints how much of the time each worker did nothing.
+    This works during a run and afterwards. It also prints for how much of the time each worker was idle.
 
     \b
     Examples:
@@ -215,15 +215,19 @@ def trace(
 
     open_run(run_dir)
     if first_step is not None and last_step is not None and last_step < first_step:
-        raise ValueError(f"--from {first_step} --to {last_step} names no step; --to is the last one")
+        raise ValueError(
+            f"--from {first_step} --to {last_step} selects no step; --to is the last step, so it must not come before --from"
+        )
     calls = run_dir / CALLS
     if first_step is None and last_step is None and calls.exists() and calls.stat().st_size > LONG:
         size = calls.stat().st_size >> 20
-        say(f"{calls} has {size:,} MiB, so all steps take long and much memory; --from and --to choose some")
+        say(
+            f"{calls} has {size:,} MiB, so a trace of all steps takes long and needs much memory; --from and --to select some of them"
+        )
     found = read_timeline(run_dir, first_step=first_step, last_step=last_step)
     if not found.spans:
         raise ValueError(
-            f"{run_dir} has no phase of these steps in events.jsonl; `rollcall status {run_dir}` shows what it has"
+            f"{run_dir} has no phases of these steps in events.jsonl; `rollcall status {run_dir}` shows its last steps"
         )
     write_atomic(out, json.dumps(chrome_trace(found, name=run_dir.resolve().name)))
     shown = {
@@ -248,13 +252,13 @@ def view(
         list[Path] | None,
         typer.Argument(metavar="RUN_DIR|FOLDER", help="Run directories, or folders of runs. Default: runs/"),
     ] = None,
-    port: Annotated[int, typer.Option(min=0, max=65535, help="Port on this machine. Default: one that is free.")] = 0,
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port on this machine. Default: a free port.")] = 0,
     open_browser: Annotated[bool, typer.Option("--open", help="Open the page in a browser.")] = False,
 ) -> None:
     """Show runs on a page: curves, samples, tokens, timeline, cluster. It works during a run and afterwards.
 
-    The page is on this machine only, and each printed address works once. It reads run directories and changes nothing in them.
-    From another machine: ssh -L PORT:127.0.0.1:PORT HOST. Ctrl-C ends it.
+    Only this machine can open the page, and each printed address works once. The page reads run directories and changes
+    nothing in them. To open it from another machine, use ssh -L PORT:127.0.0.1:PORT HOST. Ctrl-C stops the page.
 
     \b
     Examples:

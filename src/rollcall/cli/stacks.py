@@ -23,7 +23,7 @@ Where = Annotated[
     str | None,
     typer.Argument(
         metavar="[RUN_DIR|CLUSTER]",
-        help="A run, or all runs of a cluster. Default: of this node's cluster, else of this host.",
+        help="A run, or all runs of a cluster. Default: all runs of this node's cluster, else of this host.",
     ),
 ]
 
@@ -38,11 +38,11 @@ def stacks(
     cluster: Cluster = None,
     as_json: Json = False,
 ) -> None:
-    """Print what every process of a run does now: all threads, Python frames. Nothing is stopped.
+    """Print what every process of a run is doing: the Python frames of all its threads. Nothing is stopped.
 
     This includes the controller, the workers and the processes that they started, such as those that run reward functions. py-spy reads
-    the stacks from outside, even of processes that hang. If the kernel lets a process read only its own children (Ubuntu), the
-    controller and the workers permit it; the stacks of processes that they started need root.
+    the stacks from outside, even of processes that hang. On a kernel that lets a process read only its own children (Ubuntu's
+    default), the controller and the workers give permission, but you need root to read the stacks of processes that they started.
 
     \b
     Examples:
@@ -55,7 +55,7 @@ def stacks(
     found = read_stacks(find_target(target, cluster=cluster), native=native, timeout_s=timeout)
     if not found.failed and not any(found.hosts.values()):
         raise ValueError(
-            "no process of a run was found; check that it is running (`rollcall status RUN_DIR`), and as this user"
+            "no process of a run was found; check that the run is active (`rollcall status RUN_DIR`), and that you started it"
         )
     answer(found, _show, as_json=as_json)
     if found.failed:
@@ -76,21 +76,21 @@ def _show(found: Answers) -> None:
 
 def profile(
     target: Where = None,
-    role: Annotated[str, typer.Option(help="Whose processes: actor, rollout, critic, controller, ...")] = "actor",
-    seconds: Annotated[float, typer.Option(min=0.1, max=600, help="How long.")] = 20.0,
+    role: Annotated[str, typer.Option(help="Role to profile: actor, rollout, critic, controller, ...")] = "actor",
+    seconds: Annotated[float, typer.Option(min=0.1, max=600, help="Length of the profile in seconds.")] = 20.0,
     form: Annotated[
         str,
         typer.Option(
-            "--format", metavar="FORMAT", help="torch (a Chrome trace), or by py-spy: speedscope, flamegraph."
+            "--format", metavar="FORMAT", help="torch (a Chrome trace); from py-spy: speedscope or flamegraph."
         ),
     ] = "torch",
     out: Annotated[Path, typer.Option(metavar="DIR", help="Folder for the files.")] = Path("profile"),
     cluster: Cluster = None,
     as_json: Json = False,
 ) -> None:
-    """Profile the processes of a role while they work, and bring the files here. The run continues.
+    """Profile the processes of a role while they work, and save the files on this machine. The run continues.
 
-    A trace of torch has its operators and CUDA kernels: open it on ui.perfetto.dev. It slows the processes down while it runs.
+    A torch trace shows operators and CUDA kernels; open it on ui.perfetto.dev. Torch's profiler slows the processes down.
     py-spy shows where Python spends its time. If this command ends early, the profiler is stopped.
 
     \b
@@ -126,23 +126,24 @@ def debug(
         ),
     ] = None,
     number: Annotated[
-        int | None, typer.Argument(metavar="[NUMBER]", help="Attach this terminal to this process of the list.")
+        int | None,
+        typer.Argument(metavar="[NUMBER]", help="Attach this terminal to the process with this number in the list."),
     ] = None,
     go_on: Annotated[
-        bool, typer.Option("--continue", help="Let the process continue. With no NUMBER: all processes that wait.")
+        bool, typer.Option("--continue", help="Let the process continue. Without NUMBER: all waiting processes.")
     ] = False,
     as_json: Json = False,
 ) -> None:
-    """List the processes of a run that wait in the debugger, or attach this terminal to one of them.
+    """List the processes of a run that are waiting in the debugger, or attach this terminal to one of them.
 
-    A process waits at a breakpoint(), or where it raised with `rollcall train --post-mortem`. The prompt is Python's pdb:
-    `continue` lets the process run on, `quit` or Ctrl-C leave it waiting.
+    A process waits at a breakpoint() or, with `rollcall train --post-mortem`, where it raised an exception. The prompt is
+    Python's pdb: `continue` lets the process run on, and `quit` or Ctrl-C leaves it waiting.
 
     \b
     Examples:
-      rollcall debug                       who waits on this cluster
-      rollcall debug 2                     attach to number 2
-      rollcall debug runs/gsm8k            who waits in this run
+      rollcall debug                       what is waiting on this cluster
+      rollcall debug 2                     attach to process number 2
+      rollcall debug runs/gsm8k            what is waiting in this run
       rollcall debug runs/gsm8k 1
       rollcall debug runs/gsm8k --continue
     """
@@ -159,7 +160,7 @@ def debug(
     for one in chosen:
         _attach(one, where=where, typed=["continue"] if go_on else [])
     if not chosen:
-        say("nothing waits")
+        say("no process is waiting")
 
 
 def _chosen(waiting: list[Waiting], number: int) -> Waiting:
@@ -168,9 +169,13 @@ def _chosen(waiting: list[Waiting], number: int) -> Waiting:
         return found[0]
     if found:
         runs = ", ".join(one.run for one in found)
-        raise ClusterError(f"number {number} waits in several runs ({runs}); name one: rollcall debug RUN_DIR {number}")
+        raise ClusterError(
+            f"processes with number {number} are waiting in several runs ({runs}); name one of them: rollcall debug RUN_DIR {number}"
+        )
     there = ", ".join(str(one.number) for one in waiting) or "none"
-    raise ClusterError(f"number {number} does not wait; those that do: {there}. It may have continued or ended since")
+    raise ClusterError(
+        f"no process with number {number} is waiting; the waiting ones are: {there}. It may have continued or ended in the meantime"
+    )
 
 
 def _attach(waits: Waiting, *, where: str | None, typed: list[str]) -> None:
@@ -178,14 +183,16 @@ def _attach(waits: Waiting, *, where: str | None, typed: list[str]) -> None:
 
     connection = reach(waits)
     if not typed:
-        say(f"{waits.who}, process of {waits.run or 'a script'}; `continue` lets it run on, `quit` leaves it waiting")
+        say(
+            f"this is {waits.who}, a process of {waits.run or 'a script'}; `continue` lets it run on, and `quit` leaves it waiting"
+        )
     with connection:
         end = converse(connection, typed=typed)
     again = " ".join(["rollcall debug", *([where] if where else []), str(waits.number)])
     if end is End.GOES:
         say(f"{waits.who} continues")
     elif end is End.LEFT:
-        say(f"{waits.who} still waits; attach again with `{again}`, or let it continue with `{again} --continue`")
+        say(f"{waits.who} is still waiting; attach again with `{again}`, or let it continue with `{again} --continue`")
     else:
         why = "another terminal is attached to it" if end is End.BUSY else "the connection was lost"
         say(f"{waits.who}: {why}; try again with `{again}`")
@@ -194,7 +201,7 @@ def _attach(waits: Waiting, *, where: str | None, typed: list[str]) -> None:
 
 def _show_waiting(waiting: list[Waiting], *, where: str | None) -> None:
     if not waiting:
-        print(f"nothing waits in the debugger{f' in {where}' if where else ''}")
+        print(f"no process is waiting in the debugger{f' in {where}' if where else ''}")
         return
     rows = [("NUMBER", "WHO", "AT", "WHY", "SINCE", "RUN")]
     for one in waiting:

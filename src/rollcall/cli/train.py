@@ -30,7 +30,7 @@ def train(
     file: Annotated[
         str | None,
         typer.Argument(
-            metavar="FILE|RUN_DIR", help="Run file, or the directory of a run to continue. Without one: the demo."
+            metavar="FILE|RUN_DIR", help="Run file, or the directory of a run to continue. Default: the demo."
         ),
     ] = None,
     overrides: Overrides = None,
@@ -42,7 +42,7 @@ def train(
         typer.Option(
             "--phase",
             "--rl-phase",
-            help="rollout: sample groups for the next step (for 1 + trainer.staleness steps) into the journal, then stop. update: "
+            help="rollout: sample groups for the next 1 + trainer.staleness steps into the journal, then stop. update: "
             "train on the groups in the journal, then stop. both, the default: train as usual.",
         ),
     ] = None,
@@ -67,7 +67,7 @@ def train(
         typer.Option(metavar="R", help="For nodes that share only a folder: this is node R, which samples."),
     ] = None,
     num_nodes: Annotated[
-        int | None, typer.Option(metavar="N", help="With --master or --worker: number of nodes, with the master.")
+        int | None, typer.Option(metavar="N", help="With --master or --worker: number of nodes, including the master.")
     ] = None,
     rank_weights: Annotated[
         str | None,
@@ -92,14 +92,15 @@ def train(
         bool,
         typer.Option(
             "--post-mortem",
-            help="Where a worker, a reward or an environment raises, open pdb: in this terminal, or for `rollcall debug` to attach to.",
+            help="If a worker, a reward or an environment raises an exception, open pdb there: in this terminal, or for "
+            "`rollcall debug` to attach to.",
         ),
     ] = False,
     local_debug: Annotated[
         bool,
         typer.Option(
             "--local-debug",
-            help="All roles in this process and one reward process, nothing compiled, also for the run file of a cluster. "
+            help="Run all roles in this process, with one reward process and nothing compiled, even if the run file is for a cluster. "
             "Writes to RUN_DIR-local-debug, unless run.dir=DIR is given.",
         ),
     ] = False,
@@ -152,7 +153,9 @@ def train(
             )
     if local_debug:
         if master or worker is not None:
-            raise typer.BadParameter("--local-debug is one process; leave it out with --master and --worker R")
+            raise typer.BadParameter(
+                "--local-debug runs everything in one process; leave it out with --master or --worker R"
+            )
         config = in_one_process(config, keeps_dir=any(change.startswith("run.dir=") for change in changes))
     own = {"--phase": phase, "--split": split, "--rank-weights": rank_weights, "--eval-interval": eval_interval}
     run = _on_a_folder(master=master, worker=worker, num_nodes=num_nodes, log_path=log_path, fresh=fresh, own=own)
@@ -196,14 +199,14 @@ def _on_a_folder(
     fresh: bool,
     own: Mapping[str, object],
 ) -> Callable[..., dict[str, Any] | None] | None:
-    """Return the function to run on nodes that share only a folder, or None. ``own`` contains the options that a worker
-    compares with the master's."""
+    """Return the function that trains on nodes that share only a folder, or None for other runs. ``own`` contains the options that a
+    worker compares with the master's."""
     if not master and worker is None:
         if num_nodes is not None or own["--rank-weights"] is not None:
-            raise typer.BadParameter("--num-nodes and --rank-weights go with --master or --worker R")
+            raise typer.BadParameter("--num-nodes and --rank-weights need --master or --worker R")
         return None
     if master and worker is not None:
-        raise typer.BadParameter("--master is node 0 and --worker R another; give one of them")
+        raise typer.BadParameter("--master makes this node 0, and --worker R another node; use only one of them")
     if num_nodes is None or log_path is None:
         raise typer.BadParameter("--master and --worker R need --num-nodes N and --log-path DIR")
     if worker is not None and fresh:

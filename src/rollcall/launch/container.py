@@ -1,7 +1,7 @@
 """Builds the command that runs a node inside a container, and the shell lines that provide its image.
 
-A container gets only the variables that are named. Their values come from the command's environment, never from its arguments.
-Containers use the host's network, so Ray listens on the node's ports.
+A container gets only the variables that the command names. Their values come from the command's environment, never from its
+arguments. Containers use the host's network, so Ray listens on the node's ports.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class Container:
 
     @property
     def is_daemon(self) -> bool:
-        """Whether the runtime keeps containers by name. An apptainer container is a plain process on the node."""
+        """Whether the runtime manages its containers by name. An apptainer container is a plain process on the node."""
         return self.section.runtime in ("docker", "podman")
 
     def before(self) -> list[str]:
@@ -43,7 +43,7 @@ class Container:
         return lines
 
     def run(self, words: Sequence[str], *, variables: Iterable[str], detach: bool = False) -> list[str]:
-        """Return the command that runs ``words`` in a new container; with ``detach`` the container keeps running."""
+        """Return the command that runs ``words`` in a new container; with ``detach``, it runs in the background."""
         section, mounts = self.section, mounts_of(self.section, self.folders)
         if not self.is_daemon:
             gpus = {"cuda": ["--nv"], "rocm": ["--rocm"]}.get(self.gpu, [])
@@ -75,7 +75,7 @@ class Container:
         return [f'[ -z "${{{name}+set}}" ] || export APPTAINERENV_{name}="${name}"' for name in variables]
 
     def stop(self) -> list[str] | None:
-        """Return the command that removes the container. An apptainer container exits with its command."""
+        """Return the command that removes the container, or None with apptainer, whose containers exit with their command."""
         return [self.section.runtime, "rm", "--force", self.name] if self.is_daemon else None
 
 

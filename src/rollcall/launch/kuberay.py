@@ -1,8 +1,8 @@
 """`rollcall launch kuberay`: creates a RayJob for the KubeRay operator. KubeRay starts Ray in pods and runs a job, which prepares
 the nodes and then runs `rollcall train`.
 
-The head pod is one of the run's nodes; the other nodes are pods of one worker group. The job gets the run file in a variable. It is
-encoded in base64 because KubeRay passes the job's variables through a shell, inside double quotes.
+The head pod is one of the run's nodes; the other nodes are pods of one worker group. The job gets the run file in a variable. The file
+is encoded in base64 because KubeRay passes the job's variables through a shell, inside double quotes.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from rollcall.launch.rendered import RUN_FILE_VARIABLE, Command, Rendered, yaml_
 from rollcall.launch.target import IN_IMAGE, RUN_FILE, LaunchRequest, Seen, ToolTarget, ask, ask_json, left_here, run
 
 MANIFEST = "rayjob.yaml"
-KEEP_S = 600  # how long KubeRay keeps a run's pods after it has ended
+KEEP_S = 600  # how long KubeRay keeps a run's pods after the run has ended
 INVALID = "ValidationFailed"  # KubeRay does not start such a job
 ENDED = ("Complete", "Failed", INVALID)
-# Limits the run file: KubeRay's submitter gets it in base64 as one argument, and Linux limits an argument to 131,072 bytes.
+# The largest run file. KubeRay's submitter gets the file in base64 as one argument, and Linux limits an argument to 131,072 bytes.
 MOST_BYTES = 90_000
 
 
@@ -50,7 +50,7 @@ class Kuberay(ToolTarget):
         )
 
     def validate(self, rendered: Rendered) -> None:
-        ask(*rendered.commands[0].words, "--dry-run=server", what="let Kubernetes check the manifest")
+        ask(*rendered.commands[0].words, "--dry-run=server", what="have Kubernetes check the manifest")
 
     def tool_name(self, name: str) -> str:
         """Return a valid Kubernetes name: lower case, with only letters, digits and hyphens.
@@ -129,7 +129,7 @@ class Kuberay(ToolTarget):
 
     def _rayjob(self, record: LaunchRecord) -> Any:
         words = ("get", "rayjob", self.tool_name(record.name), "--ignore-not-found", "-o", "json")
-        return ask_json(*self._kubectl(record), *words, what="ask for the RayJob")
+        return ask_json(*self._kubectl(record), *words, what="look up the RayJob")
 
     def _kubectl(self, record: LaunchRecord) -> tuple[str, ...]:
         return ("kubectl", "--namespace", record.facts["kind"])
@@ -225,7 +225,9 @@ def _pod(request: LaunchRequest, section: KuberaySection, *, name: str) -> dict[
         "volumeMounts": mounts,
     }
     if own := {"containers", "volumes"} & section.pod.keys():
-        raise LaunchError(f"launch.kuberay.pod has {', '.join(sorted(own))}, which the launch sets itself; remove it")
+        raise LaunchError(
+            f"launch.kuberay.pod contains {', '.join(sorted(own))}, but Rollcall sets that itself; remove it"
+        )
     containers = [{key: value for key, value in container.items() if value != []}]
     return {"spec": {**section.pod, "containers": containers, "volumes": volumes}}
 

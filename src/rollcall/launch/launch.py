@@ -47,8 +47,8 @@ def get_target(name: str) -> Target:
 def make_request(
     config: Config, *, target: str, name: str, cwd: Path, problems: list[str] | None = None
 ) -> LaunchRequest:
-    """Build the request that a target renders. If the run cannot work, raise before anything starts; with a list as ``problems``,
-    append the problems that do not prevent rendering to it instead."""
+    """Build the request that a target renders. If the run cannot work, raise an error before anything starts. If
+    ``problems`` is a list, append the problems that do not prevent rendering to it instead."""
     cluster, launch = config.cluster, config.launch
     if cluster is None:
         raise LaunchError(
@@ -99,8 +99,8 @@ def _adding_to(problems: list[str] | None) -> Iterator[None]:
 
 
 def read_profile(path: Path) -> dict[str, str]:
-    """Read the ``NAME=VALUE`` lines of `launch.profile`: network variables for the nodes. A value with spaces needs quotes;
-    nothing is expanded."""
+    """Read the ``NAME=VALUE`` lines of `launch.profile`: network variables for the nodes. A value with spaces needs quotes.
+    Variables in a value are not expanded."""
     try:
         lines = path.read_text().splitlines()
     except (OSError, ValueError) as error:
@@ -162,7 +162,7 @@ def start(target: Target, request: LaunchRequest, rendered: Rendered) -> LaunchR
         else:
             _refuse(record, target=target, rendered=rendered)
             was = f"was started at {record.started}" if record.state == "started" else "was interrupted while starting"
-            say(f"{request.name!r} {was}; looking for what is running")
+            say(f"{request.name!r} {was}; checking what is still running")
         record = record.having(run_dir=str(request.config.run.dir)).save()
         try:
             rendered.write(record.folder)
@@ -184,7 +184,7 @@ def _refuse(record: LaunchRecord, *, target: Target, rendered: Rendered) -> None
         )
     if record.state == "stopping":
         raise LaunchError(
-            f"{record.name!r} is being stopped; run `rollcall launch down {record.name}` again to finish that"
+            f"{record.name!r} is being stopped; run `rollcall launch down {record.name}` again to finish stopping it"
         )
     changed = rendered.changed_in(record.folder)
     used = target.in_use(record, changed) if changed and record.id is not None else ()
@@ -197,7 +197,7 @@ def _refuse(record: LaunchRecord, *, target: Target, rendered: Rendered) -> None
 
 
 def state_of(record: LaunchRecord) -> str:
-    """Return the state that the target's tool reports, or the reason why there is none."""
+    """Return the state that the target's tool reports, or the reason why the state is not known."""
     if record.state != "started":
         return record.state
     try:

@@ -1,5 +1,5 @@
-"""Inspects a run's processes on this host or on a cluster's nodes: what each is doing now, and how it spends its time. A function
-is called on all of these hosts at once; the run does not wait for it.
+"""Inspects a run's processes on this host or on a cluster's nodes: what each is doing now, and how it spends its time. To inspect
+them, a function is called on all of these hosts at once. The run does not wait for it.
 
 ``find_target`` works out what the user means: a run directory, a cluster name, or nothing. Nothing means the cluster that this
 node belongs to, or, if it belongs to none, the runs on this host.
@@ -49,7 +49,7 @@ class ProcessTarget:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answers:
-    """The hosts' answers by display name, and the reason for each host that did not answer."""
+    """The hosts' answers by display name and, for hosts that did not answer, the reason."""
 
     hosts: dict[str, Any]
     failed: dict[str, str]
@@ -74,14 +74,14 @@ def run_dir_of(text: str | None) -> Path | None:
     if text is None or ("/" not in text and not Path(text).is_dir()):
         return None
     if not Path(text).is_dir():
-        raise ValueError(f"{text} is not a directory; give the run.dir of a run, or the name of a cluster")
+        raise ValueError(f"{text} is not a directory; use the run.dir of a run, or the name of a cluster")
     return Path(text)
 
 
 def _of_run(run_dir: Path, *, cluster: str | None) -> ProcessTarget:
     holder, live = read_holder(run_dir), read_live(run_dir)
     if not is_run(run_dir):
-        raise ValueError(f"{run_dir} is not a run directory; give the run.dir of a run, or the name of a cluster")
+        raise ValueError(f"{run_dir} is not a run directory; use the run.dir of a run, or the name of a cluster")
     if holder is None or holder.is_gone:
         raise ValueError(f"no run is active in {run_dir}; `rollcall status {run_dir}` shows how it ended")
     run = str(run_dir.resolve())
@@ -125,11 +125,11 @@ def read_stacks(target: ProcessTarget, *, native: bool, timeout_s: float) -> Ans
     return ask_hosts(target, look, timeout_s=timeout_s, to="read the stacks of its processes")
 
 
-# Processes that wait in the debugger
+# Processes that are waiting in the debugger
 
 
 def find_waiting(text: str | None) -> list[Waiting]:
-    """Return processes that wait in a debugger. ``text``: a run directory or a cluster name; None means this node's cluster."""
+    """Return the processes that are waiting in a debugger. ``text`` names a run directory or a cluster; None is this node's cluster."""
     if (run_dir := run_dir_of(text)) is not None:
         found = read_board(run_dir)
     else:
@@ -167,7 +167,7 @@ class Result:
 
 
 def profile_role(target: ProcessTarget, *, role: str, seconds: float, kind: Format, out: Path) -> Result:
-    """Profile each of the role's processes and write one file for each to the folder ``out``."""
+    """Profile each of the role's processes and write one file per process to the folder ``out``."""
     work = partial(profile_here, run=target.run, role=role, seconds=seconds, kind=kind)
     timeout_s = seconds + START_S + END_S
     answers = ask_hosts(target, work, timeout_s=timeout_s, to=f"profile its processes of role {role}")
@@ -188,7 +188,7 @@ def profile_role(target: ProcessTarget, *, role: str, seconds: float, kind: Form
         raise ClusterError(
             f"no process of role {role} is running; the running roles are: {there}"
             if there
-            else "no process of a run was found; check that it is running (`rollcall status RUN_DIR`), and as this user"
+            else "no process of a run was found; check that the run is active (`rollcall status RUN_DIR`), and that you started it"
         )
     return Result(files=files, failed=failed)
 

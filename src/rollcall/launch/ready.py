@@ -1,5 +1,6 @@
-"""The entrypoint of a job on a Ray cluster that Rollcall did not start (`python -m rollcall.launch.ready`). A variable contains the
-run file. The job waits for all slots, prepares the nodes with Ray tasks, checks for problems, and becomes `rollcall train`.
+"""The entrypoint of a job on a Ray cluster that Rollcall did not start (`python -m rollcall.launch.ready`). An environment
+variable contains the run file. The job waits for all slots, prepares the nodes with Ray tasks, checks for problems, and becomes
+`rollcall train`.
 """
 
 from __future__ import annotations
@@ -24,8 +25,8 @@ from rollcall.nodes.head import NodeInfo
 from rollcall.process.ray.connect import connected
 from rollcall.process.ray.each_node import answers_of, run_on
 
-# How long to wait for all nodes: each prepares itself before it joins, and some may have to download a model first; a Kubernetes
-# cluster may still be getting its machines.
+# How long to wait for all nodes. Each node prepares itself before it joins and may have to download a model. A Kubernetes cluster may
+# still be waiting for its machines.
 JOIN_S = 1800.0
 
 
@@ -35,7 +36,7 @@ def look_first(cluster: Cluster, config: Config) -> None:
     report = examine(cluster, config=config, quick=True)
     show(report)
     if report.breaks:
-        raise ClusterError("the run was not started: the doctor found problems that would break it (above)")
+        raise ClusterError("the run was not started: the doctor found problems that would break it (see above)")
 
 
 def make_ready(config: Config, section: ClusterSection) -> None:
@@ -55,7 +56,7 @@ def _prepare(cluster: Cluster, nodes: list[NodeInfo], config: Config) -> None:
     run_file = dump_config(config)
 
     def prepare() -> str:
-        """Return the last lines of output if the command failed, else an empty string."""
+        """Return the last lines of the command's output if it failed, else an empty string."""
         words = [sys.executable, "-m", "rollcall", "prepare", "/dev/stdin"]
         ended = subprocess.run(words, input=run_file.encode(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
         last = ended.stdout.decode(errors="replace").strip().splitlines()[-15:]
@@ -63,13 +64,13 @@ def _prepare(cluster: Cluster, nodes: list[NodeInfo], config: Config) -> None:
 
     with connected(cluster):
         calls = {rank: run_on(node.node_id, prepare, env={}) for rank, node in enumerate(nodes)}
-        wait = Wait(config.prepare.timeout_s + 86_400.0)  # a stalled download gives up by itself
+        wait = Wait(config.prepare.timeout_s + 86_400.0)  # a stalled download fails by itself
         answers, failures = answers_of(calls, wait=wait, to="prepare itself")
     wrong = {rank: why for rank, why in [*answers.items(), *failures.items()] if why}
     for rank, why in wrong.items():
         say(f"{nodes[rank].host} ({nodes[rank].address}) could not be prepared:\n{why}")
     if wrong:
-        raise ClusterError("the run was not started: a node could not be prepared (above)")
+        raise ClusterError("the run was not started: a node could not be prepared (see above)")
 
 
 def main() -> None:

@@ -51,7 +51,7 @@ class LaunchRecord(BaseModel):
     state: Literal["starting", "started", "stopping"]
     run_dir: str
     started: AwareDatetime
-    id: str | None = None  # the tool's id for the job or cluster; "" if it was about to be started
+    id: str | None = None  # the tool's id for the job or cluster; "" from just before the start until the id is known
     facts: dict[str, Any] = {}  # what the target needs to find the launch again, such as hosts
 
     @property
@@ -134,7 +134,7 @@ def get_record(name: str) -> LaunchRecord:
 
 
 def named_record(name: str | None, *, target: str | None = None) -> LaunchRecord:
-    """Return the launch named ``name``, or without a name the only launch from this machine (with ``target``, if given)."""
+    """Return the launch named ``name``. Without a name, return the only launch from this machine (with ``target``, if given)."""
     if name is not None:
         return get_record(name)
     found = [record for record in all_records(strict=False) if target in (None, record.target)]

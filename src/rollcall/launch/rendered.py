@@ -16,7 +16,7 @@ from rollcall.launch.container import Container
 from rollcall.launch.record import LaunchError
 
 VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
-RUN_FILE_VARIABLE = "ROLLCALL_RUN_FILE_BASE64"  # contains the run file of a job that gets it in a variable
+RUN_FILE_VARIABLE = "ROLLCALL_RUN_FILE_BASE64"  # contains the run file, for jobs that get it in a variable
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,7 +34,7 @@ class Command:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rendered:
-    files: dict[str, str]  # texts by their names in the launch's folder
+    files: dict[str, str]  # contents by file name in the launch's folder
     commands: tuple[Command, ...]
     notes: tuple[str, ...] = ()  # what the user should know or do
     problems: tuple[str, ...] = ()  # reasons why a start would be refused
@@ -70,7 +70,7 @@ def _text(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
 _Dumper.add_representer(str, _text)
 
 
-# Shell lines: ``shlex`` quotes the user's values, once.
+# Shell lines. ``shlex`` quotes each of the user's values exactly once.
 
 
 def exports(variables: Mapping[str, str]) -> list[str]:
@@ -108,7 +108,7 @@ def node_lines(
     variables: Sequence[str] = (),
     guard: Callable[[str], str] = str,
 ) -> list[str]:
-    """Return the shell lines that every node runs around `rollcall node --run`.
+    """Return the shell lines that every node runs, ending with `rollcall node --run`.
 
     ``run_file``, ``head`` (the address of rank 0) and ``more`` (options) are shell text, such as ``"$HOME"/run.yaml``; ``before``
     contains the user's lines; ``variables`` are names that a container gets in addition to those in ``env``; ``guard``

@@ -1,8 +1,8 @@
 """`rollcall launch skypilot`: starts a SkyPilot task. SkyPilot finds the machines and runs one command on each of them.
 
 Rank and addresses come from the variables that SkyPilot sets. A managed job is restarted after a preemption, and the run
-resumes from its run directory, which must outlive the machines (on a bucket or a volume). Without ``managed`` the task runs on a
-cluster with its name, which stays up until it is taken down.
+resumes from its run directory, which must outlive the machines (in a bucket or on a volume). Without ``managed``, the task runs on a
+cluster of the same name, which stays up until it is taken down.
 """
 
 from __future__ import annotations
@@ -54,9 +54,7 @@ class Skypilot(ToolTarget):
         start = ("jobs", "launch", "--name") if section.managed else ("launch", "--cluster")
         secrets = [word for name in (TOKEN, *section.secrets) for word in ("--secret", name)]
         words = ("sky", *start, name, "--yes", "--detach-run", *secrets, str(request.folder / TASK))
-        kept = (
-            f"after a preemption, the run resumes from run.dir={request.config.run.dir}; put it on a bucket or a volume"
-        )
+        kept = f"after a preemption, the run resumes from run.dir={request.config.run.dir}; put it in a bucket or on a volume"
         return Rendered(
             files={RUN_FILE: request.run_file, TASK: yaml_text(_task(request, section, name=name))},
             commands=(Command(words=words, what="start the task"),),
@@ -79,7 +77,7 @@ class Skypilot(ToolTarget):
         name = self.tool_name(record.name)
         if record.facts["kind"] == JOB:
             words = ("sky", "jobs", "queue", "--all", "--output", "json")
-            # SkyPilot fails with these words while it has no controller for managed jobs.
+            # SkyPilot fails with this message while it has no controller for managed jobs.
             jobs = ask_json(*words, what="list the managed jobs", fine="No in-progress managed jobs") or []
             jobs = sorted((job for job in jobs if job["job_name"] == name), key=lambda job: job["job_id"], reverse=True)
             return [
@@ -116,7 +114,7 @@ def _cluster(found: dict[str, Any]) -> Seen:
     newest = max(tasks, key=lambda task: task["job_id"], default=None)
     return Seen(
         id=found.get("cluster_hash", ""),  # differs for every new cluster
-        state=f"the cluster is {found['status']}" + (f", its task {newest['status']}" if newest else ""),
+        state=f"the cluster is {found['status']}" + (f", and its task is {newest['status']}" if newest else ""),
         is_busy=any(not task["status"].startswith(ENDED) for task in tasks),
         stays=True,
     )

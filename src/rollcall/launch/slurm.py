@@ -1,7 +1,7 @@
 """`rollcall launch slurm`: submits a batch job that runs `rollcall node --run` on each node, or runs it inside an existing job.
 
 Two scripts are rendered. `job.sh` is what Slurm runs on the first node: it starts one task per node and waits for them. Some time
-before the time limit, Slurm sends it SIGUSR1. It passes the signal on, the run saves and exits with status 75, and the job
+before the time limit, Slurm sends it SIGUSR1, and it passes the signal on. The run then saves and exits with status 75, and the job
 requeues itself. `node.sh` is the script of a task. All nodes read the launch's folder and find each other there. The folder also
 contains the job's log and, once the job is over, its exit status: without accounting, Slurm forgets a job after a few minutes.
 """
@@ -69,7 +69,7 @@ class Slurm(ToolTarget):
         else:
             log = request.folder / LOG
             words = ("bash", script)
-            what = f"start the nodes inside job {section.attach}, in the background, with {log} as its output"
+            what = f"start the nodes inside job {section.attach} in the background, and write their output to {log}"
         command = Command(words=words, what=what)
         return Rendered(files=files, commands=(command,), notes=_notes(request, section))
 
@@ -118,7 +118,7 @@ class Slurm(ToolTarget):
         return job
 
     def _attach(self, record: LaunchRecord, command: Command) -> str:
-        """Start the nodes as a step in a running job. The command that holds the step stays on this machine."""
+        """Start the nodes as a step in a running job. The command that keeps the step running stays on this machine."""
         job, log = record.facts["kind"], record.folder / LOG
         with log.open("ab") as out:
             holder = subprocess.Popen(
@@ -130,7 +130,7 @@ class Slurm(ToolTarget):
                 what = f"waiting for the nodes to start inside job {job}"
                 if holder.poll() is not None or not wait.again(what, after_s=LOOK_EVERY_S):
                     last = "\n".join(log.read_text(errors="replace").splitlines()[-15:])
-                    raise LaunchError(f"the nodes did not start inside job {job}; the end of {log}:\n{last}")
+                    raise LaunchError(f"the nodes did not start inside job {job}; the last lines of {log}:\n{last}")
         except BaseException:
             with suppress(ProcessLookupError):
                 os.killpg(holder.pid, signal.SIGTERM)  # srun then ends its step
@@ -160,7 +160,7 @@ class Slurm(ToolTarget):
             super().logs(record)
 
     def follow(self, record: LaunchRecord) -> int:
-        """Print the log as it grows until the job has left the queue, in which a requeued job stays."""
+        """Print the log as it grows until the job has left the queue. A requeued job stays in the queue."""
         self.require_started(record)
         at, before, away = 0, "", Wait(AWAY_S)
         try:
@@ -180,7 +180,7 @@ class Slurm(ToolTarget):
                     say(visible(before))
                 time.sleep(LOOK_EVERY_S)
         except KeyboardInterrupt:
-            say(f"the run continues; `rollcall launch logs --follow {record.name}` shows it again")
+            say(f"the run continues; `rollcall launch logs --follow {record.name}` shows its log again")
             return INTERRUPTED
         ended = _ended(record)
         gone = "has left Slurm's queue without a status: it was cancelled or killed"
@@ -200,7 +200,7 @@ class Slurm(ToolTarget):
 
 def _env() -> dict[str, str]:
     """Return the environment for Slurm's tools, without variables that change what they list and cancel, and without an
-    allocation's variables, which would reach the job. The variables that locate the controller and identify the user stay."""
+    allocation's variables, which would reach the job. The variables that locate the controller and identify the user are kept."""
     others = ("SQUEUE_", "SCANCEL_", "SACCT_", "SLURM_")
     own = ("SLURM_CONF", "SLURM_JWT")
     return {name: value for name, value in os.environ.items() if name.startswith(own) or not name.startswith(others)}
@@ -272,7 +272,8 @@ def _options(request: LaunchRequest, section: SlurmSection) -> list[str]:
         "open-mode": "append",
         "chdir": request.cwd,
     }
-    # sbatch uses the last of two equal options. The launch's options come last: it needs them to find its job and start its nodes.
+    # If an option appears twice, sbatch uses the last one. The launch needs its own options to find its job and to start the nodes, so
+    # they come last.
     return [*section.options, *(f"--{name}={value}" for name, value in given.items() if value is not None), "--requeue"]
 
 
@@ -303,7 +304,8 @@ def _srun(request: LaunchRequest, section: SlurmSection) -> str:
     if container is not None and container.runtime == "enroot":  # pyxis runs the task in it, with the job's variables
         if container.build is not None or container.devices:
             raise LaunchError(
-                "launch.container.build and launch.container.devices do not work with enroot; import the image, and remove them"
+                "launch.container.build and launch.container.devices do not work with enroot; remove these keys, and import "
+                "the image yourself"
             )
         words += [f"--container-image={container.image}", f"--container-workdir={request.cwd}"]
         words.append(f"--container-mounts={','.join(mounts_of(container, _folders(request)))}")

@@ -61,7 +61,7 @@ class LaunchRequest:
 
     @property
     def container_name(self) -> str:
-        """The container's name. It differs for each user, because a launch removes any old container with the same name."""
+        """The container's name. It is different for each user, because a launch removes any old container with the same name."""
         return f"{self.name}-{hashlib.sha256(f'{os.getuid()} {self.folder}'.encode()).hexdigest()[:8]}"
 
     @property
@@ -94,7 +94,7 @@ class Target(Protocol):
 
     @abstractmethod
     def in_use(self, record: LaunchRecord, names: Sequence[str]) -> Sequence[str]:
-        """Return the files in ``names`` that a running or queued job uses, so they must not change."""
+        """Return the files in ``names`` that must not change because a running or queued job uses them."""
 
     @abstractmethod
     def start(self, request: LaunchRequest, rendered: Rendered, record: LaunchRecord) -> LaunchRecord:
@@ -176,7 +176,7 @@ class ToolTarget(Target):
             )
         if request.launch.rendezvous is not None:
             raise LaunchError(
-                f"launch.rendezvous works only with ssh and slurm; {self.name} gives its nodes the head's address, so remove it"
+                f"launch.rendezvous works only with ssh and slurm; {self.name} gives its nodes the head's address, so remove the key"
             )
         if request.cluster.num_nodes > 1:  # a single node finds a relative path in its own folder
             resolve_paths(request.config, folder=request.cwd, shared=None)

@@ -1,8 +1,8 @@
 """`rollcall node --run`: one command on every node, from its start to the end of the run.
 
-Every node prepares itself, joins and stays. Rank 0 also starts this module as a script: it waits for all nodes, checks for problems
-that would break the run, submits the run and follows its log. When the run is over, it writes the exit status to Ray's folder on
-every node. Each node's command reads the status, stops Ray and exits with it.
+Every node prepares itself, joins the cluster and stays up. Rank 0 also starts this module as a script. The script waits for all nodes,
+checks for problems that would break the run, submits the run and follows its log. When the run is over, the script writes the exit
+status to Ray's folder on every node. Each node's command reads the status, stops Ray and exits with that status.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ HEARD_S = 2.0  # how long the call that writes the status to a node may take to 
 class WholeRun:
     """One node's part in the run."""
 
-    join_s = JOIN_S  # to wait for rank 0, and then for all slots
+    join_s = JOIN_S  # how long to wait for rank 0, and then for all slots
 
     def __init__(self, run_file: Path) -> None:
         self._run_file = run_file
@@ -61,16 +61,16 @@ class WholeRun:
         return self._cluster.num_nodes
 
     def complete(self, request: NodeRequest) -> NodeRequest:
-        """Fill in the values that the command line leaves out for this node from the run file."""
+        """Fill in, from the run file, the values that the command line leaves out for this node."""
         if request.num_nodes not in (None, self.num_nodes):
             raise ClusterError(
-                f"starting {request.num_nodes} nodes, but the run file has cluster.num_nodes={self.num_nodes}; make them the same"
+                f"starting {request.num_nodes} nodes, but the run file has cluster.num_nodes={self.num_nodes}; make the two numbers equal"
             )
         logical = self._cluster.slots_per_node[request.rank] if self._cluster.accelerator == "cpu" else None
         return replace(request, num_nodes=self.num_nodes, slots=request.slots or logical)
 
     def get_ready(self, request: NodeRequest) -> NodeRequest:
-        """Complete the request and prepare this node. Problems that would stop its start are refused before a long download begins."""
+        """Complete the request and prepare this node. Problems that would prevent its start raise an error before a long download."""
         request = self.complete(request)
         self.check(request)
         prepare_node(self._config, once=False)
@@ -82,8 +82,8 @@ class WholeRun:
         needed = self._cluster.slots_per_node[request.rank]
         if offered != needed:
             raise ClusterError(
-                f"this node offers {counted(offered, 'slot')}, but the run file asks for {needed} on node {request.rank}; make them the same "
-                "(cluster.num_gpus_per_node or cluster.nodes, and --slots)"
+                f"this node offers {counted(offered, 'slot')}, but the run file asks for {needed} on node {request.rank}; make the two "
+                "numbers equal (cluster.num_gpus_per_node or cluster.nodes, and --slots)"
             )
 
     def stay(self, record: NodeRecord, *, timeout_s: float, save_s: float) -> int:
@@ -109,7 +109,7 @@ def _exit_status(status: int | None) -> int:
 
 
 def _status_in(ended: Path) -> int | None:
-    """Return the status that rank 0 wrote, once rank 0 has had time to hear from Ray that it arrived."""
+    """Return the status that rank 0 wrote, once rank 0 has had time to hear from Ray that the status arrived."""
     if not ended.exists() or time.time() - ended.stat().st_mtime < HEARD_S:
         return None
     return int(ended.read_text())
@@ -142,7 +142,7 @@ def _run(cluster: str, config: Config, *, timeout_s: float) -> int:
 
 
 def _note_reached(cluster: str, run_dir: Path) -> None:
-    """Write the run's progress to the rendezvous. A run that is stopped at the same point twice made no progress."""
+    """Write the run's progress to the rendezvous. A run that is stopped twice at the same point made no progress in between."""
     root = OurCluster(cluster).rendezvous
     if root is None:
         return
@@ -156,7 +156,7 @@ def _note_reached(cluster: str, run_dir: Path) -> None:
 
 
 def _known(jobs: Jobs) -> list[Job]:
-    """List the jobs, once Ray's dashboard answers. It starts after Ray, on a busy node much later."""
+    """List the jobs, once Ray's dashboard answers. It starts after Ray, and on a busy node it may start much later."""
     from rollcall.process.ray.job_client import Unreachable
 
     wait = Wait(180.0)
@@ -187,7 +187,7 @@ def _tell_nodes(cluster: str, status: int) -> None:
 
 
 def _ignore_signals() -> None:
-    """Ignore signals, which are for the run: it saves, its job ends, and then the process that follows it exits."""
+    """Ignore signals, which are meant for the run: the run saves and its job ends, and then this process, which follows it, exits."""
     for number in SIGNALS:
         signal.signal(number, signal.SIG_IGN)
 

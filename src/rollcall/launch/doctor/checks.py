@@ -22,7 +22,7 @@ from rollcall.nodes.head import NodeInfo
 from rollcall.plan.judge import plan_run
 from rollcall.plan.memory import GIB
 
-MUST_AGREE = ("rollcall-rl", "torch", "transformers")  # Ray refuses a node with another Python or Ray
+MUST_AGREE = ("rollcall-rl", "torch", "transformers")  # Ray refuses a node with a different version of Python or Ray
 MIN_FREE = GIB  # free space that a disk needs if the run writes to it
 LAST_PORT = 65535
 
@@ -140,18 +140,20 @@ def judge_versions(nodes: Sequence[NodeFacts]) -> Iterator[Finding]:
         for node in nodes:
             version = node.packages[name]
             if version is None or version != usual:
-                what = "is not installed" if version is None else f"{version}, but the other nodes have {usual}"
+                what = (
+                    "is not installed" if version is None else f"is version {version}, but the other nodes have {usual}"
+                )
                 wanted = f"{name}=={usual}" if usual else name
                 yield find(node, f"{name} {what}; run `{node.executable} -m pip install '{wanted}'` there")
     usual = _majority(nodes, lambda node: node.torch_build)
     for node in nodes:
         if node.torch_build != usual:
-            what = f"torch is built for {node.torch_build}, on the other nodes for {usual}"
+            what = f"torch is built for {node.torch_build} here, but for {usual} on the other nodes"
             yield find(node, f"{what}; reinstall it from the index that the other nodes used")
 
 
 def _majority(nodes: Sequence[NodeFacts], value: Callable[[NodeFacts], str | None]) -> str | None:
-    """Return the most common value among nodes; in a tie, the head's if it is one of them."""
+    """Return the most common value among the nodes. In a tie, prefer the head's value."""
     return mode(value(node) for node in sorted(nodes, key=lambda node: not node.is_head))
 
 
@@ -180,13 +182,13 @@ def judge_memory(node: NodeFacts) -> Iterator[Finding]:
         what = f"only {free} of memory is available, so Ray would kill workers"
         yield find(node, f"{what}; `ps aux --sort=-rss | head` shows what uses it")
     if node.gpus and node.shm_total < 128 << 20:  # a container has 64 MiB by default
-        shm = f"/dev/shm holds {node.shm_total / (1 << 20):.0f} MiB, too little for NCCL"
+        shm = f"/dev/shm has a size of only {node.shm_total / (1 << 20):.0f} MiB, which is too little for NCCL"
         yield find(node, f"{shm}; make it larger, or start the container with --shm-size=16g")
 
 
 def judge_fit(node: NodeFacts, state_bytes: int | None) -> Iterator[Finding]:
-    """Check a single machine's memory. ``state_bytes``: weights and optimizer state, without gradients. A save copies them to host memory;
-    without a GPU, they and the gradients are there too."""
+    """Check a single machine's memory. ``state_bytes`` is the size of weights and optimizer state, without gradients. A save copies
+    them to host memory. Without a GPU, host memory also contains the originals and the gradients."""
     need = 0 if state_bytes is None else state_bytes if node.gpus else state_bytes * 7 / 3
     if need > node.memory_available:
         what = (
@@ -211,13 +213,13 @@ def judge_gpus(node: NodeFacts) -> Iterator[Finding]:
         card = f"GPU {gpu.index} ({gpu.name})"
         if gpu.memory_used > GIB:
             held = f"{card} has {gpu.memory_used / GIB:.1f} GiB in use; `nvidia-smi -i {gpu.index}` shows which process uses it"
-            yield find(node, held, severity="warns")  # the user's own run may be using it and about to end
+            yield find(node, held, severity="warns")  # the user's own run may be using it, and may be about to end
 
 
 def judge_reach(
     nodes: Sequence[NodeFacts], *, failed: Mapping[int, Sequence[tuple[int, int, str]]]
 ) -> Iterator[Finding]:
-    """Report failed connections. ``failed``: rank to the (rank, port, why) that it could not reach."""
+    """Report failed connections. ``failed`` lists, for each rank, the (rank, port, why) of each port that it could not reach."""
     by_rank = {node.rank: node for node in nodes}
     for rank, rows in failed.items():
         for target in sorted({row[0] for row in rows}):
@@ -260,7 +262,7 @@ def judge_shared(
         elif writers:
             yield find(
                 node,
-                f"does not see in {folder} the files that rank {ranges(sorted(writers))} wrote: {next(iter(writers.values()))}; mount "
+                f"does not see the files in {folder} that rank {ranges(sorted(writers))} wrote: {next(iter(writers.values()))}; mount "
                 "the same file system on all nodes, or choose another run.dir",
             )
 

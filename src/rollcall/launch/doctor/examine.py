@@ -133,12 +133,12 @@ class _Examination:
 
     def __init__(self, cluster: Cluster, roster: Roster, *, config: Config | None) -> None:
         if not roster.alive:
-            raise ClusterError(f"no node of {roster.title} is alive; start them: {cluster.join_command('R')}")
+            raise ClusterError(f"no node of {roster.title} is alive; start its nodes with: {cluster.join_command('R')}")
         self.cluster, self.roster, self.config = cluster, roster, config
         self.infos: dict[int, NodeInfo] = {node.rank: node for node in roster.alive if node.rank is not None}
         self.findings: list[Finding] = []
         say(
-            f"asking {counted(len(self.infos), 'node')} which hardware and software {'it has' if len(self.infos) == 1 else 'they have'}"
+            f"asking {counted(len(self.infos), 'node')} what hardware and software {'it has' if len(self.infos) == 1 else 'they have'}"
         )
         code = (probing, interfaces)
         self.probes = {rank: Pinned(info.node_id, probing.Probe, by_value=code) for rank, info in self.infos.items()}
@@ -301,7 +301,9 @@ def _measured(diagnosis: Diagnosis) -> list[str]:
     if diagnosis.bytes_per_s is not None:
         lines.append(f"all-reduce between nodes ({diagnosis.backend}): {diagnosis.bytes_per_s / 1e9:.2f} GB/s")
     if diagnosis.firewall is not None:
-        lines.append(f"firewall, on each node as root (or start the nodes with --tls): {diagnosis.firewall}")
+        lines.append(
+            f"firewall rule, to be set on each node as root (or start the nodes with --tls): {diagnosis.firewall}"
+        )
     confined = ", ".join(f"{thing}: {state}" for thing, state in diagnosis.rewards.items())
     lines.append(f"built-in rewards on this machine run with {confined}")
     return lines

@@ -106,7 +106,7 @@ class Probe:
             os.remove(os.path.join(folder, name))
 
     def open_meeting(self, address: str, secret: str) -> int:
-        """Open and return the port at which the ranks meet for the all-reduce."""
+        """Open a port where the ranks rendezvous for the all-reduce, and return it."""
         from rollcall.nodes.door import listen_at
         from rollcall.nodes.meeting import MeetingServer
 
@@ -126,7 +126,7 @@ class Probe:
         secret: str,
         timeout_s: float,
     ) -> float:
-        """Return the bytes per second on each link in the fastest round. The ranks meet at rank 0's ``master`` and ``port``."""
+        """Return the bytes per second on each link in the fastest round. The ranks rendezvous at rank 0's ``master`` and ``port``."""
         os.environ["CUDA_VISIBLE_DEVICES"] = "0" if backend == "nccl" else ""
         if interface := interface_of(address):
             os.environ |= {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": interface}
@@ -152,7 +152,7 @@ class Probe:
                 torch.cuda.synchronize()
             seconds.append(time.perf_counter() - began)
         if not bool((data == float(world_size)).all()):
-            raise RuntimeError("the checksum is wrong")
+            raise RuntimeError("the all-reduce returned a wrong sum")
         dist.barrier()
         dist.destroy_process_group()
         # A ring sends 2 (n - 1) / n of the data over each link.
@@ -189,7 +189,7 @@ def installed(name: str) -> str | None:
 
 
 def torch_build() -> str:
-    """Return what torch was built for, from its version file: importing torch takes seconds and fails if torch is broken."""
+    """Read what torch was built for from its version file. An import would take seconds, and fail if torch is broken."""
     spec, text = importlib.util.find_spec("torch"), ""
     if spec is not None and spec.origin is not None:
         with suppress(OSError), open(os.path.join(os.path.dirname(spec.origin), "version.py")) as file:
@@ -201,7 +201,7 @@ def torch_build() -> str:
 
 
 def disk(purpose: str, path: str) -> dict[str, Any]:
-    """Return the space on a path's disk, from the nearest folder that exists."""
+    """Return the free and total space on a path's disk, measured at the nearest folder that exists."""
     place = path
     while not os.path.exists(place) and os.path.dirname(place) != place:
         place = os.path.dirname(place)
@@ -219,7 +219,7 @@ def read_gpus() -> tuple[list[dict[str, Any]], str | None]:
         done = subprocess.run(command, capture_output=True, text=True, timeout=20.0, check=True)
     except (subprocess.SubprocessError, OSError) as error:
         lines = (getattr(error, "stdout", "") or getattr(error, "stderr", "") or str(error)).strip().splitlines()
-        return [], f"nvidia-smi fails: {lines[-1] if lines else error}"
+        return [], f"nvidia-smi failed: {lines[-1] if lines else error}"
     return [parse_gpu(line.split(",")) for line in done.stdout.splitlines() if line.strip()], None
 
 

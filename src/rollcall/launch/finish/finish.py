@@ -67,7 +67,9 @@ def checkpoint_at(path: Path) -> Path:
     for folder in (path, path / "checkpoints"):
         if checkpoints_of(folder) and (newest := newest_checkpoint(folder)) is not None:
             return newest.absolute()
-    raise StoredError(f"{path} is neither a checkpoint nor a run directory that contains one; give the path of either")
+    raise StoredError(
+        f"{path} is neither a checkpoint nor a run directory that contains one; use the path of one or the other"
+    )
 
 
 def finish(

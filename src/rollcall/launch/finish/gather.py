@@ -1,7 +1,7 @@
 """Copies the parts of a checkpoint that are on the nodes' own disks to the checkpoint's folder.
 
-A thread for each node fetches the node's parts one after the other, so a slow node delays only its own parts. Memory holds a few
-chunks from each node at a time. A part is written to ``.gather/`` and moves to its place once its size and checksum match the
+A thread for each node fetches the node's parts one after the other, so a slow node delays only its own parts. At any time, only a
+few chunks from each node are in memory. A part is written to ``.gather/`` and moves to its place once its size and checksum match the
 manifest. After an interruption, the same call continues at the byte where it stopped. Parts are removed from the nodes only on
 request, and only when all of them have been copied.
 """
@@ -36,7 +36,7 @@ OnBytes = Callable[[int, int], None]  # gets the number of bytes copied so far a
 
 
 class GatherError(RuntimeError, ValueError):
-    """Parts could not be gathered; the message names each with its node."""
+    """Parts could not be gathered; the message names each part with its node."""
 
 
 class _Stopped(Exception):
@@ -67,7 +67,7 @@ class Gathered:
 
 
 def parts_elsewhere(checkpoint: Path, *, kinds: Collection[str] | None = None) -> list[NodePart]:
-    """Return the parts that a checkpoint's manifest places on nodes, whether they were gathered or not."""
+    """Return the parts that a checkpoint's manifest places on nodes, even if they have been gathered already."""
     manifest = read_manifest(checkpoint)
     parts = [_part(manifest, name, facts) for name, facts in manifest.fields["files"].items() if "place" in facts]
     return [part for part in parts if kinds is None or part.kind in kinds]

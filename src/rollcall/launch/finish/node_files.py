@@ -15,7 +15,7 @@ CHUNK_BYTES = 4 << 20
 
 
 def checked(part: dict) -> str:
-    """Return a part's path after checking that it is one: ``.../rollcall-UID/parts/RUN/STEP/NAME``."""
+    """Return a part's path after checking that it has this form: ``.../rollcall-UID/parts/RUN/STEP/NAME``."""
     name, run = part["name"], part["run"]
     if not PART.fullmatch(name):
         raise ValueError(f"{name!r} is not the name of a part")

@@ -100,7 +100,7 @@ class RayNodeFiles:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SshNode:
-    """A host over ssh. Each request starts its own ssh; a part's bytes are sent as fast as they are read."""
+    """A host over ssh. Each request starts its own ssh process; a part's bytes are sent as fast as they are read."""
 
     host: str
     login: Login

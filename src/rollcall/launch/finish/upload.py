@@ -157,7 +157,7 @@ def _chain(error: BaseException | None) -> Iterator[BaseException]:
 
 
 def _status(error: BaseException) -> int | None:
-    """Return the HTTP status behind an error, if there was an answer. The storage client shows it only in its message."""
+    """Return the HTTP status behind an error, if there was an answer. The storage client shows the status only in its message."""
     for each in _chain(error):
         code = getattr(getattr(each, "response", None), "status_code", None)
         if isinstance(code, int):
@@ -180,4 +180,4 @@ def _advice(status: int | None, reason: str) -> str:
         return "; this hub has no Xet storage; set HF_HUB_DISABLE_XET=1 to upload without it"
     if status in _ADVICE:
         return f"; {_ADVICE[status]}"
-    return ". Run the same command again when the hub answers (HF_ENDPOINT chooses another); uploaded files are not sent again"
+    return ". Run the same command again when the hub answers (HF_ENDPOINT chooses a different hub); uploaded files are not sent again"

@@ -165,7 +165,7 @@ def resolve_paths(config: Config, *, folder: Path, shared: Shared | None) -> Con
         wrong = ", ".join(f"{key}={place[name]}" for key, place, name in relative)
         key, place, name = relative[0]
         raise ClusterError(
-            f"{wrong}: relative to {folder}, which the cluster's nodes cannot see; use absolute paths on the nodes, such as "
+            f"{wrong}: relative paths start at {folder}, which the cluster's nodes cannot see; use absolute paths on the nodes, such as "
             f"{key}=/SHARED/{place[name]}"
         )
     for _, place, name in relative:

@@ -85,7 +85,8 @@ class Job:
 
 
 class Jobs:
-    """A cluster's jobs. ``shared`` is None if this machine is not one of its nodes; ``refusal`` is the reason why it cannot run jobs."""
+    """A cluster's jobs. ``shared`` is None if this machine is not one of its nodes; ``refusal`` says why the
+    cluster cannot run jobs."""
 
     def __init__(
         self, client: JobClient, *, token: str | None, shared: Shared | None = None, refusal: str | None = None
@@ -140,7 +141,7 @@ class Jobs:
         if job_id == LATEST:
             raise ClusterError(f"the cluster at {self.where} has no jobs yet; `rollcall submit run.yaml` starts one")
         known = "\n".join(f"  {job.id}  {job.status}" for job in jobs) or "  none"
-        raise ClusterError(f"the cluster at {self.where} has no job {job_id!r}; it has:\n{known}")
+        raise ClusterError(f"the cluster at {self.where} has no job {job_id!r}; its jobs are:\n{known}")
 
     def job(self, job_id: str) -> Job:
         return _job(self._details(job_id))
@@ -182,7 +183,7 @@ class Jobs:
             except Unreachable as error:
                 if time.monotonic() - heard >= LOST_S:
                     raise ClusterError(
-                        f"{error}\nthe job may still run; follow it again with `rollcall job logs --follow {job_id}`"
+                        f"{error}\nthe job may still be running; follow it again with `rollcall job logs --follow {job_id}`"
                     ) from None
                 lost = lost or str(error)
             if lost and not is_lost:
@@ -227,7 +228,7 @@ class Jobs:
 def reach(
     name: str | None = None, *, address: str | None, rendezvous: Path | None, ray_address: str | None = None
 ) -> Jobs:
-    """Connect to the jobs of the cluster at ``address`` or in the rendezvous; otherwise, ``nodes/cluster.py`` chooses the cluster.
+    """Connect to the job server of the cluster at ``address`` or in the rendezvous. Without either, ``nodes/cluster.py`` chooses it.
 
     ``ray_address`` comes from the run file.
     """
@@ -270,8 +271,8 @@ def _of_this_node(name: str | None, *, ray_address: str | None = None) -> Jobs:
     cluster = wished_cluster(name, ray_address=ray_address)
     if cluster is None or (name is not None and read_record(name) is None):
         raise ClusterError(
-            f"this machine is not a node of a cluster named {current_cluster(name)!r}; on another machine, give --address "
-            f"http://HEAD:PORT (the dashboard that `rollcall node` prints on the head) with the token in {TOKEN}, or give --rendezvous "
+            f"this machine is not a node of a cluster named {current_cluster(name)!r}; on another machine, use --address "
+            f"http://HEAD:PORT (the dashboard that `rollcall node` prints on the head) with the token in {TOKEN}, or use --rendezvous "
             "DIR; for a Ray cluster that Rollcall did not start, set RAY_ADDRESS"
         )
     url, token, num_nodes = cluster.job_server()
@@ -289,7 +290,7 @@ def _of_this_node(name: str | None, *, ray_address: str | None = None) -> Jobs:
 
 
 def refuse_busy(run_dir: Path, jobs: Sequence[Job]) -> None:
-    """Refuse a run directory that an unfinished job is using, or a process on this machine that holds its lease."""
+    """Refuse a run directory that is used by an unfinished job, or by a process on this machine that has its lease."""
     for job in jobs:
         if job.run_dir == str(run_dir) and not job.is_over:
             raise ClusterError(

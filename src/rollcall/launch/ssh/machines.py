@@ -77,7 +77,7 @@ class Site:
             return record.knowing(**{HOSTS: list(self.hosts), SITE: rest}).save()
 
     def script(self, *lines: str) -> str:
-        """Return a script that runs shell lines in the nodes' environment, once all lines have arrived; stdin may stay open."""
+        """Return a script that runs shell lines in the nodes' environment. It begins once all lines have arrived; stdin may stay open."""
         environment = []
         if self.activate is not None:
             path, shown = shell_path(self.activate), shlex.quote(str(self.activate))
@@ -125,7 +125,8 @@ def run_there(record: LaunchRecord, *, where: str, command: Sequence[str]) -> li
     hosts = site.hosts if where == "all" else (where,)
     line = command[0] if len(command) == 1 else shlex.join(command)
     script = site.script(
-        # Ctrl-C on this machine closes stdin, which kills the line. If the line exits by itself, its background processes stay.
+        # After Ctrl-C on this machine, stdin closes, and the user's command is killed. If the command exits by itself, its background
+        # processes keep running.
         "( cat >/dev/null; kill -TERM 0 ) <&0 >/dev/null 2>&1 & watch=$!",
         f"( {line}\n) </dev/null; status=$?",
         "disown $watch; kill $watch; return $status",
@@ -198,5 +199,5 @@ def _read(path: Path) -> tuple[str, ...]:
 def checked_hosts(hosts: Sequence[str], *, key: str = "launch.ssh.hosts") -> tuple[str, ...]:
     for number, host in enumerate(hosts):
         if host in hosts[:number]:
-            raise LaunchError(f"{key} has {host} twice; each node needs its own host")
+            raise LaunchError(f"{key} lists {host} twice; each node needs its own host")
     return tuple(hosts)

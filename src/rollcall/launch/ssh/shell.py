@@ -126,7 +126,7 @@ async def _run(login: Login, host: str, script: str, **how: Any) -> Outcome:
     """Run a script on one host. Cancelling this task disconnects from the host."""
     outcome = Outcome(host=host, status=None, lines=(), was_reached=False, was_let_go=True)
     try:
-        # sshd, on a jump host too, drops connections before the login when many connect at once (MaxStartups).
+        # sshd, on a jump host too, drops connections before the login when many clients connect at once (MaxStartups).
         for wait_s in (0.0, *(random.uniform(0.1, DROPPED_S) for _ in range(4))):
             await asyncio.sleep(wait_s)
             outcome = await _connect(login.words(host, *NO_FORWARDS), host, script, **how)

@@ -80,9 +80,9 @@ class Ssh(Target):
             (CHECK, head, "check that all nodes have joined and that nothing would break the run", check),
         ]
         notes = [
-            f"stdin also sets variables: before {PREPARE}, the variables of the run (and, on {head[0]}, once=--once); before a node's "
+            f"stdin also sets variables: for {PREPARE}, the variables of the run (on {head[0]} also once=--once), and for a node's "
             f"script, the token of the cluster ({TOKEN}) and the head's address ($head)",
-            f"then this machine submits the run, through an ssh tunnel to the dashboard of {head[0]}",
+            f"then this machine submits the run through an ssh tunnel to the dashboard of {head[0]}",
         ]
         if (lines := _container_lines(request)) is not None:
             script = "\n".join(["main() {", *lines, "}", "main; exit", ""])
@@ -112,7 +112,7 @@ class Ssh(Target):
         record = site.claim(record)
         is_fresh = (
             record.state == "starting" and not record.id
-        )  # after a failure, a launch with a run stays up for a retry or `down`
+        )  # after a failure, a launch that already has a run stays up, for a retry or for `down`
         try:
             record = _start_containers(site, rendered, record)
             head = _look(site, rendered, record)
@@ -180,7 +180,7 @@ def _submitted(record: LaunchRecord, job: Job | None) -> Job:
 
 
 def _is_running(record: LaunchRecord) -> bool:
-    """Return whether the launch's run is still going. If the head does not answer, it is not."""
+    """Return whether the launch's run is still running. A head that does not answer counts as having no run."""
     if not record.id or DASHBOARD not in record.facts:
         return False
     try:
@@ -215,7 +215,7 @@ def _node_line(request: LaunchRequest, rank: int) -> str:
 
 
 def _container_lines(request: LaunchRequest) -> list[str] | None:
-    """Return shell lines that start a container for the node on the host, if it runs in one."""
+    """Return shell lines that start the container for a host's node, or None if there is nothing to do before the node starts."""
     container = container_of(request.launch, request.cluster, name=request.container_name)
     if container is None:
         return None
@@ -226,7 +226,8 @@ def _container_lines(request: LaunchRequest) -> list[str] | None:
     return [
         f'[ -n "$rollcall_again" ] && [ "$({shlex.join(seen)} 2>/dev/null)" = true ] && exit',
         *lines,
-        # If the launcher has gone during a long build, start no container. `read` returns 1 if stdin is closed, above 128 if open.
+        # If the launcher has exited during a long build, start no container. `read` returns 1 if stdin is closed, and more than 128 if
+        # it is open.
         "read -r -t 0.1 _; [ $? -gt 128 ] || exit 1",
         f"{shlex.join(container.run(['sleep', 'infinity'], variables=(), detach=True))} >/dev/null",
     ]
@@ -236,7 +237,7 @@ def _container_lines(request: LaunchRequest) -> list[str] | None:
 
 
 def _start_containers(site: Site, rendered: Rendered, record: LaunchRecord) -> LaunchRecord:
-    """Start a container on each host, which stays until `down`. A container from an earlier command of this launch is kept."""
+    """Start a container on each host. It stays until `down`. A container from an earlier command of this launch is kept."""
     if CONTAINER_FILE not in rendered.files:
         return record
     say(f"starting {counted(len(site.hosts), 'container')}")
@@ -265,7 +266,9 @@ def _look(site: Site, rendered: Rendered, record: LaunchRecord) -> str:
         for what, version in {"rollcall": here.version, **here.versions}.items():
             wanted, where = versions.setdefault(what, (version, host))
             if version != wanted:
-                problems.append(f"{host}: {what} {version}, but {where} has {what} {wanted}; install the same version")
+                problems.append(
+                    f"{host}: has {what} {version}, but {where} has {what} {wanted}; install the same version"
+                )
         if here.rank is not None and host not in record.facts.get(UP, ()):
             problems.append(
                 f"{host}: a cluster named {record.name!r} is already running, which this launch did not start; choose another --name"

@@ -1,4 +1,4 @@
-"""Forwards ports on the head's loopback to this machine through `ssh`, for the dashboard, which accepts jobs, and the run's page.
+"""Forwards ports on the head's loopback to this machine through `ssh`: for the dashboard, which accepts jobs, and for the run's page.
 
 The `ssh` that forwards the port runs a script that waits for its stdin to close, so it exits with this process, even after `kill -9`.
 """
@@ -23,7 +23,7 @@ from rollcall.launch.ssh.shell import CONNECT_S, CONNECTED, Login, end_ssh, star
 from rollcall.nodes.address import free_ports
 from rollcall.view.page_process import PAGE_FILE, parse_record
 
-DASHBOARD = "dashboard"  # the fact that contains its port on the head's loopback
+DASHBOARD = "dashboard"  # the fact that contains the dashboard's port on the head's loopback
 
 
 class Tunnel:
@@ -98,7 +98,7 @@ def open_page(record: LaunchRecord) -> Tunnel | None:
     remember([page.secret])
     tunnel = Tunnel(site.login, host=site.hosts[0], port=page.port)
     print(page.address(tunnel.local_port), flush=True)
-    say(f"this is the page of {record.run_dir}; its address works once")
+    say(f"this is the page of {record.run_dir}; its address works only once")
     return tunnel
 
 
