@@ -125,7 +125,7 @@ def load_class(
     tools: dict[str, Tool] = {}
     cls: Any = None
     if path is not None:
-        wanted = "give a class with reset(self, **row) -> str | None, which begins an episode"
+        wanted = "use a class with a method reset(self, **row) -> str | None that begins an episode"
         cls = class_at(path, key=key, kwargs=kwargs, methods=["reset"], wanted=wanted)
         tools |= tools_of_class(cls, path=path)
     found: dict[str, Callable[..., Any]] = {}

@@ -424,7 +424,7 @@ class Rules(Protocol):
     model: str | None  # the model name that requests may use; None allows any name
 
     def sampling(self, wanted: Wanted, *, room: int, num_added: int) -> Sampling:
-        """``room``: how many tokens fit after the prompt. ``num_added``: how many prompt tokens follow the answer that it extends."""
+        """``room``: how many tokens fit after the prompt. ``num_added``: how many of its tokens follow the answer that it extends."""
         ...
 
     def admit(self, num_choices: int) -> None: ...

@@ -86,7 +86,8 @@ class ProgramsHere(Programs):
 
 
 def past_proxies(variables: Mapping[str, str]) -> dict[str, str]:
-    """Return variables that bypass proxies for the endpoint. A key must not go through a proxy, which may not reach this node anyway."""
+    """Return the variables, with the endpoint's host excluded from proxies. A key must not go through a proxy, and a proxy may not reach
+    this node anyway."""
     host = urlsplit(variables.get("OPENAI_BASE_URL", "")).hostname
     found = {name: ",".join(filter(None, [variables.get(name), host])) for name in ("NO_PROXY", "no_proxy")}
     return {**variables, **{name: value for name, value in found.items() if value}}

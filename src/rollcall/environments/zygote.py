@@ -1,12 +1,13 @@
-"""The process that environments are forked from, and its children. A child plays one environment and is reset between episodes.
+"""The process that environments are forked from, and its children. A child runs one environment, which is reset between episodes.
 
 The parent calls a ``Zygote`` (process/child.py). The zygote imports the user's module once, so a child starts in a millisecond and shares
-its memory. CONTROL receives each child's file descriptors: its socket and its connection to the debugger (process/debug/child.py).
-LIFELINE is the read end of a pipe whose write end only the parent has. It stops the children even if this process was killed. The
-process's own lifeline cannot do that: it closes before the parent has found what the children started. LINE serves breakpoints.
+its memory. ``control_fd`` receives each child's file descriptors: its socket and its connection to the debugger
+(process/debug/child.py). ``lifeline_fd`` is the read end of a pipe whose write end only the parent has. It stops the children even if
+this process was killed. The process's own lifeline cannot do that: it closes before the parent has found what the children started.
+``line_fd`` serves breakpoints.
 
 Nothing that a child starts outlives it: its group is killed before its status is collected, and processes that left the group are adopted
-here and killed. When the parent hangs up or dies, all children stop, followed by this process.
+here and killed. When the parent hangs up or dies, all children stop, and then this process stops.
 
 The text that a child processes may control its output. The output is therefore JSON, and the parent treats it as untrusted data.
 """
@@ -30,7 +31,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-import asyncio  # noqa: F401 isort:skip - children share it
+import asyncio  # noqa: F401 isort:skip - imported here so that the children share it
 from rollcall.base.redact import guard_streams, remember
 from rollcall.environments import class_env, stepwise
 from rollcall.environments.class_env import ClassPlayer, load_class
@@ -208,7 +209,7 @@ def _reseed() -> None:
 def _encoded(answer: Any) -> bytes:
     body = JSON.dumps(answer)
     if len(body) > MAX_ANSWER_BYTES:
-        raise RuntimeError(f"its answer has {len(body) / _MB:.1f} MB; the limit is {MAX_ANSWER_BYTES / _MB:g} MB")
+        raise RuntimeError(f"its answer is {len(body) / _MB:.1f} MB long; the limit is {MAX_ANSWER_BYTES / _MB:g} MB")
     return body
 
 
