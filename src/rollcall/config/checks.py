@@ -1,7 +1,7 @@
 """Refuses values that would ruin a run. It does so before anything starts, and says what to use instead.
 
-A key is checked at its field (``check_stops``, ...); ``check_ruin`` checks combinations of keys that would ruin a run. A key that the rest of
-the file makes ineffective is harmless: run files that are shared between modes have such keys. ``unused`` lists them.
+A key is checked at its field (``check_stops``, ...); ``check_ruin`` checks combinations of keys that would ruin a run. A key that the
+rest of the file makes ineffective is harmless: run files that are shared between modes have such keys. ``unused`` lists them.
 """
 
 from __future__ import annotations

@@ -34,10 +34,10 @@ class EnvironmentBase(Section):
     truncated: Treatment = field(
         "keep", f"What to do with episodes that ended at the limit on turns or tokens. {_TREATMENTS}"
     )
-    timed_out: Treatment = field("mask", "What to do with episodes that took too long, with the same choices.")
+    timed_out: Treatment = field("mask", "The same setting for episodes that took too long.")
     failed: Treatment = field(
         "mask",
-        "What to do with episodes whose environment raised, died or returned something invalid, with the same choices.",
+        "The same setting for episodes whose environment raised, died or returned something invalid.",
     )
     env: list[VariableName] = field(
         [],

@@ -17,7 +17,7 @@ Share = Annotated[float, Field(ge=0, lt=1)]
 WeightTransport = Literal["auto", "shared_memory", "broadcast", "delta", "file"]
 MAX_SLOTS = 100_000  # in a cluster
 Auto = Literal["auto"]
-DEFAULT_TOKENS = 16384  # what `tokens_per_microbatch: auto` means without a GPU to fit
+DEFAULT_TOKENS = 16384  # the value of `tokens_per_microbatch: auto` without a GPU
 DTYPE_ALIASES = {"bf16": "bfloat16", "fp32": "float32", "f32": "float32"}
 
 
@@ -88,7 +88,7 @@ class ClusterSection(Section):
                     f"{key}={getattr(self, key)} contradicts nodes, which lists {len(sizes)} nodes with {sizes} slots; remove {key}"
                 )
         for key, value in fixed.items():
-            object.__setattr__(self, key, value)  # bypasses the frozen section
+            object.__setattr__(self, key, value)  # works although the section is frozen
         if strangers := [rank for rank in self.node_env if not 0 <= rank < self.num_nodes]:
             raise ValueError(
                 f"node_env names node {strangers[0]}, but the cluster's nodes are 0 to {self.num_nodes - 1}"

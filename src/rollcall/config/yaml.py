@@ -131,7 +131,7 @@ class _Loader(yaml.SafeLoader):
         try:
             return super().construct_object(node, deep=deep)
         except (ValueError, LookupError, AttributeError, TypeError, ArithmeticError):
-            # PyYAML's constructors raise these for `!!bool maybe`, `!!timestamp x`, `!!int ''`, 2024-13-41.
+            # PyYAML's constructors raise these for values such as `!!bool maybe`, `!!timestamp x`, `!!int ''` or 2024-13-41.
             if isinstance(node, yaml.ScalarNode):
                 shown, kind = node.value[:60], node.tag.rpartition(":")[2]
                 raise ConfigError(

@@ -55,7 +55,7 @@ class ClassPlayer:
             text = run(self.instance.reset(**_taken(self.instance.reset, row)))
         if text is not None and not isinstance(text, str):
             raise WrongResult(f"reset returned {type(text).__name__}; return a string or None")
-        if self.is_chat and self.call_format == "text" and self.tools:  # the template does not describe them
+        if self.is_chat and self.call_format == "text" and self.tools:  # the template does not describe the tools
             return f"{text or ''}\n\n{describe(self.tools)}"
         return text
 

@@ -168,6 +168,6 @@ def _leftovers(leader: int, mark: tuple[str, str]) -> list[Process]:
     found = {pid for pid in parents if session_of(pid) == leader or (environment_of(pid) or {}).get(name) == value}
     while more := {pid for pid, parent in parents.items() if parent in found} - found:
         found |= more
-    # The leader goes first: a shell that outlives its command would exit by itself, with the command's status.
+    # The leader comes first, because a shell that outlives its command would exit by itself with the command's status.
     processes = (Process.of(pid) for pid in sorted(found, key=lambda pid: (pid != leader, pid)))
     return [process for process in processes if process is not None]

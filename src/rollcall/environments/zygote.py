@@ -78,7 +78,7 @@ class Zygote:
         gc.freeze()  # garbage collection in a child would write to the shared pages and so copy them
         _adopt_orphans()
         self._not_ours = {*_children()}  # started by the user's module during its import
-        # From here on, this process stays until it has stopped its children, even if its parent dies. SIGCONT wakes a suspended process.
+        # From here on, this process lives until it has stopped its children, even if its parent dies. SIGCONT wakes it if suspended.
         atexit.register(_end_all)
         if hasattr(fcntl, "F_SETSIG"):
             fcntl.fcntl(own_fds()[1], fcntl.F_SETSIG, signal.SIGCONT)
@@ -90,7 +90,7 @@ class Zygote:
         connection_fd, line_fd = fds
         try:
             with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # about threads of the user's module, which do not run in a child
+                warnings.simplefilter("ignore")  # about the user's module's threads, which do not run in a child
                 pid = os.fork()
             if pid == 0:
                 self._become_child(connection_fd, line_fd, kind)
@@ -157,7 +157,7 @@ def _kill(pid: int) -> None:
     """Kill a process and its group. Its status has not been collected yet, so no other process has its ID."""
     try:
         os.killpg(pid, signal.SIGKILL)
-    except ProcessLookupError:  # it does not lead a group, or not yet
+    except ProcessLookupError:  # it does not lead a group, or does not lead one yet
         os.kill(pid, signal.SIGKILL)
 
 

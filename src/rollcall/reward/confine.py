@@ -40,8 +40,8 @@ _FOLDER = re.compile(r"rollcall-reward-(\d+)-(\d+)-.*")
 _MAX_OPEN_FILES = 256
 _CAPABILITY_VERSION = 0x20080522
 _KEPT_CAPABILITIES = 1 << 1 | 1 << 2  # to access other users' files, which landlock limits to a few folders
-# For tracing processes, creating device files and monitoring performance. A process cannot trace one that has more capabilities than itself,
-# and containers usually give root only the second of the three.
+# For tracing processes, creating device files and monitoring performance. A process cannot trace one that has more
+# capabilities than itself, and containers usually give root only the second of the three.
 _CAPABILITIES_TO_LOOK = (19, 27, 38)
 _PR_CAPBSET_DROP = 24
 _MB = 1 << 20

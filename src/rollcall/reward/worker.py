@@ -29,7 +29,7 @@ from rollcall.reward.user_function import UserFunction, check_scores
 
 MAX_ANSWER_BYTES = 1 << 20
 ASYNC_GRACE_S = 1.0  # an async call stops at its own limit; after this extra time, its process is killed
-_MIN_WHY = 100  # characters of an error that each completion in a group may have, however large the group is
+_MIN_WHY = 100  # characters; however large a group is, each completion's error keeps this many
 # Frames that do not help the author of a reward.
 _OWN_FILES = (__file__, user_function.__file__)
 
