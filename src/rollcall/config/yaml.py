@@ -22,11 +22,7 @@ MAX_DEPTH = 40  # nesting of lists and mappings; a run file has 4 levels
 _TOO_DEEP = (
     f"lists and maps are nested more than {MAX_DEPTH} deep, or one contains itself; a run file needs only 4 levels"
 )
-_OPEN_ALREADY = (
-    "/dev/fd/",
-    "/dev/stdin",
-    "/proc/self/fd/",
-)  # paths of `<(command)`, a pipe to which a process is writing
+_OPEN_ALREADY = ("/dev/fd/", "/dev/stdin", "/proc/self/fd/")  # for `<(command)`, a pipe that a process writes to
 
 
 def read_yaml(path: Path | str, *, what: str) -> Any:
