@@ -116,7 +116,7 @@ def test_without_room_for_temporary_files_an_episode_fails_and_says_so(
 def test_a_program_that_never_calls_has_failed(tmp_path: Path, tokenizer: Any) -> None:
     completion = played(tokenizer, programs.write(tmp_path, 'print("nothing to do")'))
     assert completion.episode and completion.episode.ended is EndReason.ERROR and not len(completion.token_ids)
-    assert "without a request to OPENAI_BASE_URL" in completion.episode.error
+    assert "without sending a request to OPENAI_BASE_URL" in completion.episode.error
 
 
 def test_a_program_that_calls_forever_is_told_and_ends(tmp_path: Path, tokenizer: Any) -> None:

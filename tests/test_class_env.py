@@ -26,7 +26,7 @@ def player(path: str | None, *functions: str, call_format: Any = "text", is_chat
     ("path", "why"),
     [
         (f"{MODULE}:Gone", "has no 'Gone'; it has"),
-        (f"{MODULE}:NoReset", "has no reset; give a class"),
+        (f"{MODULE}:NoReset", "has no reset; use a class"),
         (f"{MODULE}:Needs", "set environment.kwargs to the arguments of its __init__"),
         (f"{MODULE}:add", "not a class"),
         (f"{MODULE}:GuessPlainly", "needs type: step"),

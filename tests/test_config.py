@@ -113,7 +113,7 @@ def test_every_mistake_is_told_at_once() -> None:
         (dict(environment={"type": "agent", "run": " "}), "environment.run is empty; write the command"),
         (dict(environment={"type": "agent", "run": "x", "call_timeout_s": 5}), "environment.call_timeout_s=5 has no effect"),
         (dict(algorithm={"name": "grop"}), "algorithm.name='grop' is not known; did you mean grpo?"),
-        (dict(algorithm={"name": "zzz"}), "algorithm.name='zzz' is not known; there are grpo, dr_grpo, dapo"),
+        (dict(algorithm={"name": "zzz"}), "algorithm.name='zzz' is not known; choose from grpo, dr_grpo, dapo"),
         (dict(algorithm={"kl_coef": 0.1}), "algorithm has no name; .* algorithm.name=grpo"),
         (dict(reward=[]), "reward is empty; list at least one"),
         (
@@ -126,7 +126,7 @@ def test_every_mistake_is_told_at_once() -> None:
         ),
         (
             dict(rollout={"samples_per_prompt": 1}),
-            "algorithm grpo compares .* rollout.samples_per_prompt=1 leaves nothing to compare; use 2 or more",
+            "algorithm grpo compares .* but rollout.samples_per_prompt=1 leaves nothing to compare; use 2 or more",
         ),
         (
             dict(algorithm={"name": "intuitor"}, reward=[{"type": "exact"}]),
@@ -142,7 +142,7 @@ def test_every_mistake_is_told_at_once() -> None:
         ),
         (
             dict(algorithm={"name": "cispo", "dual_clip": 3}),
-            "algorithm.dual_clip=3.0 limits a ratio that carries the gradient, but cispo's ratio does not; remove dual_clip",
+            "algorithm.dual_clip=3.0 limits a ratio through which the gradient flows, but in cispo no gradient flows through the ratio; remove dual_clip",
         ),
         (
             dict(algorithm={"name": "dapo", "overlong_buffer": 9}, rollout={"max_response_tokens": 8}),
@@ -171,13 +171,13 @@ def test_a_wrong_value_is_refused_with_what_to_write(sections: dict[str, Any], m
         ("rollout.temperature=1e-30", "input should be greater than or equal to 0.001"),
         ("eval.temperature=1e-30", "eval.temperature=1e-30 is too close to 0; use 0"),
         ("eval.samples_per_prompt=4", "with eval.temperature=0, all eval.samples_per_prompt=4 completions of a prompt are the same"),
-        ("trainer.steps=true", "trainer.steps=true is a boolean; give a number"),
-        ("actor.betas=[yes, 0.9]", "is a boolean; give a number"),
+        ("trainer.steps=true", "trainer.steps=true is a boolean; use a number"),
+        ("actor.betas=[yes, 0.9]", "is a boolean; use a number"),
         ("trainer.num_threads=100000", "less than or equal to 1024"),
-        ("trainer.steps=0x1" + "0" * 5000, "trainer.steps is an integer of 20001 bits; the largest possible is"),
+        ("trainer.steps=0x1" + "0" * 5000, "trainer.steps is an integer with 20001 bits; the largest allowed value is"),
         ("data.max_prompt_tokens=1e400", "data.max_prompt_tokens=inf: input should be a finite number"),
         ("actor.optimizer.kwargs={momentum: .nan}", "actor.optimizer.kwargs.momentum=nan is not finite"),
-        ("reward.0.weight=1e300", r"reward.0.weight=1e\+300 is out of range; give 0, or a number whose absolute value is between 1e-30 and 1e\+09"),
+        ("reward.0.weight=1e300", r"reward.0.weight=1e\+300 is out of range; use 0, or a number whose absolute value is between 1e-30 and 1e\+09"),
         ("reward.0.weight=-1e10", "is out of range"),
         ("algorithm.kl_coef=1e20", "is out of range"),
         ("actor.lr=1e-320", "is out of range"),
@@ -357,9 +357,9 @@ def test_a_later_override_wins() -> None:
     [
         ("actor.lr", "override 'actor.lr' is not of the form key=value; write for example actor.lr=1e-5"),
         ("=3", "override '=3' is not of the form key=value"),
-        ("reward.7.weight=1", "override 'reward.7.weight=1': 7 is not an index of a list with 1 item"),
-        ("reward.x=1", "override 'reward.x=1': x is not an index of a list with 1 item"),
-        ("actor.lr.x=1", "override 'actor.lr.x=1': lr is 0.0002 in the run file, which is not a section with keys"),
+        ("reward.7.weight=1", "override 'reward.7.weight=1': 7 is not a valid index for a list of 1 item"),
+        ("reward.x=1", "override 'reward.x=1': x is not a valid index for a list of 1 item"),
+        ("actor.lr.x=1", "override 'actor.lr.x=1': lr is 0.0002 in the run file, not a section with keys"),
         ("rollout.max_tokens=9", "rollout.max_tokens is not a field; did you mean rollout.max_response_tokens?"),
         ("actor.lr=", "actor.lr=None: input should be a valid number"),
     ],

@@ -167,7 +167,7 @@ def test_a_score_is_read_from_json_or_is_the_last_number(text: str, score: float
     ("text", "why"),
     [
         ("good", "neither"),
-        ('{"score": 2}', "outside min=0 to max=1"),
+        ('{"score": 2}', "outside the range from min=0 to max=1"),
         ('{"score": NaN}', "outside"),
         ('{"score": 1e999}', "outside"),
         ('{"score": ' + "9" * 400 + "}", "outside"),

@@ -260,7 +260,7 @@ def test_a_resolved_run_file_with_uneven_nodes_reads_back(tmp_path: Any) -> None
 
 
 def test_the_environment_of_a_node_that_does_not_exist_is_refused() -> None:
-    with pytest.raises(ConfigError, match="node_env names node 2, but the nodes are 0 to 1"):
+    with pytest.raises(ConfigError, match="node_env names node 2, but the cluster's nodes are 0 to 1"):
         parse_config({"cluster": {"num_nodes": 2, "node_env": {2: {"A": "1"}}}})
 
 

@@ -124,10 +124,12 @@ def test_an_episode_is_a_conversation_with_its_calls() -> None:
 
 
 def test_what_is_missing_or_ambiguous_is_refused_with_the_reason() -> None:
-    with pytest.raises(ValueError, match="no column 'solution', which the function requires; it has id, answer, task"):
+    with pytest.raises(
+        ValueError, match="no column 'solution', which the function requires; its columns are id, answer, task"
+    ):
         called("accuracy", a_prompt(task="x"), said("4"))
     for name, why in {
-        "only_prompts": "prompts is TRL's argument, and TRL passes more arguments by name; add \\*\\*kwargs",
+        "only_prompts": "prompts is an argument of TRL, and TRL passes further arguments by name; add \\*\\*kwargs",
         "two_meanings": "is ambiguous: a function with \\*\\*kwargs is called with lists, as in TRL, but TRL has no metadata",
         "by_place": "prompts is before a /, but TRL passes arguments by name; remove the /",
         "progress": "a reward does not know the run.s progress",

@@ -33,7 +33,7 @@ class AlgorithmBase(Section):
     entropy_coef: float = field(0.0, "Weight of the entropy bonus.", ge=0)
     old_logprobs: Literal["learner", "engine"] = field(
         "learner",
-        "Old log-probs in the ratio. `learner`: the learner computes them again (decoupled). `engine`: those of sampling (bypass).",
+        "Which old log-probs the ratio uses. `learner`: the learner recomputes them (decoupled). `engine`: those from sampling (bypass).",
     )
     tis_cap: float | None = field(
         2.0, "Truncated importance sampling: the loss is multiplied by min(old / behaviour, cap); `null`: off.", gt=0
@@ -54,7 +54,7 @@ class AlgorithmBase(Section):
     overlong_penalty: float = field(1.0, "Length penalty at the token limit (soft overlong punishment).", ge=0)
 
     def rescores(self, actor: Any) -> bool:
-        """Whether updates need log-probs from the policy before the step, because later updates see changed weights."""
+        """Whether updates need log-probs from before the step, because all updates after the first see changed weights."""
         return actor.minibatches * actor.epochs > 1 and self.old_logprobs == "learner"
 
 
@@ -63,8 +63,8 @@ class GroupAlgorithm(AlgorithmBase):
 
     advantage: Literal["episode", "turn"] = field(
         "episode",
-        "What is compared within a group. `episode`: the rewards of whole attempts. `turn`: the rewards from each turn on, compared with "
-        "those from the same turn on in the other attempts; for environments that reward turns.",
+        "What is compared within a group. `episode`: the rewards of whole attempts. `turn`: for each turn, the rewards from that turn on "
+        "are compared with those from the same turn on in the other attempts. Use it for environments that reward turns.",
     )
     gamma: float = field(1.0, "Discount of rewards per turn, with `advantage: turn`.", ge=0, le=1)
 
@@ -108,7 +108,7 @@ class Cispo(GroupAlgorithm):
 
 
 class Rloo(GroupAlgorithm):
-    """RLOO, arXiv:2402.14740: each reward minus the mean of the others in its group."""
+    """RLOO, arXiv:2402.14740: each reward minus the mean of the other rewards in its group."""
 
     name: Literal["rloo"] = "rloo"
 

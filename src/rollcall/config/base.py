@@ -1,7 +1,7 @@
-"""The base class for every section of the run file: it allows only known keys, its values cannot change, and each default has a
-description.
+"""The base class for every section of the run file. It allows only known keys, and its values cannot change. ``field`` pairs each
+default with its description.
 
-It checks for all sections that every number is finite and small enough to be written and read back exactly, and that every string
+The class checks in every section that each number is finite and small enough to be written and read back exactly, and that each string
 can be written to a file.
 """
 
@@ -15,7 +15,7 @@ from typing import Any, get_args
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 LARGEST_INT = 2**53  # above it, JSON readers that use floats lose digits
-SMALLEST_FLOAT, LARGEST_FLOAT = 1e-30, 1e9  # or 0; results computed from these stay finite in float32
+SMALLEST_FLOAT, LARGEST_FLOAT = 1e-30, 1e9  # 0 is allowed too; results computed from such values stay finite in float32
 LONGEST_S = 1e9  # seconds; the operating system still accepts such a long wait
 NOT_FOR_FILES = re.compile("[\0\ud800-\udfff]")  # NUL, and lone surrogates, which UTF-8 cannot encode
 
@@ -35,7 +35,8 @@ class Section(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _no_yes_for_a_number(cls, data: Any) -> Any:
-        """Refuse booleans as numbers (YAML reads `on` and `yes` as true, Python's 1), and parse 1e3, which YAML reads as a string."""
+        """Refuse a boolean where a number belongs: YAML reads `on` and `yes` as true, which Python treats as 1. Also parse 1e3, which
+        YAML reads as a string."""
         if not isinstance(data, dict):
             return data
         numbers = [
@@ -45,13 +46,13 @@ class Section(BaseModel):
             value = data[key]
             given = value if isinstance(value, list) else [value]
             if any(isinstance(each, bool) for each in given):
-                raise KeyProblem(key, f"={str(value).lower()} is a boolean; give a number")
+                raise KeyProblem(key, f"={str(value).lower()} is a boolean; use a number")
         return {**data, **{key: read_number(data[key]) for key in numbers}}
 
     @model_validator(mode="after")
     def _can_be_written(self) -> Any:
         for key, info in type(self).model_fields.items():
-            is_setting = _takes_numbers_alone(info.annotation)  # and not an argument for the user's own code
+            is_setting = _takes_numbers_alone(info.annotation)  # otherwise it may be for the user's own code
             for where, value in _leaves(getattr(self, key), key):
                 _check_leaf(where, value)
                 if (
@@ -62,7 +63,7 @@ class Section(BaseModel):
                 ):
                     bounds = f"between {SMALLEST_FLOAT:g} and {LARGEST_FLOAT:g}"
                     raise KeyProblem(
-                        where, f"={value:g} is out of range; give 0, or a number whose absolute value is {bounds}"
+                        where, f"={value:g} is out of range; use 0, or a number whose absolute value is {bounds}"
                     )
         return self
 
@@ -95,9 +96,11 @@ def _leaves(value: Any, where: str) -> Iterator[tuple[str, Any]]:
 
 def _check_leaf(where: str, value: Any) -> None:
     if isinstance(value, int) and abs(value) > LARGEST_INT:
-        raise KeyProblem(where, f" is an integer of {value.bit_length()} bits; the largest possible is {LARGEST_INT}")
+        raise KeyProblem(
+            where, f" is an integer with {value.bit_length()} bits; the largest allowed value is {LARGEST_INT}"
+        )
     if isinstance(value, float) and not math.isfinite(value):
-        raise KeyProblem(where, f"={value} is not finite; give a finite number")
+        raise KeyProblem(where, f"={value} is not finite; use a finite number")
     if (isinstance(value, str) or hasattr(value, "__fspath__")) and NOT_FOR_FILES.search(str(value)):
         raise KeyProblem(
             where, " contains a NUL character or half a surrogate pair, which cannot be written to a file; remove it"

@@ -1,7 +1,7 @@
-"""Refuses values that would ruin a run, before anything starts, and says what to use instead.
+"""Refuses values that would ruin a run. It does so before anything starts, and says what to use instead.
 
-A key is checked at its field (``check_stops``, ...); ``check_ruin`` checks keys that ruin a run in combination. A key that the rest of
-the file makes ineffective is harmless: run files that are shared between modes have such keys. ``unused`` lists them.
+A key is checked at its field (``check_stops``, ...); ``check_ruin`` checks combinations of keys that would ruin a run. A key that the
+rest of the file makes ineffective is harmless: run files that are shared between modes have such keys. ``unused`` lists them.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from rollcall.config.base import read_number
 
 MOST_COMPLETIONS = 10_000_000  # in a step; many times more than the largest runs use
 HUB = "hub:"
-COLDEST = 0.001  # temperature; dividing an ordinary model's logits by less overflows
+COLDEST = 0.001  # the lowest temperature above 0; dividing an ordinary model's logits by less would overflow
 
 
 def check_stops(stops: list[str]) -> list[str]:
@@ -34,7 +34,7 @@ def check_home(path: str) -> str:
 
 
 def check_directory(path: Path) -> Path:
-    """Expand ``~``, which would otherwise become a folder with that name."""
+    """Expand ``~``, which would otherwise create a folder named ``~``."""
     expanded = Path(check_home(str(path))).expanduser() if str(path).startswith("~") else path
     if expanded.name in ("", ".."):
         raise ValueError(f"{str(path)!r} contains other files; give this run its own directory, such as runs/first")
@@ -145,7 +145,7 @@ def say_unused(config: Any, *, in_folder: bool = False) -> None:
 
 
 def is_hub(source: str | None) -> bool:
-    """Whether data names a dataset on the hub instead of a file."""
+    """Whether this source of data is a dataset on the hub rather than a file."""
     return source is not None and source.startswith(HUB)
 
 
@@ -164,7 +164,7 @@ def _changed(config: Any, key: str) -> list[str]:
     return [f"{key}.{name}" for name in names]
 
 
-# Parallel training, under names known from other systems
+# Keys of parallel training, with names known from other systems
 
 OWN_KEYS = ("lr", "betas", "eps", "weight_decay")  # keys of the section that may also be in the optimizer's kwargs
 
@@ -186,7 +186,7 @@ def check_section(section: Any) -> Any:
     """Refuse contradictions within one section."""
     if section.sequence_parallel and section.tensor_parallel_size == 1:
         raise ValueError(
-            "sequence_parallel=true splits the tokens over the ranks of a tensor group, but with tensor_parallel_size=1 there is "
+            "sequence_parallel=true splits the tokens across the ranks of a tensor group, but with tensor_parallel_size=1 there is "
             "only one rank; raise tensor_parallel_size, or remove sequence_parallel"
         )
     if section.sharding_group_size is not None and section.sharding != "hsdp":
@@ -255,5 +255,5 @@ def check_batches(config: Any, *, name: str) -> None:
         raise ValueError(
             f"{name}.max_total_sequence_length={section.max_total_sequence_length}, but data.max_prompt_tokens + "
             f"rollout.max_response_tokens = {data.max_prompt_tokens} + {rollout.max_response_tokens} = {longest}; lower one of "
-            "them (longer prompts are left out), or raise it"
+            "them (longer prompts are left out), or raise the limit"
         )

@@ -32,23 +32,26 @@ class EnvironmentBase(Section):
     )
     max_running: int = field(256, "Maximum number of episodes that run at the same time.", ge=1)
     truncated: Treatment = field(
-        "keep", f"What to do with episodes that the limit of turns or tokens ended. {_TREATMENTS}"
+        "keep", f"What to do with episodes that ended at the limit on turns or tokens. {_TREATMENTS}"
     )
-    timed_out: Treatment = field("mask", "The same, for episodes that took too long.")
+    timed_out: Treatment = field("mask", "The same setting for episodes that took too long.")
     failed: Treatment = field(
-        "mask", "The same, for episodes whose environment raised, died or returned something invalid."
+        "mask",
+        "The same setting for episodes whose environment raised, died or returned something invalid.",
     )
     env: list[VariableName] = field(
         [],
-        "Names of environment variables that it gets, in addition to basic ones such as `PATH`, `HOME` and the language.",
+        "Names of environment variables that the environment gets, in addition to basic ones such as `PATH`, `HOME` and the language.",
     )
-    memory_mb: int = field(4096, "Memory limit for each of its processes, in MB.", ge=64, le=1_000_000_000)
+    memory_mb: int = field(
+        4096, "Memory limit for each of the environment's processes, in MB.", ge=64, le=1_000_000_000
+    )
 
 
 _KWARGS = "Arguments of the class. With several classes: a map from each class's name to its arguments."
 _PYTHON = (
-    "The Python that runs it, if it needs a separate environment (3.11 or newer; Rollcall need not be installed in it). `null`: the "
-    "Python that runs Rollcall."
+    "The Python that runs the class, if the class needs its own Python environment (3.11 or newer; Rollcall need not be installed "
+    "there). `null`: the Python that runs Rollcall."
 )
 
 
@@ -57,7 +60,7 @@ def _check_paths(kwargs: dict[str, Any], path: Any) -> None:
         raise KeyProblem("path", " is empty; write module:Class")
     if isinstance(path, dict) and not all(path):
         raise KeyProblem(
-            "path", " has a class without a name; give it the name that rows have in their environment column"
+            "path", " has a class without a name; give it the name that rows use in their environment column"
         )
     if path is None and kwargs:
         raise KeyProblem("kwargs", " has no effect without a class; set path too")
@@ -81,7 +84,7 @@ class ClassEnvironment(EnvironmentBase):
     )
     kwargs: dict[str, Any] = field({}, _KWARGS)
     python: str | None = field(None, _PYTHON)
-    tools: list[str] = field([], "Functions that are tools as well, each as `module:function`.")
+    tools: list[str] = field([], "Functions that the model can use as additional tools, each as `module:function`.")
     call_format: Literal["auto", "hermes", "llama", "text"] = field(
         "auto",
         "How the model writes tool calls: `hermes` (`<tool_call>` JSON, as Qwen does), `llama` (JSON), `text` (`name(argument=1)` "
@@ -122,7 +125,7 @@ def _refuse_call_timeout(section: EnvironmentBase) -> None:
 
 
 class AgentEnvironment(EnvironmentBase):
-    """A program that speaks the OpenAI API and knows nothing of training."""
+    """A program that speaks the OpenAI API and knows nothing about training."""
 
     type: Literal["agent"] = "agent"
     run: str = Field(
@@ -139,14 +142,14 @@ class AgentEnvironment(EnvironmentBase):
 
 
 class VerifiersEnvironment(EnvironmentBase):
-    """A taskset of verifiers v1. Its environment server plays the episodes and asks the run's model over the OpenAI API."""
+    """A taskset of verifiers v1. Its environment server plays the episodes and queries the run's model over the OpenAI API."""
 
     type: Literal["verifiers"] = "verifiers"
     config: dict[str, Any] = Field(
         description="The `[env]` block of verifiers, such as `{taskset: {id: textarena, game: Hangman-v0}}`. By default, a role is "
         "played in a plain chat (harness `null`) on this machine, with `max_turns` turns."
     )
-    python: str = Field(description="The Python that has verifiers and the taskset.")
+    python: str = Field(description="A Python in which verifiers and the taskset are installed.")
 
     @model_validator(mode="after")
     def _names_a_taskset(self) -> VerifiersEnvironment:

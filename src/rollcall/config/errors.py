@@ -13,7 +13,7 @@ from pydantic import BaseModel, ValidationError
 from rollcall.base.redact import REDACTED, names_secret, redact_source
 from rollcall.config.base import KeyProblem
 
-WORDS_ALIKE = 0.75  # two words this similar count as one word, misspelt
+WORDS_ALIKE = 0.75  # if two words are at least this similar, one may be a misspelling of the other
 ONE_LETTER = 0.9  # similarity of two names that differ in one letter
 LIKELY = 0.5  # a less similar name is not worth suggesting
 LONGEST_NAME = 60  # characters; a longer key is not a misspelling
@@ -22,7 +22,7 @@ MOST_SHOWN = 300  # characters shown of a given value
 
 
 def explain_all(error: ValidationError, root: type[BaseModel]) -> str:
-    """Return a line for each of the first mistakes, and the number of further mistakes."""
+    """Return one line for each of the first few mistakes, and then the number of the remaining mistakes."""
     items = _or_auto(error.errors(include_url=False))
     lines = [explain(item, root) for item in items[:MOST_ERRORS]]
     return "\n".join([*lines, *([f"and {len(items) - MOST_ERRORS:,} more"] if len(items) > MOST_ERRORS else [])])
@@ -51,7 +51,7 @@ def explain(item: Any, root: type[BaseModel]) -> str:
         case "union_tag_not_found":
             tag = item["ctx"]["discriminator"].strip("'")
             example = "class" if path == "environment" else "grpo" if tag == "name" else "exact"
-            return f"{path} has no {tag}; write for example {path}.{tag}={example} (docs/configuration.md lists all)"
+            return f"{path} has no {tag}; write for example {path}.{tag}={example} (docs/configuration.md lists all choices)"
         case "union_tag_invalid":
             return _unknown_tag(path, item["ctx"])
         case "model_type" | "dict_type":
@@ -69,7 +69,7 @@ def explain(item: Any, root: type[BaseModel]) -> str:
 
 
 def _given(path: str, value: Any) -> str:
-    """Return ``key=value`` as given. Hides variables, because they may contain secrets under any name and in any form."""
+    """Return ``key=value`` as given, but hide environment variables, because they may contain secrets under any name and in any form."""
     if {"env", "node_env"} & set(path.split(".")) or (path == "cluster" and not isinstance(value, int | float)):
         return f"{path}=<{_KINDS.get(type(value), type(value).__name__)}, not shown>"
     return f"{path}={shown(value)}"
@@ -100,7 +100,7 @@ class _Short(reprlib.Repr):
     def repr_dict(self, x: dict[Any, Any], level: int) -> str:
         first = itertools.islice(
             x.items(), self.maxdict + 1
-        )  # one more than is shown, so that the output says that there are more
+        )  # take one more than is shown, so that the output indicates that there are more
         return super().repr_dict({key: REDACTED if names_secret(str(key)) else value for key, value in first}, level)
 
 
@@ -114,7 +114,7 @@ def _unknown_key(path: str, names: list[str], root: type[BaseModel]) -> str:
     near = nearest(given, names)
     is_misspelt = near is not None and _ratio(given, near) >= WORDS_ALIKE
     if not is_misspelt and (elsewhere := _homes(given, root)):
-        if path in elsewhere:  # in a mapping or a file, where a dot is no separator
+        if path in elsewhere:  # in a mapping or a file, where a dot is not a separator
             return (
                 f"{path} is not a field, because a dot in a key is not a separator here; write {given} under {prefix}"
             )
@@ -137,7 +137,7 @@ def _homes(name: str, root: type[BaseModel]) -> list[str]:
 def _unknown_tag(path: str, context: dict[str, Any]) -> str:
     tag, tags = context["discriminator"].strip("'"), context["expected_tags"].replace("'", "").split(", ")
     near = nearest(context["tag"], tags)
-    hint = f"did you mean {near}?" if near else f"there are {', '.join(tags)}"
+    hint = f"did you mean {near}?" if near else f"choose from {', '.join(tags)}"
     return f"{path}.{tag}={shown(context['tag'])} is not known; {hint}"
 
 
@@ -165,7 +165,7 @@ def nearest(given: str, names: list[str]) -> str | None:
 
     best = max(
         names, key=likeness, default=None
-    )  # the first of equals, because sections begin with the most important keys
+    )  # on a tie, the first one, because sections begin with their most important keys
     return best if best is not None and likeness(best) >= LIKELY else None
 
 

@@ -21,22 +21,23 @@ Variables = Annotated[dict[str, str], AfterValidator(check_variables)]
 
 class PrepareSection(Section):
     once: list[str] = field(
-        [], "Shell commands that the first node runs before the run, such as one that makes the data."
+        [], "Shell commands that the first node runs before the run, such as one that prepares the data."
     )
     each_node: list[str] = field([], "Shell commands that every node runs before the run.")
     timeout_s: float = field(
         86_400.0,
-        "Time limit in seconds for the commands of each list on a node. After it they are stopped, and the run does not start.",
+        "Time limit in seconds for the commands of each list on a node. If they exceed it, they are stopped and the run does not start.",
         gt=0,
     )
     fetch_model: bool = field(
-        True, "Before the run, download the model and the reward models that are given by hub name, once on each node."
+        True,
+        "Before the run, download the model and the reward models that are named by their hub names, once on each node.",
     )
 
 
 class ContainerSection(Section):
     runtime: Literal["docker", "podman", "apptainer", "enroot"] = field(
-        "docker", "What runs the container. `enroot` works with slurm only, through its pyxis plugin."
+        "docker", "What runs the container. `enroot` works only with slurm, through Slurm's pyxis plugin."
     )
     image: str = Field(description="Image to run.")
     build: Path | None = field(None, "Folder with a Dockerfile. Nodes that lack the image build it from there.")
@@ -60,8 +61,8 @@ class _OnNodes(TargetSection):
 
 class SshSection(_OnNodes):
     hosts: list[str] | Path = Field(
-        description="The machines, by rank: `[node0, node1]`, or a file with one on each line. A launch takes the first "
-        "hosts in the file that no other launch uses."
+        description="The machines in the order of their ranks, such as `[node0, node1]`, or a file with one machine per line. A launch "
+        "uses the first hosts in the file that no other launch is using."
     )
     user: str | None = field(None, "User on the hosts; `null`: from ssh's configuration.")
     port: int | None = field(None, "Port of sshd; `null`: from ssh's configuration.", ge=1, le=65535)
@@ -77,8 +78,8 @@ class SlurmSection(_OnNodes):
     gpus_per_node: str | None = field(
         None, "GPUs to request, such as `8` or `h100:8`; `null`: `cluster.num_gpus_per_node` if slots are GPUs."
     )
-    cpus_per_task: int | None = field(None, "CPUs of each node.", ge=1)
-    mem: str | None = field(None, "Memory of each node, such as `200G` (`0`: all of it).")
+    cpus_per_task: int | None = field(None, "CPUs to request on each node.", ge=1)
+    mem: str | None = field(None, "Memory to request on each node, such as `200G` (`0`: all of it).")
     constraint: str | None = field(None, "Features that a node must have, such as `nvlink`.")
     nodelist: str | None = field(None, "Nodes to use, such as `node[01-04]`.")
     interface: str | None = field(
@@ -86,12 +87,12 @@ class SlurmSection(_OnNodes):
         "Network interface that the nodes use; `null`: the head's default route, and on other nodes the one that reaches the head.",
     )
     modules: list[str] = field([], "Modules to load.")
-    lines: list[str] = field([], "Additional lines of the script, before the nodes start.")
+    lines: list[str] = field([], "Additional lines for the script, which run before the nodes start.")
     options: list[str] = field([], "Additional options for sbatch, such as `--exclusive`.")
     signal_s: int = field(
         120, "Seconds before the time limit at which the run saves and the job requeues itself.", ge=10, le=65535
     )
-    attach: int | None = field(None, "Id of an existing allocation, inside which the nodes start.", ge=1)
+    attach: int | None = field(None, "Id of an existing allocation in which to start the nodes.", ge=1)
 
 
 class SkypilotSection(_OnNodes):
@@ -99,12 +100,12 @@ class SkypilotSection(_OnNodes):
     workdir: Path | None = field(None, "Folder that SkyPilot copies to the nodes.")
     file_mounts: dict[str, str | dict[str, JsonValue]] = field(
         {},
-        "Files and buckets for the nodes, by their path there. A string names what is copied to each node. `{source: s3://my-bucket, "
-        "mode: MOUNT_CACHED}` is mounted, and what nodes write there is kept.",
+        "Files and buckets for the nodes, by their path on the nodes. A string names what is copied to each node. "
+        "`{source: s3://my-bucket, mode: MOUNT_CACHED}` mounts a bucket, which keeps what the nodes write there.",
     )
     secrets: Names = field([], "Names of variables whose values SkyPilot takes from this shell.")
     setup: list[str] = field([], "Shell commands that install what the nodes need, once on each.")
-    managed: bool = field(True, "Start a managed job: after a preemption it starts again, and the run resumes.")
+    managed: bool = field(True, "Start a managed job: after a preemption, the job starts again and the run resumes.")
 
 
 class DstackSection(_OnNodes):
@@ -118,12 +119,12 @@ class DstackSection(_OnNodes):
 
 class KuberaySection(TargetSection):
     namespace: str = field("default", "Kubernetes namespace of the RayJob.")
-    image: str | None = field(None, "Container image, with Rollcall in it. Needed unless `ray_cluster` is given.")
+    image: str | None = field(None, "Container image that contains Rollcall. Required unless `ray_cluster` is set.")
     ray_version: str = field("2.60.0", "Version of Ray in the image.")
     cpus: int = field(8, "CPUs of each pod.", ge=1)
     memory: str = field("64Gi", "Memory of each pod.")
     shm: str = field("16Gi", "Size of /dev/shm.")
-    gpu_resource: str = field("nvidia.com/gpu", "Kubernetes' name of a GPU (`amd.com/gpu` with ROCm).")
+    gpu_resource: str = field("nvidia.com/gpu", "Kubernetes' name for a GPU (`amd.com/gpu` with ROCm).")
     env: Variables = field({}, "Environment variables of the pods.")
     env_from_secrets: list[str] = field([], "Kubernetes secrets whose keys become environment variables.")
     pod: dict[str, JsonValue] = field(
@@ -133,16 +134,18 @@ class KuberaySection(TargetSection):
         "imagePullSecrets: [{name: mine}]}`.",
     )
     labels: dict[str, str] = field({}, "Labels of the RayJob, such as Kueue's `kueue.x-k8s.io/queue-name`.")
-    claims: dict[str, str] = field({}, "Volume claims that every pod mounts: name, path.")
+    claims: dict[str, str] = field(
+        {}, "Volume claims that every pod mounts, as a map from each claim's name to its path."
+    )
     submission: Literal["K8sJobMode", "HTTPMode", "SidecarMode"] = field("K8sJobMode", "How KubeRay submits the job.")
-    ray_cluster: str | None = field(None, "Name of an existing RayCluster, on which the job runs.")
+    ray_cluster: str | None = field(None, "Name of an existing RayCluster on which to run the job.")
 
 
 class LaunchSection(Section):
     rendezvous: Path | None = field(
         None,
-        "Shared folder in which nodes find the head (ssh and slurm). `null`: with ssh they get the head's address, with "
-        "slurm they meet in the launch's folder.",
+        "Shared folder in which nodes find the head (ssh and slurm). `null`: with ssh, they are told the head's address; "
+        "with slurm, they find the head in the launch's folder.",
     )
     gpu: Literal["cuda", "rocm"] = field(
         "cuda", "Platform of the GPUs, which determines the variables and devices that a node needs."
@@ -151,11 +154,11 @@ class LaunchSection(Section):
         None, "File of `NAME=VALUE` lines with network variables (`NCCL_*`, `GLOO_*`, `RCCL_*`) for nodes and workers."
     )
     container: ContainerSection | None = field(None, "Run the nodes in containers (ssh and slurm only).")
-    ssh: SshSection | None = field(None, "Machines that ssh reaches.")
+    ssh: SshSection | None = field(None, "Machines that you can reach with ssh.")
     slurm: SlurmSection | None = field(None, "A Slurm cluster.")
     skypilot: SkypilotSection | None = field(None, "Clouds and clusters through SkyPilot.")
     dstack: DstackSection | None = field(None, "Machines through dstack.")
-    kuberay: KuberaySection | None = field(None, "Pods of Kubernetes, through the KubeRay operator.")
+    kuberay: KuberaySection | None = field(None, "Pods in Kubernetes, through the KubeRay operator.")
 
 
 def check_repo(name: str) -> str:
@@ -193,7 +196,7 @@ def describe_targets() -> dict[str, str]:
     """Return each target with a phrase that says where it gets nodes.
 
     >>> describe_targets()["ssh"]
-    'machines that ssh reaches'
+    'machines that you can reach with ssh'
     """
     fields = LaunchSection.model_fields
     texts = {name: str(fields[name].description) for name in ("ssh", "slurm", "skypilot", "dstack", "kuberay")}

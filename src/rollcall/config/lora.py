@@ -26,7 +26,7 @@ def _targets(given: Any) -> Any:
         if all(name in TARGETS for name in names):
             raise ValueError(f"{shown(given)} is a string; write a list: [{', '.join(names)}]")
     unknown = [name for name in given if name not in TARGETS] if isinstance(given, list | tuple) else [given]
-    some = f"{ALL_LINEAR}, or a list of some of {', '.join(TARGETS)}"
+    some = f"{ALL_LINEAR}, or a list with any of {', '.join(TARGETS)}"
     if unknown:
         raise ValueError(f"{', '.join(map(shown, unknown))} cannot have an adapter; write {some}")
     if not given:
@@ -37,7 +37,7 @@ def _targets(given: Any) -> Any:
 
 
 class LoraSection(Section):
-    rank: int = field(16, "Rank of each adapter: rows of its A, columns of its B.", ge=1, le=4096)
+    rank: int = field(16, "Rank of each adapter: how many rows its A and how many columns its B has.", ge=1, le=4096)
     alpha: float = field(32.0, "An adapter's output is multiplied by `alpha / rank`.", gt=0, le=1e6)
     targets: Annotated[Literal["all_linear"] | list[Target], BeforeValidator(_targets)] = field(
         "all_linear",
@@ -45,7 +45,7 @@ class LoraSection(Section):
     )
     dropout: float = field(
         0.0,
-        "Share of an adapter's inputs that an update sets to 0, drawn from `run.seed`. Sampling and scoring use no dropout.",
+        "Share of an adapter's inputs that an update sets to 0, chosen at random from `run.seed`. Sampling and scoring use no dropout.",
         ge=0,
         lt=1,
     )
@@ -60,7 +60,7 @@ class LoraSection(Section):
 
     @property
     def modules(self) -> tuple[str, ...]:
-        """The targets by name, in the order of their use in a layer."""
+        """The targets by name, in the order in which a layer uses them."""
         return modules_of(self.targets)
 
     @property

@@ -39,7 +39,7 @@ def set_key(raw: dict[str, Any], key: str, value: Any) -> None:
             node[parent] = {}
         node = node[_place(node, parent)]
         if not isinstance(node, dict | list):
-            raise ConfigError(f"{parent} is {shown(node)} in the run file, which is not a section with keys")
+            raise ConfigError(f"{parent} is {shown(node)} in the run file, not a section with keys")
     node[_place(node, last)] = value
 
 
@@ -121,5 +121,5 @@ def _place(node: dict[str, Any] | list[Any], text: str) -> Any:
     if isinstance(node, dict):
         return text
     if not (text.isascii() and text.isdigit() and len(text) < 10) or int(text) >= len(node):
-        raise ConfigError(f"{text} is not an index of a list with {counted(len(node), 'item')}")
+        raise ConfigError(f"{text} is not a valid index for a list of {counted(len(node), 'item')}")
     return int(text)

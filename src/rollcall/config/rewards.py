@@ -65,7 +65,7 @@ class RewardBase(Section):
     weight: float = field(1.0, "Weight in the sum of rewards.")
     timeout_s: float = field(
         10.0,
-        "Time limit for one completion, in seconds; for a group, if the function takes `completions`. After it the score is 0.",
+        "Time limit in seconds for one completion, or for a whole group if the function takes `completions`. After that, the score is 0.",
         ge=0.001,
         le=LONGEST_S,
     )
@@ -127,7 +127,7 @@ class FunctionReward(RewardBase):
         "`HOME` and the language. On a cluster their values come from the shell that submits the run.",
     )
     network: bool = field(True, "Whether the function may use the network.")
-    memory_mb: int = field(16384, "Memory limit for each of its processes, in MB.", ge=256)
+    memory_mb: int = field(16384, "Memory limit for each of the reward's processes, in MB.", ge=256)
     file_mb: int = field(1024, "Largest file that the function may write, in MB.", ge=1)
     processes: int = field(
         4096,
@@ -161,7 +161,7 @@ class EnvironmentReward(RewardBase):
 
 
 class AskedReward(RewardBase):
-    """A service gives the score."""
+    """A reward whose score comes from a service."""
 
     url: Annotated[str, AfterValidator(_check_url)] = Field(description="Address of the service.")
     key_env: VariableName | None = field(
@@ -171,14 +171,14 @@ class AskedReward(RewardBase):
     )
     timeout_s: float = field(
         60.0,
-        "Time limit for one request, in seconds. After it the request is tried again, up to `retries` times.",
+        "Time limit for one request, in seconds. After that, the request is tried again, up to `retries` times.",
         ge=0.001,
         le=LONGEST_S,
     )
     concurrency: int = field(32, "Maximum number of requests at the same time.", ge=1, le=4096)
     retries: int = field(
         4,
-        "How often a request is tried again after a broken connection, status 429 or 5xx, or no answer in time.",
+        "How many times a request is tried again after a broken connection, status 429 or 5xx, or a timeout.",
         ge=0,
     )
     outage_s: float = field(
@@ -205,7 +205,7 @@ class JudgeReward(AskedReward):
     min: float = field(0.0, "The lowest score.")
     max: float = field(1.0, "The highest score.")
     options: Annotated[dict[str, JsonValue], AfterValidator(_check_options)] = field(
-        {}, "Further fields of the request, such as `{temperature: 0, max_tokens: 1000}`."
+        {}, "Additional fields of the request, such as `{temperature: 0, max_tokens: 1000}`."
     )
 
     @model_validator(mode="after")

@@ -43,7 +43,7 @@ from rollcall.config.yaml import read_yaml, refuse_deep
 class Config(Section):
     run: RunSection = field(RunSection(), "Name, directory and seed.")
     cluster: ClusterSection | None = field(
-        None, "Nodes, slots and placement. Without it the run is one process on this machine."
+        None, "Nodes, slots and placement. Without this section, the run is one process on this machine."
     )
     model: ModelSection = field(ModelSection(), "The model to train.")
     data: DataSection = field(DataSection(), "The prompts.")
@@ -53,7 +53,7 @@ class Config(Section):
     )
     reward: list[Reward] = field(
         [ExactReward()],
-        "The rewards; a completion's reward is their weighted sum. With an `environment` the default is its own reward.",
+        "The rewards; a completion's reward is their weighted sum. With an `environment`, the default is the environment's own reward.",
     )
     algorithm: Algorithm = field(Grpo(), "Advantage and loss.")
     actor: OptimizerSection = field(OptimizerSection(), "The policy's optimizer.")
@@ -88,8 +88,8 @@ class Config(Section):
         if self.algorithm.name in ("grpo", "dr_grpo", "dapo", "gspo", "cispo", "rloo", "intuitor"):
             if self.rollout.samples_per_prompt < 2:
                 raise ValueError(
-                    f"algorithm {self.algorithm.name} compares the completions of a prompt with each other; "
-                    f"rollout.samples_per_prompt={self.rollout.samples_per_prompt} leaves nothing to compare; use 2 or more"
+                    f"algorithm {self.algorithm.name} compares the completions of a prompt with each other, "
+                    f"but rollout.samples_per_prompt={self.rollout.samples_per_prompt} leaves nothing to compare; use 2 or more"
                 )
         if self.algorithm.name == "intuitor" and [reward.type for reward in self.reward] != ["self_certainty"]:
             raise ValueError(
@@ -111,10 +111,12 @@ class Config(Section):
             raise ValueError("reward is empty; list at least one, such as [{type: exact}]")
         if self.environment is None and any(reward.type == "environment" for reward in self.reward):
             raise ValueError(
-                "reward {type: environment} needs an environment; add that section, or choose another reward"
+                "reward {type: environment} needs an environment; add an environment section, or choose another reward"
             )
         if self.environment is None and "builtin:environment" in (self.data.train, self.data.val):
-            raise ValueError("data builtin:environment has no prompts and needs an environment; add that section")
+            raise ValueError(
+                "data builtin:environment has no prompts of its own, so it needs an environment; add an environment section"
+            )
         self._check_algorithm()
         cluster, elastic = self.cluster, self.trainer.elastic
         if cluster is not None and elastic is not None and elastic.min_nodes > cluster.num_nodes:
@@ -129,7 +131,8 @@ class Config(Section):
         algorithm, longest = self.algorithm, self.rollout.max_response_tokens
         if algorithm.name == "cispo" and algorithm.dual_clip is not None:
             raise ValueError(
-                f"algorithm.dual_clip={algorithm.dual_clip} limits a ratio that carries the gradient, but cispo's ratio does not; "
+                f"algorithm.dual_clip={algorithm.dual_clip} limits a ratio through which the gradient flows, but in cispo no gradient "
+                "flows through the ratio; "
                 "remove dual_clip, or lower algorithm.clip_high"
             )
         if isinstance(algorithm, GroupAlgorithm):
@@ -146,7 +149,7 @@ class Config(Section):
         if algorithm.overlong_buffer > longest:
             raise ValueError(
                 f"algorithm.overlong_buffer={algorithm.overlong_buffer} is longer than rollout.max_response_tokens={longest}, "
-                f"so every completion would be punished; use at most {longest}"
+                f"so every completion would be penalised; use at most {longest}"
             )
 
     @property
@@ -171,8 +174,8 @@ def load_config(
 ) -> Config:
     """Load and validate a run file (or its sections, or the embedded default) with ``a.b=value`` overrides.
 
-    ``defaults`` and ``changes`` map dotted keys to values, not strings. Overrides win over ``defaults`` and lose to ``changes``.
-    A dict in ``changes`` adds to the section.
+    ``defaults`` and ``changes`` map dotted keys to Python values rather than text. Overrides take precedence over ``defaults``, and
+    ``changes`` over both. A dict in ``changes`` is merged into the section.
     """
     refuse_deep([path, changes])
     if path is None:
@@ -198,7 +201,7 @@ def load_config(
 
 
 def load_saved_run(path: Path) -> Config:
-    """Load the run file in a run directory, with which the run was last started."""
+    """Load the run file that was saved in a run directory when the run was last started."""
     return parse_config(_read_sections(path, what="saved run file"))
 
 
@@ -222,9 +225,9 @@ _UNSPLIT = {
 
 
 def in_one_process(config: Config, *, keeps_dir: bool = True) -> Config:
-    """Return the same run without its cluster: nothing is split over processes or compiled, and the native engine samples.
+    """Return the same run without its cluster: nothing is split across processes or compiled, and the native engine samples.
     Episodes run one at a time, so that a breakpoint stops only one. Model, data, rewards, algorithm and sizes stay the same. Unless
-    ``keeps_dir``, the run gets another directory, so that the real run's checkpoints and journal do not change."""
+    ``keeps_dir`` is true, the run gets a directory of its own, so that the real run's checkpoints and journal do not change."""
     environment, run_dir = config.environment, config.run.dir
     if not keeps_dir:
         run_dir = run_dir.with_name(f"{run_dir.name}-local-debug")

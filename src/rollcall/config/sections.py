@@ -17,7 +17,7 @@ Share = Annotated[float, Field(ge=0, lt=1)]
 WeightTransport = Literal["auto", "shared_memory", "broadcast", "delta", "file"]
 MAX_SLOTS = 100_000  # in a cluster
 Auto = Literal["auto"]
-DEFAULT_TOKENS = 16384  # what `tokens_per_microbatch: auto` means without a GPU to fit
+DEFAULT_TOKENS = 16384  # the value of `tokens_per_microbatch: auto` without a GPU
 DTYPE_ALIASES = {"bf16": "bfloat16", "fp32": "float32", "f32": "float32"}
 
 
@@ -30,7 +30,7 @@ class RunSection(Section):
 
 
 def _slots(value: Any) -> Any:
-    """Check only that slots are a string or a number; plan/placement.py parses them."""
+    """Check only that the value is a string or a number; plan/placement.py parses them."""
     if isinstance(value, bool) or not isinstance(value, str | int):
         given = str(value).lower() if isinstance(value, bool) else repr(value)
         raise ValueError(f"{given} is not a set of slots; {SLOT_SYNTAX}")
@@ -54,18 +54,18 @@ class ClusterSection(Section):
     )
     component_placement: dict[str, Annotated[str | int, BeforeValidator(_slots)]] = field(
         {"actor,rollout": "all"},
-        "Which roles sit on which slots, such as `{'actor,rollout': all}`. The slots of `environment` only select nodes: "
-        "environments and programs run there in addition to the other roles. Without it they run on the controller's node.",
+        "Which roles run on which slots, such as `{'actor,rollout': all}`. The slots of `environment` only select nodes: "
+        "environments and programs run there in addition to the other roles. Without that entry, they run on the controller's node.",
     )
     ray_address: str | None = field(
         None,
-        "`HOST:PORT` of the head of an existing Ray cluster that `rollcall node` did not start. `null`: `RAY_ADDRESS` if it is set, else "
-        "this node's cluster.",
+        "`HOST:PORT` of the head of an existing Ray cluster that `rollcall node` did not start. `null`: `RAY_ADDRESS` if it is set, "
+        "otherwise this node's cluster.",
         min_length=1,
     )
     node_weights: list[float] | None = field(
         None,
-        "Each node's share of the rollout work, such as `[2, 1, 1]`; `null`: by measured speed.",
+        "Each node's share of the rollout work, such as `[2, 1, 1]`; `null`: in proportion to its measured speed.",
     )
     env: Annotated[dict[str, str], AfterValidator(check_variables)] = field(
         {}, "Environment variables for every worker."
@@ -88,9 +88,11 @@ class ClusterSection(Section):
                     f"{key}={getattr(self, key)} contradicts nodes, which lists {len(sizes)} nodes with {sizes} slots; remove {key}"
                 )
         for key, value in fixed.items():
-            object.__setattr__(self, key, value)  # bypasses the frozen section
+            object.__setattr__(self, key, value)  # works although the section is frozen
         if strangers := [rank for rank in self.node_env if not 0 <= rank < self.num_nodes]:
-            raise ValueError(f"node_env names node {strangers[0]}, but the nodes are 0 to {self.num_nodes - 1}")
+            raise ValueError(
+                f"node_env names node {strangers[0]}, but the cluster's nodes are 0 to {self.num_nodes - 1}"
+            )
         if (slots := self.num_nodes * self.num_gpus_per_node) > MAX_SLOTS:
             raise ValueError(
                 f"num_nodes={self.num_nodes} x num_gpus_per_node={self.num_gpus_per_node} give {slots:,} slots, but a cluster can "
@@ -127,7 +129,7 @@ class ClusterSection(Section):
 class ModelSection(Section):
     path: Annotated[str, AfterValidator(check_home)] = field(
         "builtin:arithmetic",
-        "Model directory, hub name, run directory or checkpoint, also in the formats of verl (FSDP) and PyTorch (DCP) (see "
+        "Model directory, hub name, run directory or checkpoint. Checkpoints of verl (FSDP) and PyTorch (DCP) work too (see "
         "docs/models.md). `builtin:arithmetic` is a small model that comes with Rollcall: it adds numbers below 50, knows only digits, "
         "+ and =, "
         "and has no chat template.",
@@ -147,7 +149,8 @@ class ModelSection(Section):
     )
     lora: LoraSection | None = field(
         None,
-        "Train a low-rank adapter (LoRA) and leave the model's weights as they are, such as `{rank: 16}`. `null`: train all weights.",
+        "Settings for training a low-rank adapter (LoRA) instead of the model's own weights, such as `{rank: 16}`. `null`: train all "
+        "weights.",
     )
 
 
@@ -175,18 +178,19 @@ class DataSection(Section):
     template: str | None = field(None, "Text around each prompt, containing `{prompt}`. Only for text prompts.")
     chat: bool | None = field(
         None,
-        "Format text prompts with the chat template, as one user message. `null`: if the tokenizer has a template.",
+        "Format text prompts with the chat template, as one user message. `null`: do so if the tokenizer has a template.",
     )
     prompts_per_step: int = field(48, "Prompts (groups) in one training step.", ge=1)
     max_prompt_tokens: int = field(
         512, "Maximum length of a prompt, in tokens. Longer prompts are left out and counted.", ge=1
     )
-    shuffle: bool = field(True, "Shuffle each epoch, by the seed.")
+    shuffle: bool = field(True, "Shuffle the rows in each epoch, using the seed.")
 
     @model_validator(mode="before")
     @classmethod
     def _same_task(cls, given: Any) -> Any:
-        """By default, use held-out rows of the same task, because another task would say nothing. An environment's task is for both."""
+        """Choose a default for ``val`` that fits ``train``. The built-in rows would say nothing about another task, so a file or dataset
+        gets no evaluation. An environment that begins its own episodes is used for both."""
         if not isinstance(given, dict) or given.get("train", "builtin:arithmetic") == "builtin:arithmetic":
             return given
         return {"val": "builtin:environment" if given["train"] == "builtin:environment" else None, **given}
@@ -203,9 +207,10 @@ class DataSection(Section):
 
 class VllmSection(Section):
     python: str | None = field(
-        None, "Python of vLLM's environment. `null`: `$ROLLCALL_VLLM_PYTHON`, else the Python that runs Rollcall."
+        None,
+        "Python of vLLM's environment. `null`: `$ROLLCALL_VLLM_PYTHON` if it is set, otherwise the Python that runs Rollcall.",
     )
-    tensor_parallel_size: int = field(1, "Number of GPUs over which one engine divides the model.", ge=1)
+    tensor_parallel_size: int = field(1, "Number of GPUs across which one engine splits the model.", ge=1)
     enforce_eager: bool = field(False, "Do not compile or capture graphs: vLLM starts sooner and decodes more slowly.")
     sleep: bool = field(False, "Release GPU memory while nothing is sampled, for roles that share a GPU.")
 
@@ -232,32 +237,31 @@ class RolloutSection(Section):
     max_running: int = field(512, "Maximum number of completions that an engine decodes at once.", ge=1)
     kv_tokens: int | None = field(
         None,
-        "Size of the KV cache, in tokens: at least the longest prompt plus the longest completion. `null`: by "
-        "`kv_memory_fraction` on CUDA; on a CPU, enough for `max_running`, and for twice as many conversations between their turns "
-        "(vLLM: at most 1 GiB).",
+        "Size of the KV cache, in tokens. It must have room for the longest prompt plus the longest completion. `null`: on CUDA, "
+        "determined by `kv_memory_fraction`; on a CPU, enough for `max_running` completions and for twice as many conversations that are "
+        "between two turns (with vLLM, at most 1 GiB).",
         ge=1,
     )
     kv_memory_fraction: Annotated[float, Field(gt=0, lt=1)] | Auto = field(
         "auto",
-        "Share of GPU memory for the KV cache, above 0 and below 1. `auto`: what `max_running` completions can use, as far as the "
-        "learner "
-        "in the same process leaves room for it; with vLLM, and in `eval` and `serve`, 0.3.",
+        "Share of GPU memory for the KV cache, above 0 and below 1. `auto`: as much as `max_running` completions can use, but no "
+        "more than a learner in the same process leaves free. With vLLM, and in `eval` and `serve`, `auto` is 0.3.",
     )
     compile: bool = field(
         False,
-        "Compile decoding on a CPU. It takes half a minute once and needs a C++ compiler. CUDA always uses CUDA graphs.",
+        "Compile decoding on a CPU. Compiling takes half a minute once and needs a C++ compiler. CUDA always uses CUDA graphs.",
     )
     weights: WeightTransport = field(
         "auto",
         "How new weights reach engines outside the actor's processes. `auto`: shared memory on the actor's node and a "
-        "broadcast to other nodes; on GPUs a broadcast to all. `delta`: as `auto`, but only what changed. `file`: a file in "
-        "`run.dir`.",
+        "broadcast to other nodes; on GPUs, a broadcast to all. `delta`: like `auto`, but only the weights that changed. `file`: a file "
+        "in `run.dir`.",
     )
 
     @property
     def keeps_policy(self) -> bool:
         """Whether a rollout process other than the actor's keeps a full policy. The native engine samples from it. vLLM has its
-        own copy, and a second one exists only with `delta`, `file` and `shared_memory`, which write into persistent tensors."""
+        own copy and needs a second one only with `delta`, `file` and `shared_memory`, which write into persistent tensors."""
         return self.engine == "native" or self.weights not in ("auto", "broadcast")
 
 
@@ -268,30 +272,29 @@ class OptimizerChoice(Section):
     )
     state: Literal["float32", "bfloat16"] = field(
         "float32",
-        "Precision of AdamW's two moments. `bfloat16`: half the memory, with stochastic rounding so that small changes are not lost; for "
-        "torch.optim.AdamW with float32 weights or masters.",
+        "Precision of AdamW's two moments. `bfloat16`: half the memory, with stochastic rounding so that small changes are not lost. It "
+        "works only for torch.optim.AdamW with float32 weights or float32 master weights.",
     )
 
 
 class OptimizerSection(Section):
     lr: float = field(1e-6, "Peak learning rate.", gt=0, le=100)
-    betas: tuple[Share, Share] = field((0.9, 0.999), "AdamW's betas, each from 0 to below 1.")
+    betas: tuple[Share, Share] = field((0.9, 0.999), "AdamW's betas; each is at least 0 and below 1.")
     eps: float = field(1e-8, "AdamW's epsilon.", gt=0)
     weight_decay: float = field(0.0, "AdamW's weight decay. It does not apply to norms and biases.", ge=0)
     optimizer: OptimizerChoice = field(
         OptimizerChoice(),
-        "Which optimizer, such as `{name: torch.optim.AdamW, kwargs: {foreach: false}, state: bfloat16}`.",
+        "The optimizer to use, such as `{name: torch.optim.AdamW, kwargs: {foreach: false}, state: bfloat16}`.",
     )
-    warmup_steps: int = field(0, "Number of updates over which the rate rises from 0.", ge=0)
+    warmup_steps: int = field(0, "Number of updates over which the learning rate rises from 0.", ge=0)
     decay: Literal["constant", "linear", "cosine"] = field("constant", "How the learning rate falls after warm-up.")
-    min_lr_ratio: float = field(0.0, "Final rate after the decay, as a share of the peak.", ge=0, le=1)
+    min_lr_ratio: float = field(0.0, "Final learning rate after the decay, as a share of the peak rate.", ge=0, le=1)
     grad_clip: float = field(1.0, "Largest global gradient norm; 0: no clipping.", ge=0)
     tokens_per_microbatch: Annotated[int, Field(ge=1)] | Auto = field(
         "auto",
-        "Number of packed tokens that one process runs in one forward pass. `auto`: as many as fit on the GPU in addition to "
-        "everything else, "
-        "measured at the start; 16384 on a CPU. If a micro-batch does not fit after all, it is split, and the smaller size is used "
-        "from then on.",
+        "Number of packed tokens that one process runs in one forward pass. `auto`: as many as fit on the GPU beside everything else, "
+        "which the run measures at the start; 16384 on a CPU. If a micro-batch does not fit after all, it is split, and the smaller "
+        "size is used from then on.",
     )
     train_micro_batch_size: int | None = field(
         None,
@@ -309,40 +312,41 @@ class OptimizerSection(Section):
         ge=1,
     )
     max_total_sequence_length: int | None = field(
-        None, "Maximum number of tokens in prompt and completion together; `null`: what data and rollout allow.", ge=1
+        None,
+        "Maximum number of tokens in prompt and completion together; `null`: as many as data and rollout allow.",
+        ge=1,
     )
     minibatches: int = field(1, "Optimizer updates per pass over a step's samples.", ge=1)
     epochs: int = field(1, "Passes over a step's samples.", ge=1)
     master_weights: bool = field(True, "Keep float32 master weights when the model is bfloat16.")
     activation_checkpointing: bool | Literal["auto", "offload"] = field(
         "auto",
-        "Recompute activations in the backward pass to save memory. `offload`: also move the layers' inputs, which that needs, to host "
-        "memory until then; on a CPU the same as `true`. `auto`: `true` if micro-batches would otherwise be too small, `offload` if a "
-        "row would "
-        "otherwise not fit; `false` on a CPU.",
+        "Recompute activations in the backward pass to save memory. `offload`: also keep the layers' inputs, which the recomputation "
+        "needs, in host memory until then; on a CPU, the same as `true`. `auto`: `true` if micro-batches would otherwise be too small, "
+        "`offload` if a row would otherwise not fit; `false` on a CPU.",
     )
     compile: bool | None = field(None, "Compile the decoder layers. `null`: on CUDA, for models that gain from it.")
     sharding: Literal["replicate", "fsdp", "hsdp"] = field(
         "replicate",
-        "`replicate`: every data rank has a full copy. `fsdp`: weights, gradients and optimizer state are divided over the "
-        "data ranks (FSDP2). `hsdp`: divided within a group of ranks, copied between groups.",
+        "`replicate`: every data rank has a full copy. `fsdp`: weights, gradients and optimizer state are split across the "
+        "data ranks (FSDP2). `hsdp`: they are split within a group of ranks, and every group has a copy.",
     )
     sharding_group_size: int | None = field(
         None,
-        "Number of data ranks in one `hsdp` group; `null`: those on one node. Each rank of a context group counts.",
+        "Number of data ranks in one `hsdp` group; `null`: the data ranks on one node. Every rank of a context group counts as one.",
         ge=1,
     )
     tensor_parallel_size: int = field(
-        1, "Number of processes over which the heads and MLP columns of a layer are divided.", ge=1
+        1, "Number of processes across which the heads and MLP columns of a layer are split.", ge=1
     )
     sequence_parallel: bool = field(
         False,
-        "Also divide the tokens over the ranks of a tensor group, in the parts of the model that are not divided.",
+        "Also split the tokens across the ranks of a tensor group, in the parts of the model that tensor parallelism does not split.",
     )
     context_parallel_size: int = field(
         1,
-        "Number of processes over which the tokens of a micro-batch are divided, for long sequences; a micro-batch then has up "
-        "to this many times `tokens_per_microbatch`. The actor's size also applies to reference and inference.",
+        "Number of processes across which the tokens of a micro-batch are split, for long sequences. A micro-batch then has up "
+        "to this many times `tokens_per_microbatch` tokens. The actor's size also applies to reference and inference.",
         ge=1,
     )
     cpu_offload: bool = field(False, "Keep a sharded learner's weights and optimizer state in host memory.")
@@ -352,7 +356,7 @@ class OptimizerSection(Section):
 
 
 class ElasticSection(Section):
-    min_nodes: int = Field(description="Fewest nodes to continue with.", ge=1)
+    min_nodes: int = Field(description="Smallest number of nodes with which the run continues.", ge=1)
     wait_s: float = field(
         60.0, "Seconds to wait for a missing node before the run continues without it.", ge=0, le=LONGEST_S
     )
@@ -365,7 +369,8 @@ class TrainerSection(Section):
     keep_last: int = field(2, "Number of newest checkpoints to keep.", ge=1)
     keep_best: int = field(
         1,
-        "Number of best checkpoints to keep in addition: by held-out accuracy, or by held-out reward where rewards are not 0 or 1.",
+        "Number of best checkpoints to keep in addition, ranked by held-out accuracy, or by held-out reward if rewards are not only 0 "
+        "and 1.",
         ge=0,
     )
     staleness: int = field(
@@ -373,8 +378,8 @@ class TrainerSection(Section):
     )
     order: Literal["in_order", "as_completed"] = field(
         "in_order",
-        "Which groups a step trains on. `in_order`: those drawn for it. `as_completed`: the first to finish; later steps take "
-        "the others. This matters only with `staleness: 2` or more.",
+        "Which groups a step trains on. `in_order`: those drawn for it. `as_completed`: the first groups to finish; later steps "
+        "train on the rest. This matters only with `staleness: 2` or more.",
     )
     in_flight: bool = field(
         True,
@@ -394,14 +399,14 @@ class TrainerSection(Section):
     )
     max_restarts: int = field(
         10,
-        "How many times within `restart_window_s` a run on a cluster restarts after it lost a process or a node.",
+        "How many times within `restart_window_s` a run on a cluster restarts after losing a process or a node.",
         ge=0,
     )
     restart_window_s: float = field(3600.0, "The window for `max_restarts`, in seconds.", gt=0, le=LONGEST_S)
     stop_grace_s: float = field(
         10.0,
-        "Seconds that the current step has to finish after SIGTERM, SIGUSR1 or SIGHUP; then the run saves without it. Slurm and "
-        "Kubernetes kill 30 s after SIGTERM: leave time for a checkpoint.",
+        "Seconds that the current step has to finish after SIGTERM, SIGUSR1 or SIGHUP. After that, the run saves without it. Slurm and "
+        "Kubernetes kill the run 30 s after SIGTERM, so leave time for a checkpoint.",
         ge=0,
         le=LONGEST_S,
     )
@@ -415,8 +420,8 @@ class TrainerSection(Section):
 class CheckpointSection(Section):
     place: Literal["shared", "local"] = field(
         "shared",
-        "Where processes write their parts of a model that is split. `shared`: to `run.dir`. `local`: to their node's temporary folder "
-        "(`TMPDIR`), which is faster if the shared folder is slow; but if a node is lost, its parts of every checkpoint are lost too.",
+        "Where processes write their parts of a split model. `shared`: to `run.dir`. `local`: to their node's temporary folder "
+        "(`TMPDIR`). This is faster if the shared folder is slow, but if a node is lost, its parts of every checkpoint are lost too.",
     )
 
 

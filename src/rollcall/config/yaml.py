@@ -22,7 +22,7 @@ MAX_DEPTH = 40  # nesting of lists and mappings; a run file has 4 levels
 _TOO_DEEP = (
     f"lists and maps are nested more than {MAX_DEPTH} deep, or one contains itself; a run file needs only 4 levels"
 )
-_OPEN_ALREADY = ("/dev/fd/", "/dev/stdin", "/proc/self/fd/")  # used by `<(command)`, where a process is writing
+_OPEN_ALREADY = ("/dev/fd/", "/dev/stdin", "/proc/self/fd/")  # for `<(command)`, a pipe that a process writes to
 
 
 def read_yaml(path: Path | str, *, what: str) -> Any:
@@ -48,8 +48,8 @@ def read_small(path: Path | str, *, most: int = 1 << 28) -> bytes:
     mode = os.stat(path).st_mode
     if not stat.S_ISREG(mode) and not (stat.S_ISFIFO(mode) and str(path).startswith(_OPEN_ALREADY)):
         if stat.S_ISDIR(mode):
-            raise IsADirectoryError("it is a directory; give a file")
-        raise ValueError("it is a pipe or a device; give a regular file")
+            raise IsADirectoryError("it is a directory; name a file")
+        raise ValueError("it is a pipe or a device; name a regular file")
     with open(path, "rb") as file:
         data = file.read(most + 1)
     if len(data) > most:
@@ -58,7 +58,7 @@ def read_small(path: Path | str, *, most: int = 1 << 28) -> bytes:
 
 
 def refuse_deep(value: Any) -> None:
-    """Refuse lists and mappings that are nested too deeply or contain themselves, which values from Python code may do."""
+    """Refuse lists and mappings that are nested too deeply or contain themselves, as values from Python code may."""
     level = {id(value): value}
     for _ in range(MAX_DEPTH):
         inner = (
@@ -92,8 +92,8 @@ def _load(text: str) -> Any:
 
 
 class _Loader(yaml.SafeLoader):
-    """A stricter loader. YAML's own silently takes the last of two equal keys, reads 010 as eight and 1:30 as ninety, and does not catch
-    errors in its constructors."""
+    """A stricter loader. PyYAML's own loader silently keeps the last of two equal keys, reads 010 as eight and 1:30 as ninety, and does
+    not catch errors in its constructors."""
 
     def __init__(self, text: str, parser: Any = None) -> None:
         super().__init__("" if parser else text)
@@ -127,7 +127,7 @@ class _Loader(yaml.SafeLoader):
         try:
             return super().construct_object(node, deep=deep)
         except (ValueError, LookupError, AttributeError, TypeError, ArithmeticError):
-            # PyYAML's constructors raise these for `!!bool maybe`, `!!timestamp x`, `!!int ''`, 2024-13-41.
+            # PyYAML's constructors raise these for values such as `!!bool maybe`, `!!timestamp x`, `!!int ''` or 2024-13-41.
             if isinstance(node, yaml.ScalarNode):
                 shown, kind = node.value[:60], node.tag.rpartition(":")[2]
                 raise ConfigError(

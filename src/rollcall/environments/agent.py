@@ -135,7 +135,7 @@ class EpisodeRules:
     def _over(self, met: EndReason, limit: str, *, code: str) -> Refused:
         self.met = self.met or met
         self.is_over.set()
-        return Refused(400, f"this episode has used its {limit}; report the reward and exit", code=code)
+        return Refused(400, f"this episode has used up its {limit}; report the reward and exit", code=code)
 
 
 class AgentPlayer:
@@ -228,9 +228,9 @@ class AgentPlayer:
             return EndReason.ERROR, f"the program ended with {program.how}; stderr: {_tail(program.stderr)}"
         if not caller.histories.rows and caller.num_requests + caller.num_refused:
             refused = f"{caller.num_refused} requests of the program were refused"
-            return EndReason.ERROR, f"{refused}, and none was answered; the last refusal:  {caller.last_refusal}"
+            return EndReason.ERROR, f"{refused}, and none was answered; the last refusal: {caller.last_refusal}"
         if not caller.histories.rows:
-            why = f"the program ended without a request to OPENAI_BASE_URL; stderr: {_tail(program.stderr)}"
+            why = f"the program ended without sending a request to OPENAI_BASE_URL; stderr: {_tail(program.stderr)}"
             return EndReason.ERROR, why
         return EndReason.TOKENS if rules.is_cut else EndReason.DONE, ""
 

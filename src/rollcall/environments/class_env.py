@@ -55,7 +55,7 @@ class ClassPlayer:
             text = run(self.instance.reset(**_taken(self.instance.reset, row)))
         if text is not None and not isinstance(text, str):
             raise WrongResult(f"reset returned {type(text).__name__}; return a string or None")
-        if self.is_chat and self.call_format == "text" and self.tools:  # the template does not describe them
+        if self.is_chat and self.call_format == "text" and self.tools:  # the template does not describe the tools
             return f"{text or ''}\n\n{describe(self.tools)}"
         return text
 
@@ -125,7 +125,7 @@ def load_class(
     tools: dict[str, Tool] = {}
     cls: Any = None
     if path is not None:
-        wanted = "give a class with reset(self, **row) -> str | None, which begins an episode"
+        wanted = "use a class with a method reset(self, **row) -> str | None that begins an episode"
         cls = class_at(path, key=key, kwargs=kwargs, methods=["reset"], wanted=wanted)
         tools |= tools_of_class(cls, path=path)
     found: dict[str, Callable[..., Any]] = {}

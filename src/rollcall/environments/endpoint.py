@@ -190,7 +190,7 @@ class Endpoint:
             json.dumps(one, ensure_ascii=False) for one in (request.tools, *(one for one in others if len(one) > 1))
         ]
         self._refuse_endless([*(message["content"] for message in messages), *written])
-        if request.finds_calls and self._call_format == "text":  # its template would silently leave them out
+        if request.finds_calls and self._call_format == "text":  # the template would silently leave the tools out
             raise Refused(
                 400,
                 "the model's chat template does not support tools, so the model would not see them; leave tools out and describe in a "
@@ -424,7 +424,7 @@ class Rules(Protocol):
     model: str | None  # the model name that requests may use; None allows any name
 
     def sampling(self, wanted: Wanted, *, room: int, num_added: int) -> Sampling:
-        """``room``: how many tokens fit after the prompt. ``num_added``: how many prompt tokens follow the answer that it extends."""
+        """``room``: how many tokens fit after the prompt. ``num_added``: how many of its tokens follow the answer that it extends."""
         ...
 
     def admit(self, num_choices: int) -> None: ...

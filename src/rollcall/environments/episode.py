@@ -166,7 +166,9 @@ class _OneEpisode:
         ids = self._player.conversations.open(self._prompt, added=text, tools=tools)
         most = self._player.max_prompt_tokens
         if not self._prompt.text and not text:
-            raise EnvironmentFailed("there is no data, so reset has to return the first message; it returned nothing")
+            raise EnvironmentFailed(
+                "there is no data, so reset has to return the first message, but it returned nothing"
+            )
         if not 0 < len(ids) <= most:
             raise EnvironmentFailed(
                 f"the episode opens with {len(ids)} tokens, but data.max_prompt_tokens={most}; raise the limit, or return "

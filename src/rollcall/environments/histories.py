@@ -32,7 +32,7 @@ FOLLOWING = ("user", "tool", "system")  # roles of messages that may follow an a
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Row:
-    """A training row that is being played: its sampled tokens, the observed tokens between them, and its turns."""
+    """A training row of a running episode: its sampled tokens, the observed tokens between them, and its turns."""
 
     prompt_ids: Ints
     token_ids: list[Ints] = field(default_factory=list)

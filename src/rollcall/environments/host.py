@@ -1,4 +1,4 @@
-"""Plays environments on a node other than the controller's. A host process accepts connections and plays episodes in child processes.
+"""Runs environments on a node other than the controller's. A host process accepts connections and plays episodes in child processes.
 
     HostedEnvironments (hosted.py, the controller) --a connection for each episode--> EnvironmentHost --> ProcessEnvironments --> children
                                                                                                      `--> programs

@@ -1,9 +1,10 @@
-"""The controller's side of environments and programs on other nodes, which the placement names. The hosts' side is host.py.
+"""The controller's side of environments and programs that the placement puts on other nodes. The hosts' side is in host.py.
 
 An episode goes to the host with the fewest episodes per CPU and has its own connection. A host is lost when a connection to it breaks,
 cannot be opened within ``CONNECT_S``, or is silent for ``SILENT_S`` during a call or for ``ANSWER_S`` while an episode is being
-closed. The kernel detects a dead node within ``nodes.door.SILENT_S``. Episodes are not blamed for a lost host: ``EnvironmentLost``
-makes them restart on a different host. ``renew`` creates a new host in a thread. If no host is left, the run waits for one.
+closed. The kernel detects a dead node within ``nodes.door.SILENT_S``. A lost host is not the fault of its episodes:
+``EnvironmentLost`` makes them restart on a different host. ``renew`` creates a new host in a thread. If no host is left, the run waits
+for one.
 """
 
 from __future__ import annotations

@@ -346,7 +346,7 @@ def find_python(given: str | None) -> str | None:
     found = shutil.which(os.path.expanduser(given))
     if found is None:
         raise ConfigError(
-            f"environment.python={given} is not a program that this machine can run; create one with `python3 -m venv DIR`,  "
+            f"environment.python={given} is not a program that this machine can run; create one with `python3 -m venv DIR`, "
             "install the package in it, and set environment.python to DIR/bin/python"
         )
     return os.path.abspath(found)
@@ -357,7 +357,7 @@ def command_for(target: str, *, python: str | None) -> list[str]:
     module, *arguments = ["rollcall.process.child", target] if ":" in target else [target]
     if python is None:
         return [sys.executable, "-m", module, *arguments]
-    # Append ROOT to the path: another Python has its own libraries, but ROOT may also contain the libraries of this Python.
+    # ROOT comes last in the path, because it may also contain the libraries of this Python, and the other Python has its own.
     begin = f"import runpy, sys; sys.path.append({str(ROOT)!r}); runpy.run_module({module!r}, run_name='__main__')"
     return [python, "-P", "-c", begin, *arguments]
 

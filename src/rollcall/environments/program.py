@@ -86,7 +86,8 @@ class ProgramsHere(Programs):
 
 
 def past_proxies(variables: Mapping[str, str]) -> dict[str, str]:
-    """Return variables that bypass proxies for the endpoint. A key must not go through a proxy, which may not reach this node anyway."""
+    """Return the variables, with the endpoint's host excluded from proxies. A key must not go through a proxy, and a proxy may not reach
+    this node anyway."""
     host = urlsplit(variables.get("OPENAI_BASE_URL", "")).hostname
     found = {name: ",".join(filter(None, [variables.get(name), host])) for name in ("NO_PROXY", "no_proxy")}
     return {**variables, **{name: value for name, value in found.items() if value}}
@@ -167,6 +168,6 @@ def _leftovers(leader: int, mark: tuple[str, str]) -> list[Process]:
     found = {pid for pid in parents if session_of(pid) == leader or (environment_of(pid) or {}).get(name) == value}
     while more := {pid for pid, parent in parents.items() if parent in found} - found:
         found |= more
-    # The leader goes first: a shell that outlives its command would exit by itself, with the command's status.
+    # The leader comes first, because a shell that outlives its command would exit by itself with the command's status.
     processes = (Process.of(pid) for pid in sorted(found, key=lambda pid: (pid != leader, pid)))
     return [process for process in processes if process is not None]

@@ -1,4 +1,5 @@
-"""The interface of an environment to the episode loop. It opens an episode, answers each turn and returns the episode's reward.
+"""The interface between environments and the episode loop. An environment opens an episode, answers each turn and returns the
+episode's reward.
 
 Any call may be slow, raise or never return. The loop (``episode.py``) puts a deadline on each call and ends only the affected
 episode. A program that drives its own episode (``agent.py``) runs until it exits instead.
@@ -16,7 +17,7 @@ from rollcall.base.words import visible
 from rollcall.engine.protocol import Sampling
 
 KIND = "environment"  # the column that names a row's environment if there are several; not passed to the class
-MOST_METRICS, LONGEST_NAME = 100, 100  # per episode; in characters
+MOST_METRICS, LONGEST_NAME = 100, 100  # metrics per episode; characters in a metric's name
 DROPPED = "metrics_dropped"  # the episode metric that counts dropped metrics
 
 
@@ -113,7 +114,7 @@ class Environments(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ended:
-    """A program that has exited, along with everything it started."""
+    """The outcome of a program. The program and everything it started have exited."""
 
     how: str  # how it exited, in words; empty for status 0
     stdout: str  # the last part of its output

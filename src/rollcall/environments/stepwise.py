@@ -144,7 +144,7 @@ class StepPlayer:
 
 def load_stepwise(path: str, *, key: str, kwargs: Mapping[str, Any]) -> StepPlayer:
     """Load a class. Raise a ValueError that says why it cannot be used and what to do."""
-    wanted = "give a class with reset(self, row) and step(self, text, token_ids)"
+    wanted = "use a class with reset(self, row) and step(self, text, token_ids)"
     methods = {"reset": ({},), "step": ("", [])}
     cls = class_at(path, key=key, kwargs=kwargs, methods=methods, wanted=wanted)
     for name, arguments in methods.items():

@@ -32,7 +32,7 @@ from rollcall.process.worker import Lost, Raised, Worker
 from rollcall.reward.confine import make_folder, remove_folder, sweep_folders
 
 START_TIMEOUT_S = 300.0  # a taskset may download its data
-END_TIMEOUT_S = 15.0  # the server itself takes up to 10
+END_TIMEOUT_S = 15.0  # the server itself takes up to 10 s
 MARK = "ROLLCALL_TASKSET"  # environment variable that marks a server and its harnesses, which run in their own sessions
 
 
@@ -141,6 +141,6 @@ def _why_not_ready(error: Lost | Raised) -> str:
     if error.is_late:
         return f"{error.who} was not ready within {START_TIMEOUT_S:g} s"
     return (
-        f"{error.who} {error.why} during its start; see its output above. environment.python must have verifiers 0.4  "
+        f"{error.who} {error.why} during its start; see its output above. environment.python must have verifiers 0.4 "
         "(scripts/setup_peers.sh DIR verifiers)"
     )

@@ -161,7 +161,7 @@ class ToolCall(BaseModel):
 
 
 class ChatMessage(BaseModel):
-    """Clients send more fields than these, such as `refusal`, which say nothing to the model."""
+    """A message. Any other fields, such as `refusal`, are ignored, because they say nothing to the model."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Annotated[str | None, BeforeValidator(_text_of)] = None

@@ -1,12 +1,13 @@
-"""The process that environments are forked from, and its children. A child plays one environment and is reset between episodes.
+"""The process that environments are forked from, and its children. A child runs one environment, which is reset between episodes.
 
 The parent calls a ``Zygote`` (process/child.py). The zygote imports the user's module once, so a child starts in a millisecond and shares
-its memory. CONTROL receives each child's file descriptors: its socket and its connection to the debugger (process/debug/child.py).
-LIFELINE is the read end of a pipe whose write end only the parent has. It stops the children even if this process was killed. The
-process's own lifeline cannot do that: it closes before the parent has found what the children started. LINE serves breakpoints.
+its memory. ``control_fd`` receives each child's file descriptors: its socket and its connection to the debugger
+(process/debug/child.py). ``lifeline_fd`` is the read end of a pipe whose write end only the parent has. It stops the children even if
+this process was killed. The process's own lifeline cannot do that: it closes before the parent has found what the children started.
+``line_fd`` serves breakpoints.
 
 Nothing that a child starts outlives it: its group is killed before its status is collected, and processes that left the group are adopted
-here and killed. When the parent hangs up or dies, all children stop, followed by this process.
+here and killed. When the parent hangs up or dies, all children stop, and then this process stops.
 
 The text that a child processes may control its output. The output is therefore JSON, and the parent treats it as untrusted data.
 """
@@ -30,7 +31,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-import asyncio  # noqa: F401 isort:skip - children share it
+import asyncio  # noqa: F401 isort:skip - imported here so that the children share it
 from rollcall.base.redact import guard_streams, remember
 from rollcall.environments import class_env, stepwise
 from rollcall.environments.class_env import ClassPlayer, load_class
@@ -77,7 +78,7 @@ class Zygote:
         gc.freeze()  # garbage collection in a child would write to the shared pages and so copy them
         _adopt_orphans()
         self._not_ours = {*_children()}  # started by the user's module during its import
-        # From here on, this process stays until it has stopped its children, even if its parent dies. SIGCONT wakes a suspended process.
+        # From here on, this process lives until it has stopped its children, even if its parent dies. SIGCONT wakes it if suspended.
         atexit.register(_end_all)
         if hasattr(fcntl, "F_SETSIG"):
             fcntl.fcntl(own_fds()[1], fcntl.F_SETSIG, signal.SIGCONT)
@@ -89,7 +90,7 @@ class Zygote:
         connection_fd, line_fd = fds
         try:
             with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # about threads of the user's module, which do not run in a child
+                warnings.simplefilter("ignore")  # about the user's module's threads, which do not run in a child
                 pid = os.fork()
             if pid == 0:
                 self._become_child(connection_fd, line_fd, kind)
@@ -156,7 +157,7 @@ def _kill(pid: int) -> None:
     """Kill a process and its group. Its status has not been collected yet, so no other process has its ID."""
     try:
         os.killpg(pid, signal.SIGKILL)
-    except ProcessLookupError:  # it does not lead a group, or not yet
+    except ProcessLookupError:  # it does not lead a group, or does not lead one yet
         os.kill(pid, signal.SIGKILL)
 
 
@@ -208,7 +209,7 @@ def _reseed() -> None:
 def _encoded(answer: Any) -> bytes:
     body = JSON.dumps(answer)
     if len(body) > MAX_ANSWER_BYTES:
-        raise RuntimeError(f"its answer has {len(body) / _MB:.1f} MB; the limit is {MAX_ANSWER_BYTES / _MB:g} MB")
+        raise RuntimeError(f"its answer is {len(body) / _MB:.1f} MB long; the limit is {MAX_ANSWER_BYTES / _MB:g} MB")
     return body
 
 

@@ -1,7 +1,7 @@
 """Confines reward processes.
 
 A built-in scorer needs only its text. So its process gets no secrets, no network, no access to other processes, and no files
-except Python's own and a private folder (``BUILT_IN``). A function from the user is trusted more: it gets the environment variables that
+except Python's own and a private folder (``BUILT_IN``). A user's own function is trusted more: it gets the environment variables that
 its section names, the network unless the section turns it off, and limits that the section may change.
 
 The parent creates the environment and the folder. The worker applies the other restrictions to itself (``confine``) before it loads
@@ -40,8 +40,8 @@ _FOLDER = re.compile(r"rollcall-reward-(\d+)-(\d+)-.*")
 _MAX_OPEN_FILES = 256
 _CAPABILITY_VERSION = 0x20080522
 _KEPT_CAPABILITIES = 1 << 1 | 1 << 2  # to access other users' files, which landlock limits to a few folders
-# To trace processes, create device files and monitor performance. A process cannot trace one that has more capabilities than itself,
-# and containers usually give root only the second of the three.
+# For tracing processes, creating device files and monitoring performance. A process cannot trace one that has more
+# capabilities than itself, and containers usually give root only the second of the three.
 _CAPABILITIES_TO_LOOK = (19, 27, 38)
 _PR_CAPBSET_DROP = 24
 _MB = 1 << 20
@@ -95,7 +95,7 @@ def environment(env: Sequence[str], *, folder: str, key: str, own_home: bool = F
     found |= {"TMPDIR": folder, "PYTHONDONTWRITEBYTECODE": "1"}
     if own_home:
         found["HOME"] = folder
-    if ROOT.name not in ("site-packages", "dist-packages"):  # otherwise the package is installed and found without this
+    if ROOT.name not in ("site-packages", "dist-packages"):  # an installed package is found without this
         found["PYTHONPATH"] = os.pathsep.join(filter(None, [found.get("PYTHONPATH"), str(ROOT)]))
     return found | {name: environ[name] for name in env}
 
@@ -121,7 +121,7 @@ def _process_space() -> int:
 
 
 def remove_folder(folder: str) -> None:
-    """Remove a private folder, however deep the folders in it are. Warn if that fails."""
+    """Remove a private folder, however deeply the folders in it are nested. Warn if that fails."""
     with suppress(RecursionError):
         shutil.rmtree(folder, ignore_errors=True)
     if not os.path.lexists(folder):
@@ -154,7 +154,7 @@ def sweep_folders() -> None:
 
 
 def confine(confinement: Confinement, *, folder: str, readable: list[str]) -> dict[str, str]:
-    """Restrict this process. Return the state of each restriction by name. ``readable``: the folders with code."""
+    """Restrict this process. Return the state of each restriction by name. ``readable`` lists the folders that contain code."""
     # For a user's function, limit only memory it writes to, because GPU libraries reserve address space that they never use.
     memory = resource.RLIMIT_AS if confinement.own_files else resource.RLIMIT_DATA
     told = {
@@ -208,7 +208,7 @@ def _limit_processes(confinement: Confinement) -> str:
     if confinement.processes == 0:
         return ""  # seccomp refuses them
     if os.geteuid() == 0:
-        return "not limited (the kernel does not count root's)"
+        return "not limited (the kernel does not count root's processes)"
     told = limit(resource.RLIMIT_NPROC, _num_tasks(os.getuid()) + confinement.processes)
     return told or f"at most {confinement.processes}"
 

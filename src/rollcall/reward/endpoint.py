@@ -222,7 +222,7 @@ class Endpoint:
             if lasted_s >= most_s:
                 raise EndpointLostError(
                     f"{self._name} has not answered since {outage.since}, and the run waits {limit}: {problem}. {advice}, then run the "
-                    "same command again (leave out --fresh): it resumes and keeps all scores"
+                    "same command again without --fresh: the run resumes and keeps all scores"
                 )
             if lasted_s >= SAY_FIRST_S:
                 outage.wait.note(f"{self._name} does not answer: {problem}")
@@ -304,7 +304,9 @@ def _redirected(url: str, status: int, location: str) -> str:
         raise Problem(f"it redirects to {location[:80]!r}, which is not an address", Cause.REFUSED) from None
     if status not in (307, 308) or (before.scheme, before.netloc) != (after.scheme, after.netloc):
         shown = f"{after.scheme}://{after.hostname}{after.path}"
-        raise Problem(f"it redirects to {shown}, which is not followed; set url to the final address", Cause.REFUSED)
+        raise Problem(
+            f"it redirects to {shown}, which Rollcall does not follow; set url to the final address", Cause.REFUSED
+        )
     return target
 
 
@@ -356,7 +358,7 @@ def _proxy_for(url: str, *, place: int) -> str | None:
     proxy = proxies.get(parts.scheme) or proxies.get("all")
     if proxy and urlsplit(proxy if "://" in proxy else f"http://{proxy}").scheme not in ("http", "https"):
         raise ConfigError(
-            f"reward.{place}.url={url} would go through the proxy {redact(proxy)}, but only http and https proxies are supported; set  "
-            f"{parts.scheme.upper()}_PROXY, or add {parts.hostname} to NO_PROXY"
+            f"reward.{place}.url={url} would go through the proxy {redact(proxy)}, but only http and https proxies are supported; set "
+            f"{parts.scheme.upper()}_PROXY to such a proxy, or add {parts.hostname} to NO_PROXY"
         )
     return proxy and (proxy if "://" in proxy else f"http://{proxy}")

@@ -4,7 +4,7 @@ A user's own function takes some of these arguments by name. It may take ``compl
 ``completion``, and it may be ``async``.
 
 ``build_function`` turns a reward's plain fields into such a function and refuses a reward that could never score (for
-example, with a missing module). Only the standard library is imported here, because the worker process has to start fast.
+example, because a module is missing). Only the standard library is imported here, because the worker process has to start fast.
 math-verify and reasoning-gym are imported when a reward needs them.
 """
 
@@ -89,7 +89,7 @@ def exact(prompt: str, completion: str, answer: str, metadata: dict[str, Any]) -
 
 
 def number(prompt: str, completion: str, answer: str, metadata: dict[str, Any]) -> float:
-    """Return 1 if the completion's last number equals the last number of the answer: ``"... so 1,200.0 in all"`` and ``"1200"``."""
+    """Return 1 if the completion's last number equals the answer's last number, as in ``"... so 1,200.0 in all"`` and ``"1200"``."""
     wanted = last_number(_required(answer))
     if wanted is None:
         raise ValueError(f"the answer {_short(answer)} contains no number; check data.answer_key")
@@ -105,7 +105,9 @@ def _countdown(format_score: float) -> RewardFunction:
     def countdown(prompt: str, completion: str, answer: str, metadata: dict[str, Any]) -> float:
         missing = [key for key in ("numbers", "target") if metadata.get(key) is None]
         if missing:
-            raise ValueError(f"the row has no {' and no '.join(missing)}; `rollcall data countdown` creates such rows")
+            raise ValueError(
+                f"the row has no {' and no '.join(missing)}; `rollcall data countdown` creates rows with both"
+            )
         numbers, target = metadata["numbers"], Fraction(metadata["target"])  # may be strings in third-party files
         numbers = sorted(map(Fraction, json.loads(numbers) if isinstance(numbers, str) else numbers))
         expression = extract_expression(completion)
@@ -121,7 +123,7 @@ def _countdown(format_score: float) -> RewardFunction:
 def extract_expression(completion: str) -> str | None:
     """Return the arithmetic expression that a countdown completion proposes, or None.
 
-    Look in the last ``<answer>`` tag, or else in the last line. From an equation, take the side with the most operators:
+    Look in the last ``<answer>`` tag or, without one, in the last line. From an equation, take the side with the most operators:
     ``24 = (3+5)*3`` and ``(3+5)*3 = 24`` both give ``(3+5)*3``.
     """
     tagged = last_tagged(completion)
@@ -172,7 +174,9 @@ def reasoning_gym_score(prompt: str, completion: str, answer: str, metadata: dic
     """Return the task's own score for the last ``<answer>`` tag (or the full text), clipped to [0, 1]."""
     made = metadata.get("reasoning_gym")
     if not isinstance(made, dict) or "task" not in made or "entry" not in made:
-        raise ValueError("the row has no column reasoning_gym; `rollcall data reasoning-gym:TASK` creates such rows")
+        raise ValueError(
+            "the row has no column reasoning_gym; `rollcall data reasoning-gym:TASK` creates rows with this column"
+        )
     entry = decode_entry(made["entry"])
     score = _reasoning_gym_scorer(made["task"])
     tagged = last_tagged(completion)

@@ -285,7 +285,7 @@ _CURRENCIES = {"$": "dollars", "€": "euros", "£": "pounds"}
 class Quantity:
     number: str  # the text before the unit
     unit: str
-    is_sure: bool  # a single letter directly after a number, as in 3m, may be a factor
+    is_sure: bool  # False for a single letter directly after a number, as in 3m, because it may be a factor
 
 
 def split_unit(answer: str) -> Quantity | None:

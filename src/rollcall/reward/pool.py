@@ -49,7 +49,8 @@ _READ_RESULTS = reader(list[RewardResult] | None)
 
 @dataclass(slots=True)
 class _Asked:
-    """Items whose results are awaited together, because a future for each costs the event loop more than the rest of its way."""
+    """Items whose results are awaited together, because a future for each item would cost the event loop more than everything else that
+    it does for the item."""
 
     done: asyncio.Future[list[list[RewardResult]]]
     results: list[list[RewardResult]]
@@ -61,7 +62,7 @@ class _Task:
     item: Item
     timeout_s: float
     asked: _Asked
-    place: int  # among the items that are awaited together
+    place: int  # index among the items that are awaited together
 
     @property
     def is_over(self) -> bool:
@@ -282,7 +283,7 @@ class _Seat:
         def take(results: list[RewardResult] | None) -> None:
             nonlocal last
             if results is None or not chunk or last is not None or len(results) != chunk[0].num_results:
-                raise ValueError("not a result for each completion of an item")
+                raise ValueError("the worker did not return one result for each completion of an item")
             if len(chunk) == 1:
                 last = results  # deliver it after the call has returned, because its receiver may stop the event loop
             else:
@@ -320,7 +321,7 @@ class _Seat:
 
 def _failure(error: Lost | Raised | None, task: _Task) -> RewardResult:
     if error is None:
-        return RewardResult(0.0, "died", "its process gave no result")
+        return RewardResult(0.0, "died", "its process returned no result")
     if isinstance(error, Raised):
         return RewardResult(0.0, "raised", error.trace)
     is_late = error.is_late or error.status == -signal.SIGXCPU

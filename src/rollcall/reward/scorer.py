@@ -2,7 +2,7 @@
 
 Reward functions run in worker processes (pool.py), and a thread queries services such as ``judge`` and ``http`` (services.py). Rewards
 that need a model (``self_certainty``, ``model``) run in this process while the workers are busy. A reward that fails adds 0, and the
-Score contains the reason. A TRL function that declines to score adds 0. If all such functions decline, the Score says so.
+Score contains the reason. A TRL function that declines to score adds 0. If every reward declines, the Score says so.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ Results = list[RewardResult]  # one reward's results, one per completion in a gr
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Failure:
-    """One completion that could not be scored, kept to be shown."""
+    """One completion that could not be scored, kept so that it can be shown."""
 
     reward: str
     kind: FailureKind

@@ -119,7 +119,7 @@ def _program(*, network: bool, processes: bool) -> list[Instruction]:
                 program.extend([(_IF_EQUAL, 0, 1, number), refuse_it])
 
     def only(number: int, *, test: int, value: int) -> None:
-        """Allow a call if its first argument passes the test."""
+        """Allow a call only if its first argument passes the test."""
         load = (_LOAD, 0, 0, _FIRST_ARGUMENT_AT)
         program.extend([(_IF_EQUAL, 0, 4, number), load, (test, 1, 0, value), refuse_it, allow])
 

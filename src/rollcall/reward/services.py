@@ -123,7 +123,7 @@ def read_scores(said: bytes, *, count: int) -> list[RewardResult]:
     try:
         scores, notes = _scores_in(read_json(said), count=count)
     except ValueError as error:
-        return [failed(f"the answer of the reward service cannot be used: {error}")] * count
+        return [failed(f"the reward service's answer cannot be used: {error}")] * count
     return [replace(checked(score), note=note) for score, note in zip(scores, notes, strict=True)]
 
 
@@ -144,7 +144,7 @@ def _scores_in(answer: Any, *, count: int) -> tuple[list[Any], list[str]]:
 _PLACEHOLDER = re.compile(r"\{(prompt|completion|answer)\}")
 _CHAT = "/chat/completions"
 _READ_CHARS = 100_000  # only the end of an answer is read
-_MOST_OBJECTS = 200  # how many objects are tried as the JSON at its end
+_MOST_OBJECTS = 200  # how many opening braces are tried as the start of the JSON at its end
 _FENCE = re.compile(r"\A```[a-z]*\s*|\s*```\Z")
 _OUT_OF = re.compile(r"([0-9])\s*(?:/|out of)\s*[0-9][0-9.,]*", re.IGNORECASE)
 
@@ -248,7 +248,7 @@ def read_score(text: str, *, low: float, high: float) -> float:
             )
         score = float(given) if abs(given) < 1e300 else math.inf
     if not low <= score <= high:
-        raise ValueError(f"the judge gave {score:g}, which is outside min={low:g} to max={high:g}")
+        raise ValueError(f"the judge gave {score:g}, which is outside the range from min={low:g} to max={high:g}")
     return score
 
 

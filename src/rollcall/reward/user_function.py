@@ -46,7 +46,8 @@ class UserFunction:
         if missing := [name for name in self.needs if name not in lists]:
             there_are = ", ".join(name for name in lists if name not in _TRL_LISTS)
             raise ValueError(
-                f"the row has no column {missing[0]!r}, which the function requires; it has {there_are}. data.columns can rename one"
+                f"the row has no column {missing[0]!r}, which the function requires; its columns are {there_are}. "
+                "data.columns can rename one of them"
             )
         others: dict[str, Any] = {
             "log_extra": lambda name, value: None,
@@ -125,8 +126,8 @@ def user_function(path: str, target: Any) -> UserFunction:
         signature.bind("", "", "", {})
     except TypeError as error:
         raise ValueError(
-            f"path={path!r} takes {signature}, whose names are not among {', '.join(ARGUMENTS)} and completions, and it cannot "
-            f"be called with four arguments either ({error}); use {_EXPECTED}"
+            f"path={path!r} takes {signature}, but its argument names are not among {', '.join(ARGUMENTS)} and completions, and it "
+            f"cannot be called with four arguments either ({error}); use {_EXPECTED}"
         ) from None
     third = [each for each in signature.parameters.values() if each.kind is not each.VAR_POSITIONAL][2:3]
     needs = frozenset({"answer"} if third and third[0].default is inspect.Parameter.empty else ())
@@ -141,8 +142,8 @@ def _is_trl(path: str, signature: inspect.Signature) -> bool:
     trl_only = sorted(names & {*_TRL_LISTS} - {"completions"})
     if trl_only and not takes_all:
         raise ValueError(
-            f"path={path!r} takes {signature}: {trl_only[0]} is TRL's argument, and TRL passes more arguments by name; add **kwargs, "
-            f"or use {_EXPECTED}"
+            f"path={path!r} takes {signature}: {trl_only[0]} is an argument of TRL, and TRL passes further arguments by name; add "
+            f"**kwargs, or use {_EXPECTED}"
         )
     if not takes_all or not (names & {*_TRL_LISTS} or len(names) == 1):
         return False
@@ -158,7 +159,7 @@ def _is_trl(path: str, signature: inspect.Signature) -> bool:
     if "trainer_state" in required:
         raise ValueError(
             f"path={path!r} takes trainer_state, but a reward does not know the run's progress: it also scores stored completions "
-            "again, and completions of evaluations; remove the argument"
+            "again, and it scores the completions of evaluations; remove the argument"
         )
     return True
 

@@ -2,7 +2,7 @@
 
 ``load`` is called once and confines this process (confine.py) before it loads anything. ``score`` gets a list of items with their time
 limits and yields each item's results in order. Results are sent as JSON, because the scored text may control the
-worker's output. LINE is a socket to the person who is debugging this process (process/debug/stopped.py).
+worker's output. ``line_fd`` is a socket to whoever is debugging this process (process/debug/stopped.py).
 
 This module imports only the standard library, because a worker has to start fast: it is replaced whenever a reward hangs.
 """
@@ -29,7 +29,7 @@ from rollcall.reward.user_function import UserFunction, check_scores
 
 MAX_ANSWER_BYTES = 1 << 20
 ASYNC_GRACE_S = 1.0  # an async call stops at its own limit; after this extra time, its process is killed
-_MIN_WHY = 100  # for each completion in a group
+_MIN_WHY = 100  # characters; however large a group is, each completion's error keeps this many
 # Frames that do not help the author of a reward.
 _OWN_FILES = (__file__, user_function.__file__)
 

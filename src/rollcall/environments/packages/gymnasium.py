@@ -19,8 +19,9 @@ SIGNS = {"34;1": "<{}>", "35": "({})"}
 
 
 class Text:
-    """``make``: arguments for ``gymnasium.make``, such as ``id``. ``actions``: the words for actions 0, 1, 2...; the last word in a turn
-    counts. ``task``: the first text that the model reads. ``module``: imported first, because some packages register environments."""
+    """``make``: arguments for ``gymnasium.make``, such as ``id``. ``actions``: the words for actions 0, 1, 2...; the last such word in a
+    turn counts. ``task``: the first text that the model reads. ``module``: imported first, because some packages register
+    environments."""
 
     def __init__(self, *, actions: Any = None, task: str = "", module: str = "gymnasium", **make: Any) -> None:
         gymnasium = package("gymnasium")
@@ -39,7 +40,7 @@ class Text:
         named = (actions or words.split() or list(map(str, range(start, start + count)))) if count else []
         if len(named) != count:
             raise ValueError(
-                f"{make['id']} has {count} actions, but `actions` lists {len(named)}; list a word for each"
+                f"{make['id']} has {count} actions, but `actions` lists {len(named)}; list one word for each action"
             )
         self._numbers = {word.lower(): start + place for place, word in enumerate(named)}  # empty if actions are text
         self._task, self._choices = task or known, f"Choose one: {', '.join(named)}." if named else ""

@@ -11,8 +11,9 @@ from rollcall.environments.stepwise import Observation, StepResult
 
 
 class Game:
-    """``game``: a textarena ID. ``player``: the model's player number. ``opponent``: the ``module:function`` that gets the text that a
-    player sees and returns its move. The default picks a random move that the text lists. ``options``: the game's own options."""
+    """``game``: a textarena ID. ``player``: the model's player number. ``opponent``: the ``module:function`` that plays the other
+    players. It gets the text that a player sees and returns a move. By default, it picks one of the moves in the text at random.
+    ``options``: the game's own options."""
 
     def __init__(self, game: str, *, player: int = 0, opponent: str = f"{__name__}:listed_move", options: Any = None):
         self._textarena, self._player = package("textarena"), player

@@ -38,7 +38,7 @@ def main() -> None:
 
 
 def _end_after_parent(lifeline_fd: int) -> None:
-    """Give this process ``_END_S`` to end its episodes after the parent dies, even if its event loop is blocked."""
+    """After the parent dies, give this process ``_END_S`` seconds to end its episodes. Then exit, even if the event loop is blocked."""
     os.read(lifeline_fd, 1)
     time.sleep(_END_S)
     os._exit(1)
