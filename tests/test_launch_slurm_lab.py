@@ -20,6 +20,7 @@ from rollcall.base.journal import Journal
 pytestmark = [needs_slurm, pytest.mark.slow]
 RUN_S = 600.0  # with everything else that runs here
 STEPS = 40
+TWO = {"num_nodes": 2}  # where a third node would only take longer to start
 REWARDS = """
 import time
 
@@ -139,7 +140,7 @@ def test_a_node_offers_the_gpus_that_slurm_gave_it_which_is_its_limit(slurm: Slu
 
 
 def test_before_its_time_limit_a_job_saves_requeues_itself_and_ends_at_the_same_step(slurm: SlurmLab) -> None:
-    launch = Launch(slurm, "limit", pause_s=0.4, time="30", signal_s=60)
+    launch = Launch(slurm, "limit", pause_s=0.4, cluster=TWO, time="30", signal_s=60)
     assert launch.start().returncode == 0
     job = launch.job
     assert job and "is already running" in launch.start().stderr, "a second start finds it"
@@ -187,7 +188,7 @@ def test_a_node_that_is_drained_in_the_middle_keeps_its_job_and_gets_no_other(sl
 
 
 def test_down_lets_the_run_save_and_leaves_no_process(slurm: SlurmLab) -> None:
-    launch = Launch(slurm, "down", pause_s=0.3)
+    launch = Launch(slurm, "down", pause_s=0.3, cluster=TWO)
     assert launch.start().returncode == 0
     launch.wait_for_steps(3)
     job = launch.job
@@ -199,15 +200,15 @@ def test_down_lets_the_run_save_and_leaves_no_process(slurm: SlurmLab) -> None:
 
 
 def test_nodes_start_inside_an_allocation_that_runs(slurm: SlurmLab) -> None:
-    said = slurm.run("salloc", "--no-shell", "--nodes=3", "--ntasks-per-node=1", "--cpus-per-task=2").stderr
+    said = slurm.run("salloc", "--no-shell", "--nodes=2", "--ntasks-per-node=1", "--cpus-per-task=2").stderr
     job = re.findall(r"Granted job allocation (\d+)", said)[0]
-    launch = Launch(slurm, "attach", attach=int(job))
+    launch = Launch(slurm, "attach", cluster=TWO, attach=int(job))
     done = launch.start("--wait", timeout_s=RUN_S)
     assert done.returncode == 0, done.stdout + done.stderr + launch.log + slurm.tell()
     assert launch.trained() == list(range(1, STEPS + 1))
     assert slurm.state_of(job) == "RUNNING", "the allocation is its owner's"
     assert launch.rollcall("down", "attach").returncode == 0
-    again = Launch(slurm, "attach2", attach=int(job), pause_s=0.3)
+    again = Launch(slurm, "attach2", pause_s=0.3, cluster=TWO, attach=int(job))
     assert again.start().returncode == 0
     assert "is already running" in again.start().stderr
     again.wait_for_steps(3)
