@@ -77,7 +77,7 @@ def wait_for_slots(cluster: Cluster, *, num_slots: int, timeout_s: float) -> Ros
         if found is not None and found.num_slots > num_slots:
             raise ClusterError(
                 f"{found.num_slots} accelerators have joined, but {num_slots} were expected: {who(found.alive)}; run "
-                f"`{cluster.leave_command}` on the nodes that do not belong, or ask for {found.num_slots}"
+                f"`{cluster.leave_command}` on the surplus nodes, or ask for {found.num_slots}"
             )
         if not wait.again(state, after_s=ASK_EVERY_S):
             raise ClusterError(f"after {timeout_s:.0f} s (--timeout): {state}{_advice(cluster, found)}")

@@ -212,11 +212,8 @@ def greet(group: Any, store: MeetingStore, *, name: str, rank: int, members: Seq
         works.append((other, group.recv([greetings[other]], place, 0), greetings[other]))
     silent: dict[int, str] = {}
     ends = time.monotonic() + GREET_S
-    for (
-        other,
-        work,
-        _,
-    ) in works:  # check all of them: if this stopped at the first stranger, other members would not get a greeting
+    # Check all of them: if this stopped at the first stranger, other members would not get a greeting.
+    for other, work, _ in works:
         try:
             work.wait(timedelta(seconds=max(ends - time.monotonic(), 0.001)))
         except RuntimeError as error:

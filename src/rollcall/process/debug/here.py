@@ -92,7 +92,7 @@ def is_watched() -> bool:
 
 
 def tell(who: str, place: Mapping[str, Any] | None) -> None:
-    """Report that ``who`` has stopped at ``place``, or continues. A worker can show one stop at a time, so other stops wait."""
+    """Report that ``who`` has stopped at ``place``, or continues. A worker can show only one stop at a time, so other stops wait."""
     with _telling:
         if place is None:
             _stops.pop(who, None)

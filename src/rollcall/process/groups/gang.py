@@ -98,7 +98,8 @@ class Gang:
             del self._waited_for[threading.get_ident()]
 
     def _tell(self, missing: Sequence[Call], *, wait: Wait, total: int) -> None:
-        answered = self._carrier.answered(missing, timeout_s=0)  # a carrier may collect all answers or none
+        # `settle` may collect no answer until all have arrived.
+        answered = self._carrier.answered(missing, timeout_s=0)
         specs = [call.member.spec for call in missing if call not in answered]
         if not specs:
             return

@@ -75,9 +75,8 @@ class Seen:
     busy_s: float = 0.0  # since the method began
     num_done: int = 0  # finished calls
     longest_s: Mapping[str, float] | None = None  # the longest finished call of each method
-    since_s: float | None = (
-        None  # monotonic: when the call began, or the first of several short ones; if idle, when the last call ended
-    )
+    # Monotonic: when the call began, or the first of several short calls; if the worker is idle, when its last call ended.
+    since_s: float | None = None
     calls: tuple[RecordedCall, ...] = ()  # finished since the last look
     memory_bytes: int = 0
     device_bytes: int = 0  # reserved by torch

@@ -52,9 +52,8 @@ class Watch:
         self._stopped: dict[int, int] = {}  # by rank: the number of consecutive reports of a suspended process
         self._longest_s: dict[tuple[str, str], float] = {}  # by kind of worker and method
         self._lost: set[int] = set()
-        self._held: dict[
-            int, tuple[int, float]
-        ] = {}  # by rank: a call, and how long it had taken when a debugger last held it
+        # By rank: a call, and how long it had taken when a debugger last held the process.
+        self._held: dict[int, tuple[int, float]] = {}
 
     def forgive(self, rank: int) -> None:
         """Watch this rank again because it has a new process."""

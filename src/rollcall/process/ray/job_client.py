@@ -137,7 +137,10 @@ class HttpClient(JobSubmissionClient):
 
     def _refused(self) -> str:
         if self._headers:
-            return f"the head at {self.where} refuses the token from {self._token_source}, which is out of date or belongs to another cluster"
+            return (
+                f"the head at {self.where} refuses the token from {self._token_source}, which is outdated or belongs to another "
+                "cluster"
+            )
         return (
             f"the head at {self.where} requires a token, but none is set: set {TOKEN} and give --address (for a Ray cluster that "
             "Rollcall did not start, set RAY_AUTH_TOKEN), or give --rendezvous DIR, the folder that its nodes share"

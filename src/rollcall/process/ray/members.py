@@ -34,7 +34,7 @@ class RayNode:
     rank: int
     node_id: str
     address: str
-    place: str  # its address; longer if several nodes share the address
+    place: str  # its address, followed by its id if several nodes share the address
     is_labelled: bool
     is_ours: bool  # `rollcall node` started its Ray, so the Python of its workers has Rollcall
     total: Mapping[str, float]
