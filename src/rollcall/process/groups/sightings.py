@@ -69,7 +69,7 @@ class Watch:
         kinds: Mapping[int, str],
         is_held: bool = False,
     ) -> list[Loss]:
-        """Return the losses since the last time. ``seats`` contains the ranks on each node, ``gone`` the nodes that Ray has declared dead,
+        """Return the losses since the last time. ``seats`` contains the ranks on each node, ``gone`` the nodes that Ray declared dead,
         ``kinds`` the roles of each rank: an actor loads its model in seconds, but an engine may compile for minutes.
         ``is_held``: a debugger holds some process of the run."""
         found: list[Loss] = []
