@@ -683,7 +683,7 @@ def test_several_slots_need_a_cluster_that_this_node_is_part_of(
     monkeypatch.delenv("ROLLCALL_CLUSTER", raising=False)
     config = make_run(tmp_path, f"cluster={cluster}")
     with pytest.raises(
-        ClusterError, match="this node is not part of a cluster 'default'; start it with `rollcall node`"
+        ClusterError, match="this node is not part of a cluster 'default'; to add it, run `rollcall node`"
     ):
         finish(config)
     assert not config.run.dir.exists()

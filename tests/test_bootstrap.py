@@ -193,7 +193,7 @@ def test_a_number_of_nodes_or_a_rank_that_does_not_fit_is_refused(
     head: Node, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("ROLLCALL_STATE_DIR", str(folder / "n1"))
-    with pytest.raises(ClusterError, match="--num-nodes is 3, but rank 0 at .* was started with 2"):
+    with pytest.raises(ClusterError, match="--num-nodes is 3, but rank 0 at .* was started with --num-nodes 2"):
         start_node(join(folder, num_nodes=3))
     with pytest.raises(ClusterError, match="rank 2 is too high: this cluster has 2 nodes"):
         start_node(join(folder, rank=2, num_nodes=None))

@@ -82,7 +82,7 @@ def test_a_nodes_own_variables_are_refused_by_name(where: str, name: str) -> Non
         "node_env": {"node_env": {1: {name: "/x"}}},
         "pattern": {"env_pass": [f"{name[:-1]}*"]},
     }[where]
-    with pytest.raises(ClusterError, match=f"has {name}, which must differ between nodes"):
+    with pytest.raises(ClusterError, match=f"contains {name}, which must differ between nodes"):
         job_env(section(**fields), environ={name: "/x"}, token=TOKEN)
 
 

@@ -156,8 +156,11 @@ def test_a_master_that_has_just_appeared_is_not_said_to_stand_still(tmp_path: Pa
     ("given", "told"),
     [
         ({"--phase": "both", "--rank-weights": "1,1"}, None),
-        ({"--phase": "rollout"}, "was started with --phase both, this worker with --phase rollout; give both the same"),
-        ({"--eval-interval": "6"}, "was started without --eval-interval, this worker with --eval-interval 6"),
+        (
+            {"--phase": "rollout"},
+            "was started with --phase both, but this worker with --phase rollout; use the same for both",
+        ),
+        ({"--eval-interval": "6"}, "was started without --eval-interval, but this worker with --eval-interval 6"),
     ],
 )
 def test_a_worker_compares_its_options_with_the_masters(
@@ -172,7 +175,7 @@ def test_a_worker_compares_its_options_with_the_masters(
 
 def test_a_worker_with_other_options_is_refused_before_the_master_sees_it(share: Path) -> None:
     with FolderBackend(share, num_nodes=2, run="one", options={"--phase": "both"}):
-        with pytest.raises(ClusterError, match="this worker with --phase update; give both the same"):
+        with pytest.raises(ClusterError, match="this worker with --phase update; use the same for both"):
             FolderWorker(share, rank=1, num_nodes=2, options={"--phase": "update"}).run()
         assert not (Messages(share).node(1) / "presence.json").exists()
 

@@ -189,10 +189,10 @@ def test_the_address_can_be_set_by_hand_or_by_interface() -> None:
 
 def test_an_address_or_interface_that_this_node_lacks_is_refused_with_those_it_has() -> None:
     with pytest.raises(
-        ClusterError, match=r"203\.0\.113\.9 is not an address of this node; it has .*127\.0\.0\.1 \(lo\)"
+        ClusterError, match=r"203\.0\.113\.9 is not an address of this node \(its addresses: .*127\.0\.0\.1 \(lo\)"
     ):
         own_address(toward=None, node_ip="203.0.113.9", interface=None)
-    with pytest.raises(ClusterError, match="--interface eth99 does not exist on this node; it has .*lo"):
+    with pytest.raises(ClusterError, match="--interface eth99 does not exist on this node; its interfaces are .*lo"):
         own_address(toward=None, node_ip=None, interface="eth99")
     with pytest.raises(ClusterError, match="--node-ip head is not an IP address"):
         own_address(toward=None, node_ip="head", interface=None)

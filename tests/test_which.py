@@ -112,7 +112,7 @@ def test_inside_a_job_it_is_the_ray_that_runs_it(monkeypatch: pytest.MonkeyPatch
         ("ray://192.0.2.7:10001", "an address for Ray Client, which Rollcall does not use; give the head's address"),
         ("http://192.0.2.7:8265", "is the address of a dashboard, which only runs jobs"),
         ("192.0.2.7", "RAY_ADDRESS: '192.0.2.7' is not an address; write HOST:PORT"),
-        ("no-such-host.invalid:6379", "RAY_ADDRESS: no address is known for host 'no-such-host.invalid'"),
+        ("no-such-host.invalid:6379", "RAY_ADDRESS: cannot find an address for host 'no-such-host.invalid'"),
         ("auto", "RAY_ADDRESS=auto: Ray is not running on this machine"),
     ],
 )

@@ -191,12 +191,12 @@ def test_outputs_are_taken_once_along_a_replicated_axis(backend, groups):
 def test_unknown_names_are_refused_with_those_that_exist(backend, groups):
     group = groups(backend)
     with pytest.raises(
-        ValueError, match=r"'los' is neither an axis \(batch, model\) nor a field of the result: loss, rank, data"
+        ValueError, match=r"'los' is neither an axis \(batch, model\) nor a field of the result \(loss, rank, data"
     ):
         sharded(group, [1] * 4, output_is_replicated=["los"])
     with pytest.raises(ValueError, match="run_rank_0_only_axes: 'tensor' is not one of 'batch', 'model', 'setup'"):
         group.run_all_workers_single_data("size", data=[], run_rank_0_only_axes=["tensor"])
-    with pytest.raises(ValueError, match="worker_idx=4 is outside; policy has workers 0 to 3"):
+    with pytest.raises(ValueError, match="worker_idx=4 is out of range; policy has workers 0 to 3"):
         group.run_single_worker_single_data("size", 4, data=[])
     with pytest.raises(WorkerError, match="'Echo' object has no attribute 'trian'"):
         run(group, "trian")
@@ -285,7 +285,7 @@ def test_a_class_and_its_arguments_can_be_given_themselves_and_a_group_that_was_
         ),
         (dict(workers_per_node=1, seats=[]), "give one of them"),
         (dict(seats=[]), "at least one worker"),
-        (dict(sharding_annotations=NamedSharding([0, 1], names=["batch"])), r"lays out ranks \[0, 1\]"),
+        (dict(sharding_annotations=NamedSharding([0, 1], names=["batch"])), r"the sharding has ranks \[0, 1\]"),
         (dict(env_vars={"RANK": "7"}), "RANK is set by the worker group"),
         (dict(node_env_vars={3: {"A": "b"}}), "node 3 has no slot"),
     ],
@@ -300,7 +300,7 @@ def test_clusters_and_classes_that_make_no_sense_are_refused():
     init_ray(backend="local")
     refused: list[tuple[dict[str, Any], str]] = [
         (dict(bundle_ct_per_node_list=[]), "has no slot"),
-        (dict(bundle_ct_per_node_list=[9]), "takes 9 slots of a node with num_gpus_per_node=8"),
+        (dict(bundle_ct_per_node_list=[9]), "requests 9 slots on a node with num_gpus_per_node=8"),
         (dict(bundle_ct_per_node_list=[1], node_ranks=[0, 1]), "needs one node for each entry"),
     ]
     for arguments, said in refused:

@@ -17,7 +17,7 @@ from rollcall.nodes.interfaces import interface_addresses
 # Documentation addresses (RFC 5737, RFC 3849): no host uses them, so only a default route leads there.
 FAR_AWAY = ("198.51.100.1", "2001:db8::1")
 FIRST_PORT = 10_000
-LAST_PORT = 32_000  # below the kernel's range for outgoing connections, which could take a port between choice and use
+LAST_PORT = 32_000  # below the kernel's range for outgoing connections, which could take a port before it is used
 
 
 def split_address(text: str) -> tuple[str, int]:
@@ -25,7 +25,7 @@ def split_address(text: str) -> tuple[str, int]:
     host, colon, port = text.rpartition(":")
     bracketed = host.startswith("[") and host.endswith("]")
     if not colon or not host or not port.isascii() or not port.isdigit() or (":" in host and not bracketed):
-        raise ClusterError(f"{text!r} is not an address; write HOST:PORT, and [ADDRESS]:PORT for IPv6")
+        raise ClusterError(f"{text!r} is not an address; write HOST:PORT, or [ADDRESS]:PORT for IPv6")
     if not 0 < int(port) < 65536:
         raise ClusterError(f"{text!r}: port {port} is not between 1 and 65535")
     return host.strip("[]"), int(port)
@@ -40,7 +40,7 @@ def resolve(host: str) -> str:
     try:
         return str(socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][4][0])
     except socket.gaierror as error:
-        raise ClusterError(f"no address is known for host {host!r}: {error.strerror}") from None
+        raise ClusterError(f"cannot find an address for host {host!r}: {error.strerror}") from None
 
 
 def is_loopback(host: str) -> bool:
@@ -73,14 +73,14 @@ def own_address(*, toward: str | None, node_ip: str | None, interface: str | Non
         except ValueError:
             raise ClusterError(f"--node-ip {node_ip} is not an IP address") from None
         if not is_own(given):
-            raise ClusterError(f"--node-ip {node_ip} is not an address of this node; it has {_listed()}")
+            raise ClusterError(f"--node-ip {node_ip} is not an address of this node (its addresses: {_listed()})")
         return given
     if interface is not None:
         return _of_interface(interface, toward=toward)
     if toward is not None:
         found = _by_route(toward)
         if found is None:
-            raise ClusterError(f"this node has no route to {toward}; it has {_listed()}")
+            raise ClusterError(f"this node has no route to {toward} (its addresses: {_listed()})")
         return found
     routed = filter(None, map(_by_route, FAR_AWAY))
     held = (address for name in _interface_names() for address in interface_addresses(name))
@@ -103,7 +103,7 @@ def is_free(port: int) -> bool:
             with socket.socket(family, socket.SOCK_STREAM) as probe:
                 if family == socket.AF_INET6:
                     probe.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
-                # Servers set this option too: a recently closed connection does not block its port.
+                # Servers set this option too, so a recently closed connection does not block its port.
                 probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
                 probe.bind((anywhere, port))
         except OSError as error:
@@ -144,7 +144,7 @@ def _by_route(host: str) -> str | None:
 def _of_interface(name: str, *, toward: str | None) -> str:
     known = [known for _, known in socket.if_nameindex()]
     if name not in known:
-        raise ClusterError(f"--interface {name} does not exist on this node; it has {', '.join(known)}")
+        raise ClusterError(f"--interface {name} does not exist on this node; its interfaces are {', '.join(known)}")
     addresses = interface_addresses(name)
     if toward is not None:  # on a node with both address families, use the head's
         family = _family(resolve(toward))

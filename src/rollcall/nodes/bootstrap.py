@@ -154,7 +154,7 @@ def _find(request: NodeRequest, *, token: str | None) -> Found:
         )
     if request.num_nodes not in (None, head.num_nodes):
         raise ClusterError(
-            f"--num-nodes is {request.num_nodes}, but rank 0 at {found.address} was started with {head.num_nodes}"
+            f"--num-nodes is {request.num_nodes}, but rank 0 at {found.address} was started with --num-nodes {head.num_nodes}"
         )
     if head.num_nodes is not None and request.rank >= head.num_nodes:
         raise ClusterError(
@@ -203,7 +203,7 @@ def _running(request: NodeRequest) -> NodeRecord | None:
         if any((node.rank, node.address) == (record.rank, record.node_ip) for node in answer.alive):
             if answer.cluster_id == record.cluster_id:
                 return record
-        # This happens after a network cut, for example. Ray on this node exits as soon as it notices that.
+        # This happens after a network cut, for example. Ray on this node exits as soon as it notices the cut.
         why = f"the head at {record.head_address} considers this node dead, or was replaced by a different head"
     except (HeadUnreachable, HeadRefuses) as error:
         why = str(error)
@@ -283,8 +283,8 @@ def _publish(request: NodeRequest, start: Start, record: NodeRecord, *, deadline
             return
         if time.monotonic() > deadline:
             raise ClusterError(
-                f"the files that this node writes to {rendezvous.folder} do not appear there, so no other node could find it; check "
-                "that folder, or use --head-address"
+                f"the files that this node writes to {rendezvous.folder} do not appear there, so no other node could find the head; "
+                "check that folder, or use --head-address"
             )
 
 

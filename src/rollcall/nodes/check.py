@@ -77,10 +77,10 @@ def wait_for_slots(cluster: Cluster, *, num_slots: int, timeout_s: float) -> Ros
         if found is not None and found.num_slots > num_slots:
             raise ClusterError(
                 f"{found.num_slots} accelerators have joined, but {num_slots} were expected: {who(found.alive)}; run "
-                f"`{cluster.leave_command}` on the nodes that do not belong, or ask for {found.num_slots}"
+                f"`{cluster.leave_command}` on the surplus nodes, or ask for {found.num_slots}"
             )
         if not wait.again(state, after_s=ASK_EVERY_S):
-            raise ClusterError(f"after {timeout_s:.0f} s (--timeout) {state}{_advice(cluster, found)}")
+            raise ClusterError(f"after {timeout_s:.0f} s (--timeout): {state}{_advice(cluster, found)}")
 
 
 def describe(found: Roster, *, num_slots: int) -> str:
@@ -92,7 +92,7 @@ def describe(found: Roster, *, num_slots: int) -> str:
 
 
 def missing_ranks(ranks: Sequence[int], lost: Mapping[int | None, NodeInfo]) -> str:
-    """Return lost ranks with address and time, and ranks that never joined as ranges, so that a hundred ranks fit on a line."""
+    """List lost ranks with their address and time of loss, and ranks that never joined as ranges, so that 100 ranks fit on a line."""
     parts = [
         f"{rank} ({lost[rank].address}, lost at {time.strftime('%H:%M:%S', time.localtime(lost[rank].ended_ms / 1000))})"
         for rank in ranks

@@ -1,7 +1,7 @@
 """Finds the cluster that a command uses: a Rollcall cluster, or a Ray cluster that Rollcall did not start.
 
-All differences between the two are in ``OurCluster`` and ``PlainRay``; no other file needs to know the kind. ``find_cluster`` uses
-the first of these that is set:
+All differences between the two are in ``OurCluster`` and ``PlainRay``; no other file needs to know which kind it is. ``find_cluster``
+uses the first of these that is set:
 
 1. ``--cluster NAME``
 2. inside a Ray job, the Ray cluster that runs the job
@@ -128,7 +128,7 @@ class OurCluster:
         return self.record.dashboard_url
 
     def job_server(self) -> tuple[str | None, str | None, int | None]:
-        """Return the dashboard's URL from this machine, its token, and the number of nodes."""
+        """Return the dashboard's URL for this machine, the cluster's token, and the number of nodes."""
         record = self.record
         return record.dashboard_url, self.token, record.num_nodes
 
@@ -154,7 +154,7 @@ class OurCluster:
 
 @dataclass(frozen=True, slots=True)
 class PlainRay:
-    """A Ray cluster that is known only by its address: started by hand, by KubeRay or by a company, or the one that runs this job.
+    """A Ray cluster that is known only by its address: started by hand, by KubeRay or by your company, or the one that runs this job.
 
     Rollcall starts and stops no nodes of such a cluster. Ray's own variables name the token and the certificates. If the cluster
     requires no token, none is used. Nodes without a rank get a rank by address.
@@ -212,7 +212,7 @@ class PlainRay:
         )
 
     def _refuse_other_versions(self, answer: HeadAnswer) -> None:
-        """Raise an error of one line for a mismatch that Ray would report in many lines."""
+        """Raise a one-line error for a version mismatch that Ray would report in many lines."""
         mine = {"Ray": installed("ray"), "Python": platform.python_version()}
         for what, theirs in answer.versions.items():
             is_same = theirs == mine[what] if what == "Ray" else compared(theirs) == compared(mine[what])
@@ -249,7 +249,7 @@ Cluster = OurCluster | PlainRay
 
 
 def compared(version: str) -> str:
-    """Return the part of a Python version that Ray compares. The user can choose a shorter part."""
+    """Return the part of a Python version that Ray compares. The user can make Ray compare only major and minor version."""
     level = os.environ.get("RAY_DEFAULT_PYTHON_VERSION_MATCH_LEVEL")
     return ".".join(version.split(".")[: 2 if level == "minor" else 3])
 
@@ -296,7 +296,7 @@ def find_cluster(name: str | None = None, *, ray_address: str | None = None) -> 
 
 
 def wished_cluster(name: str | None = None, *, ray_address: str | None = None) -> Cluster | None:
-    """Do the same as ``find_cluster``, but return `None` if no cluster is named and this node is not part of the default cluster."""
+    """Find the cluster like ``find_cluster``, but return `None` if none is named and this node is not part of the default cluster."""
     wish = _wish(ray_address)
     if name is not None:
         return _ours(name, why="--cluster names it", instead_of=wish)
@@ -322,7 +322,7 @@ def wished_cluster(name: str | None = None, *, ray_address: str | None = None) -
 
 
 def wished_dashboard(name: str | None = None, *, ray_address: str | None = None) -> str | None:
-    """Return the address in ``RAY_ADDRESS`` or the run file if it is the address of a dashboard, which is enough for jobs."""
+    """Return the address in ``RAY_ADDRESS`` or the run file if it is a dashboard's address. That is enough to submit jobs."""
     wish = _wish(ray_address)
     taken = name is not None or (os.environ.get(CLUSTER) and wish is not None and wish.where == RAY_ADDRESS)
     return wish.text if wish is not None and not taken and wish.text.startswith(("http://", "https://")) else None
@@ -333,7 +333,7 @@ def is_in_a_job() -> bool:
 
 
 def is_same_address(one: str, other: str) -> bool:
-    """Return whether two addresses name the same endpoint. A host has several addresses, and Ray replaces loopback with another."""
+    """Return whether two addresses name the same endpoint. A host may have several, and Ray replaces a loopback address with another."""
     if one == other:
         return True
     (host, port), (other_host, other_port) = split_address(one), split_address(other)
@@ -344,7 +344,7 @@ def _wish(ray_address: str | None) -> _Wish | None:
     if ray_address:
         return _Wish(text=ray_address.strip(), where="cluster.ray_address")
     text = os.environ.get(RAY_ADDRESS, "").strip()
-    # `local` makes Ray start its own cluster, so it does not name one.
+    # `local` makes Ray start a new cluster, so it does not name an existing one.
     return _Wish(text=text, where=RAY_ADDRESS) if text and text != "local" else None
 
 

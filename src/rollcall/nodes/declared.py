@@ -9,9 +9,9 @@ submitter) and ``cluster.node_env`` (values for one node). If a name has several
 then the submitter's. A worker's other variables come from Rollcall or Ray.
 
 Ray writes the variables of jobs and workers to its logs and shows them to anyone who asks its API (2.60: ``runtime_env_agent.log``,
-``ray job list``). So secrets travel in one sealed variable: a new salt each time, and a Fernet message whose key is PBKDF2 of the
-cluster's token and the salt. It is opened only where it is needed: launch/jobs/driver.py opens it for a job's controller, and
-``SETUP_HOOK`` in Ray workers.
+``ray job list``). So secrets travel in one sealed variable. It consists of a salt, which is new each time, and a Fernet message, whose
+key is derived from the cluster's token and the salt with PBKDF2. It is opened only where it is needed: by launch/jobs/driver.py for a
+job's controller, and by ``SETUP_HOOK`` in Ray workers.
 """
 
 from __future__ import annotations
@@ -155,7 +155,7 @@ def job_env(
     environment get by name from the job's driver (``named``, by key of the run file)."""
     asked: dict[str, str] = {}
     for where, name in ((where, name) for where, names in (named or {}).items() for name in names):
-        if section is None or name not in section.env:  # else the run file contains its value
+        if section is None or name not in section.env:  # otherwise, the run file contains its value
             _check_name(name, where)
             asked[name] = _value(name, environ, where=where)
     if section is None:
@@ -164,7 +164,7 @@ def job_env(
     submitted = passed(section, environ=environ)
     everywhere = section.model_copy(update={"node_env": {}})
     values = worker_env(everywhere, submitted=submitted, node_rank=0)
-    # The driver's run file does not contain these: the submitter's values, and the secrets, which are redacted in it.
+    # The driver's run file lacks the submitter's values, and the secrets, which are redacted in it. So pass both.
     names = [name for name, value in values.items() if name in submitted or hides(name, value)]
     # Set SUBMITTED even when it is empty, because the head's own variables are not the submitter's.
     return {**for_ray({**asked, **values}, token=token), SUBMITTED: ",".join(names)}
@@ -213,7 +213,7 @@ def sealed_values(environ: Mapping[str, str], *, token: str | None) -> dict[str,
         return {}
     if token is None:
         raise ClusterError(
-            f"{SEALED} is set, but the cluster's token is not (RAY_AUTH_TOKEN_PATH); was this job submitted?"
+            f"{SEALED} is set, but the cluster's token is not (RAY_AUTH_TOKEN_PATH); was this job submitted with `rollcall submit`?"
         )
     return unseal(envelope, token)
 
@@ -257,13 +257,13 @@ def seen_here() -> dict[str, tuple[str, str]]:
 def _check_name(name: str, where: str) -> None:
     if name in NODE_OWN:
         raise ClusterError(
-            f"{where} has {name}, which must differ between nodes: a value that is right on one node may be wrong on another; set it in "
-            "the shell that starts `rollcall node`"
+            f"{where} contains {name}, which must differ between nodes: a value that is right on one node may be wrong on another; "
+            "set it in the shell that starts `rollcall node`"
         )
     if name in _OURS:
-        raise ClusterError(f"{where} has {name}, which Rollcall sets for each worker; remove it")
+        raise ClusterError(f"{where} contains {name}, which Rollcall sets for each worker; remove it")
     if not name or "=" in name or "\0" in name or "," in name:
-        raise ClusterError(f"{where} has {name!r}, which is not a valid variable name")
+        raise ClusterError(f"{where} contains {name!r}, which is not a valid variable name")
 
 
 def _is_pattern(text: str) -> bool:
@@ -304,7 +304,7 @@ def nodes_own(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def missed(environ: Mapping[str, str], *, given: Collection[str] = ()) -> list[str]:
-    """Return variables that are set here and that a run may need but workers do not see. ``given`` lists variables that they see."""
+    """Return variables that are set here and that a run may need, but that workers do not see. ``given``: variables that they see."""
     ours = ("RAY_*", "ROLLCALL_*")
     return sorted(
         name

@@ -7,7 +7,7 @@ listener -> caller     its own proof
 The secret itself is never sent, and a proof is valid for one connection. Before the proof, a caller receives 32 random bytes and has
 ``PROOF_S`` to send 64 bytes, which are not parsed. Many callers are served at once, so a silent caller does not delay the others.
 After the proof, the connection is plain TCP: the door keeps strangers out, but it does not protect packets from someone who can read
-or change them on their way.
+or change them in transit.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from rollcall.nodes.framing import read_exactly
 CHALLENGE = 32  # bytes; a proof has the same length
 PROOF_S = 5.0  # from connecting to the proof
 MOST_WAITING = 128  # callers without a proof; beyond that, one caller of the host with the most callers is dropped
-BACKLOG = 1024
+BACKLOG = 1024  # connections that the kernel queues
 PROBE_S = 2  # between two keepalive probes of an idle peer
 SILENT_S = 8  # a peer that has not answered for this long is gone
 

@@ -117,7 +117,7 @@ def has_run(record: NodeRecord) -> bool:
 def _let_save(
     record: NodeRecord, signals: Signals, *, save_s: float, until: Callable[[], int | None] | None
 ) -> int | None:
-    """Give the run time to save. Return its exit status if ``until`` returns one in time; its last lines are printed by then."""
+    """Give the run time to save. Return its exit status if ``until`` returns one in time; by then, its last lines are printed."""
     signal_processes(drivers(record), signal.SIGTERM)
     wait, status = Wait(save_s), None
     if not has_run(record):
@@ -131,7 +131,7 @@ def _let_save(
 
 
 def _reap() -> None:
-    """Reap orphans: in a container this process may be PID 1, and so every orphan's parent."""
+    """Reap orphans: in a container, this process may be PID 1 and therefore the parent of every orphan."""
     while True:
         try:
             pid, _ = os.waitpid(-1, os.WNOHANG)

@@ -1,4 +1,4 @@
-"""Frames messages between processes: each message is its length followed by its bytes, in both directions.
+"""Frames messages between processes: in both directions, each message is sent as its length followed by its bytes.
 
 A call and its answers begin with a header: the call number and the kind of message. The rest of a call is a pickle or JSON. A
 process that may run model-written code answers in JSON, which is validated and never unpickled.

@@ -21,7 +21,7 @@ from rollcall.nodes.tls import write_certificates
 
 LABEL = "rollcall."  # prefix of every label below
 CONNECT_S = 3.0
-ASK_S = 15.0  # for a head that accepts connections; importing Ray takes most of it
+ASK_S = 15.0  # for a head that accepts connections; importing Ray takes most of this time
 
 LAST_CHARACTERS = 10_000  # kept from the output of a failed query
 
@@ -43,7 +43,7 @@ class NodeInfo:
     address: str
     slots: int
     accelerator: str
-    memory_gib: float  # what Ray may use: heap and object store
+    memory_gib: float  # for Ray's heap and its object store
     alive: bool
     is_head: bool
     cluster: str | None
@@ -114,7 +114,7 @@ def ask_head(
 ) -> HeadAnswer:
     """Ask a head for its nodes. ``claim`` is a rank and the mark of the node that wants it.
 
-    Without ``token``, the first request has no token; if the head refuses, the second uses the token that Ray's variables name.
+    Without ``token``, the first request is sent without a token; if the head refuses it, a second uses the token from Ray's variables.
     """
     if not listens(address, timeout_s=min(CONNECT_S, timeout_s)):
         raise HeadUnreachable(f"no answer at the head's address {address}")

@@ -47,7 +47,7 @@ def http_server(app: Any) -> uvicorn.Server:
         uvicorn.Config(
             app, lifespan="off", ws="none", log_level="error", access_log=False, server_header=False, date_header=False,
             proxy_headers=False, timeout_keep_alive=int(KEEP_ALIVE_S), timeout_graceful_shutdown=1, limit_concurrency=most,
-            # This many connections are accepted at once, before the oldest connections can be dropped for them.
+            # asyncio accepts up to this many connections at once, before the oldest ones can be dropped to make room.
             backlog=min(2048, most // 16 + 16), http=_protocol(most_silent=most // 2),
         )
     )  # fmt: skip

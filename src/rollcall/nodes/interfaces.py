@@ -12,7 +12,7 @@ import psutil
 
 
 def interface_addresses(name: str) -> list[str]:
-    """Return the interface's addresses, IPv4 first. Link-local IPv6 addresses are left out: they need the interface name."""
+    """Return the interface's addresses, IPv4 first. Link-local IPv6 addresses are left out, because they need the interface's name."""
     held = psutil.net_if_addrs().get(name, [])
     found = [one.address for one in held if one.family == socket.AF_INET]
     return found + [one.address for one in held if one.family == socket.AF_INET6 and "%" not in one.address]

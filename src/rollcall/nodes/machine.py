@@ -29,9 +29,7 @@ class Here:
 
     version: str  # Rollcall's
     host: str  # its own host name
-    address: (
-        str  # HOST:PORT where a head could listen, or where it listens if rank 0 is already running on this machine
-    )
+    address: str  # HOST:PORT where a head could listen, or where it listens if rank 0 already runs on this machine
     is_alone: bool  # other machines cannot reach that address
     rank: int | None  # `None` if the machine is not a node of the cluster
     versions: dict[str, str] = field(default_factory=dict)  # must be the same on all nodes
@@ -56,7 +54,7 @@ class Here:
 
 def look_here(cluster: str, *, interface: str | None) -> Here:
     ip = own_address(toward=None, node_ip=None, interface=interface)
-    with sole_owner(cluster):  # leaves nothing behind on a machine that is not a node
+    with sole_owner(cluster):  # this leaves no files behind on a machine that is not a node
         record = read_record(cluster)
     running = record if record is not None and is_running(record) else None
     is_head = running is not None and running.rank == 0
@@ -76,8 +74,8 @@ def look_here(cluster: str, *, interface: str | None) -> Here:
 
 @contextmanager
 def tied_to_stdin() -> Iterator[None]:
-    """Interrupt this command and its children, like Ctrl-C in a terminal, when stdin closes, because the launcher has exited or
-    wants to stop. The command then cleans up."""
+    """When stdin closes, interrupt this command and its children, as Ctrl-C in a terminal would. A closed stdin means that the launcher
+    has exited or wants to stop. The command then cleans up."""
     try:
         os.fstat(0)
     except OSError:  # a different file could get descriptor 0

@@ -34,13 +34,13 @@ from rollcall.nodes.door import CHALLENGE, Door, enter, watch_peer
 from rollcall.nodes.framing import json_frame, read_exactly, read_json_frame
 
 GREET_S = 60.0  # members that greet are already connected, so a peer that is silent for this long is not a member
-SLICE_S = 1.0  # the longest single wait; other threads of the process run in between
+SLICE_S = 1.0  # the longest single wait; between two waits, other threads of the process can use the connection
 ACCEPT_S = 0.5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Place:
-    """The address where a group meets, and its members' secret."""
+    """The address of a group's store, and the secret that the group's members share."""
 
     address: str
     port: int
@@ -48,7 +48,7 @@ class Place:
 
 
 class MeetingServer:
-    """Serves the keys. The caller has bound the listener and sends its port to the other members."""
+    """Serves the store to the members. The caller has bound the listener and sends its port to the other members."""
 
     def __init__(self, listener: socket.socket, *, secret: str) -> None:
         self._door = Door(listener, secret=secret)
@@ -78,7 +78,7 @@ class MeetingServer:
         try:
             while True:
                 connection.sendall(json_frame(self._do(**read_json_frame(partial(read_exactly, connection.recv)))))
-        except OSError:  # the member is gone, or the meeting is over
+        except OSError:  # the member is gone, or the server was closed
             connection.close()
 
     def _do(self, *, do: str, keys: list[str], values: Sequence[str] = (), add: int = 0, wait_s: float = 0) -> Any:
@@ -109,11 +109,11 @@ class MeetingServer:
                 case "count":
                     return len(self._values)
                 case _:
-                    raise ConnectionError(f"no member asks for {do!r}")
+                    raise ConnectionError(f"a member sent the unknown request {do!r}")
 
 
 class MeetingStore(dist.Store):
-    """A member's client for the keys. torch calls it from its own threads too.
+    """A member's client for the store. torch also calls it from threads of its own.
 
     torch keeps no Python reference to it, so code that creates a group with it must keep it for as long as the group lives.
     """
@@ -212,18 +212,15 @@ def greet(group: Any, store: MeetingStore, *, name: str, rank: int, members: Seq
         works.append((other, group.recv([greetings[other]], place, 0), greetings[other]))
     silent: dict[int, str] = {}
     ends = time.monotonic() + GREET_S
-    for (
-        other,
-        work,
-        _,
-    ) in works:  # check all of them: if this stopped at the first stranger, other members would not get a greeting
+    # Check all of them: if this stopped at the first stranger, other members would not get a greeting.
+    for other, work, _ in works:
         try:
             work.wait(timedelta(seconds=max(ends - time.monotonic(), 0.001)))
         except RuntimeError as error:
             silent.setdefault(other, str(error).splitlines()[0])
     for other, words in greetings.items():
         if other in silent:
-            raise _stranger(name, rank, other, f"it did not greet ({silent[other]})")
+            raise _stranger(name, rank, other, f"it sent no greeting ({silent[other]})")
         if not hmac.compare_digest(bytes(words.tolist()), _greeting(secret, name, other, rank, challenge)):
             raise _stranger(name, rank, other, "it does not know the group's secret")
 

@@ -40,9 +40,8 @@ def find_processes(folder: Path, *, recorded: Iterable[Process] = ()) -> list[Pr
 def stop_processes(folder: Path, *, recorded: Iterable[Process] = ()) -> int:
     """Stop the cluster's processes and return their number. The raylet is stopped first, so that the head learns of it at once."""
     recorded = tuple(recorded)
-    known: dict[
-        int, Process
-    ] = {}  # keeps every process that was seen, because an orphan loses the parent that links it to the cluster
+    # Keeps every process that was seen, because an orphan loses the parent that links it to the cluster.
+    known: dict[int, Process] = {}
 
     def remaining() -> list[Process]:
         known.update({process.pid: process for process in find_processes(folder, recorded=known.values() or recorded)})

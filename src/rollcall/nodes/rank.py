@@ -17,7 +17,7 @@ LAUNCHERS = (
     ("SKYPILOT_NODE_RANK", ("SKYPILOT_NUM_NODES",)),
     ("DSTACK_NODE_RANK", ("DSTACK_NODES_NUM",)),
 )
-# If the rank comes from an option, WORLD_SIZE may count processes rather than nodes.
+# Used if the rank comes from an option. WORLD_SIZE is left out, because it may then count processes rather than nodes.
 COUNTS = ("NNODES", "NUM_NODES", "SLURM_NNODES", "SLURM_JOB_NUM_NODES", "SKYPILOT_NUM_NODES", "DSTACK_NODES_NUM")
 
 
@@ -32,7 +32,7 @@ def find_identity(
 ) -> tuple[int, int | None]:
     """Return the node's rank and the number of nodes, which is `None` if only the head knows it.
 
-    Options come first, then the launchers' variables (an empty one counts as absent), then the run file's number, ``of_run``.
+    Options come first, then the launchers' variables (an empty one counts as absent), then ``of_run``, the run file's number of nodes.
     """
     asked = {"--rank": rank, "--master": 0 if master else None, "--worker": worker}
     given = {option: value for option, value in asked.items() if value is not None}

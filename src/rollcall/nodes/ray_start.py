@@ -39,7 +39,7 @@ from rollcall.nodes.processes import MARK, RAYLET, command_names, find_processes
 from rollcall.nodes.rendezvous import Found
 from rollcall.nodes.state import TOKEN, Accelerator, NodeRecord, auth_env, state_dir, tls_env
 
-COUNT_S = 120.0  # for counting the GPUs; importing Ray on a busy node takes most of it
+COUNT_S = 120.0  # for counting the GPUs; importing Ray on a busy node takes most of this time
 LEAST_BYTES = 64_000_000  # of free disk space
 # The longest path of Ray's folder, in bytes: a Unix socket path has at most 107 bytes, and Ray appends this text to the folder. Linux
 # process numbers are no longer than the one in this text.
@@ -47,7 +47,7 @@ SOCKET_ROOM = 107 - len("/session_2026-01-01_00-00-00_000000_4194304/sockets/pla
 # Lines in Ray's logs that contain the reason why a node did not start.
 ERROR = re.compile(r"^\[[-0-9:, ]+ [CEF] \d|Check failed|Timed out waiting for file|GCS cannot find the node")
 TUNED = {
-    # The dashboard's own metrics would listen on every interface; without a valid port they do not (2.60 logs that).
+    # The server of the dashboard's own metrics would listen on every interface. Without a valid port it does not (2.60 logs that).
     "DASHBOARD_METRIC_PORT": "-1",
     # A dead node is noticed within 3 to 5 s instead of 12 s (killed) or 63 s (power loss). A network cut of 1.5 s has no effect.
     "RAY_health_check_initial_delay_ms": "1000",
@@ -281,7 +281,7 @@ def _count_gpus() -> int:
         ) from None
     except subprocess.CalledProcessError as error:
         raise ClusterError(
-            f"the GPUs of this node cannot be counted: {error.stderr.strip()}\nreinstall Ray here"
+            f"the GPUs of this node cannot be counted: {error.stderr.strip()}; reinstall Ray on this node"
         ) from None
     return int(found.stdout.split()[-1])
 
@@ -294,7 +294,10 @@ def _logs(record: NodeRecord, log: Path) -> str:
         with suppress(FileNotFoundError):
             errors += [line for line in _lines(file) if ERROR.search(line)][-3:]
     shown = "\n".join(f"  {line}" for line in dict.fromkeys([*errors, *_lines(log)[-12:]]))
-    return f"its output is in {log}, its logs are in {folder}. On a busy machine, the same command may succeed the second time:\n{shown}"
+    return (
+        f"its output is in {log}, and its logs are in {folder}. On a busy machine, the same command may succeed the second time. The "
+        f"last errors and lines are:\n{shown}"
+    )
 
 
 def _lines(file: Path) -> list[str]:

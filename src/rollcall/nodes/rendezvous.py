@@ -66,7 +66,7 @@ class Rendezvous:
 
     @property
     def reached_file(self) -> Path:
-        """The file that contains a run's progress when it was stopped (``launch/whole_run.py``)."""
+        """The file with the progress of a run that was stopped (``launch/whole_run.py``)."""
         return self.folder / "reached"
 
     def publish(self, head: Head, *, token: str | None) -> None:
@@ -86,7 +86,7 @@ class Rendezvous:
         write_atomic(self.head_file, json.dumps(asdict(head), indent=1), private=True)
 
     def read(self) -> Head | None:
-        """Return the published head, or `None` if nothing readable is published. A different user's file is an error."""
+        """Return the published head, or `None` if nothing readable is published. Raise if the file belongs to a different user."""
         try:
             os.listdir(self.folder)  # makes an NFS client check again if it has cached the file as absent
             owner = self.head_file.stat().st_uid
@@ -109,7 +109,7 @@ class Rendezvous:
             return None
 
     def withdraw(self, cluster_id: str) -> bool:
-        """Remove the head of this bring-up; keep a head that a different bring-up published."""
+        """Remove the head if this start of the cluster published it; keep a head that a different start published."""
         head = self.read()
         if head is None or head.cluster_id != cluster_id:
             return False

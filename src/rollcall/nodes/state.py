@@ -28,10 +28,8 @@ DEFAULT_CLUSTER = "default"
 STATE_DIR = "ROLLCALL_STATE_DIR"
 TOKEN = "ROLLCALL_TOKEN"  # the variable with a token that the user chooses; it is a secret, so no worker sees it
 CLUSTER = "ROLLCALL_CLUSTER"  # the cluster that a command uses without --cluster
-TOKEN_LENGTH, TOKEN_LETTERS = (
-    32,
-    8,
-)  # for a token that the user sets: the least number of characters, and of different characters
+# In a token that the user sets: the least number of characters, and of different characters.
+TOKEN_LENGTH, TOKEN_LETTERS = 32, 8
 OWNER_S = 240.0  # longer than Ray takes to start
 NAME = re.compile(r"[A-Za-z0-9]([A-Za-z0-9_-]{0,30}[A-Za-z0-9])?")  # valid as a folder name and as a Ray label's value
 
@@ -153,7 +151,7 @@ def not_here(cluster: str) -> str:
     found = sorted(path.parent.name for path in state_dir(cluster).parent.glob("*/node.json"))
     others = f"; it is part of {', '.join(found)} (--cluster NAME)" if found else ""
     return (
-        f"this node is not part of a cluster {cluster!r}{others}; start it with `rollcall node`. A run on one machine needs no "
+        f"this node is not part of a cluster {cluster!r}{others}; to add it, run `rollcall node`. A run on one machine needs no "
         "cluster: `rollcall status RUN_DIR` shows the run"
     )
 

@@ -2,9 +2,10 @@
 
 The token determines the private key of a certificate authority, so the key is the same on every node. It is computed when needed
 and never written. Each node signs its certificate with this key, and trusts certificates that this key has signed. Ray then uses
-gRPC only over TLS, and both sides show a certificate, so someone without the token cannot even send a first request.
+gRPC only over TLS, and both sides present a certificate, so someone without the token cannot even send a first request.
 
-The key is PBKDF2 of the token: a stranger can test guesses of the token against a certificate, and PBKDF2 makes each guess slow.
+The key is derived from the token with PBKDF2: a stranger can test guesses of the token against a certificate, and PBKDF2 makes each
+guess slow.
 """
 
 from __future__ import annotations

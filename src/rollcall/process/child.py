@@ -1,8 +1,8 @@
-"""The child process's side: ``python -m rollcall.process.child MODULE:CLASS SOCKET LIFELINE CRASH FD...``.
+"""Runs in a child process, started as ``python -m rollcall.process.child MODULE:CLASS SOCKET LIFELINE CRASH FD...``.
 
-Creates an object of the class with the descriptors FD..., and calls its methods when the parent asks, one at a time. A method that
-yields sends each value at once, and its return value at the end. The class may choose how messages are encoded: calls are pickles
-(``hears``) and answers are JSON (``says``), unless it sets a different Body.
+Creates an object of the class from the descriptors FD..., and calls its methods one at a time, as the parent requests. If a method is a
+generator, each value that it yields is sent at once, and its return value at the end. The class may choose how messages are encoded:
+calls are pickles (``hears``) and answers are JSON (``says``), unless it sets a different Body.
 
 SOCKET carries the calls and the answers, so output of user code cannot mix with them. LIFELINE is the read end of a
 pipe that closes only when the parent dies. CRASH is a file for stack dumps. Standard library only.
@@ -36,7 +36,7 @@ def main(arguments: list[str]) -> None:
         sys.stdout.reconfigure(line_buffering=True)  # buffered output is lost when a process is killed
     dump_stacks_to(crash_fd)
     # If every process of a run gets a stop signal, only the controller acts on it, because it still needs the answers. This sets a
-    # handler, because processes that user code starts would inherit an ignored signal.
+    # handler instead of ignoring the signal, because processes that user code starts would inherit the ignored signal.
     signal.signal(signal.SIGTERM, lambda number, frame: None)
     for fd in (socket_fd, lifeline_fd, crash_fd, *others):
         os.set_inheritable(fd, False)  # processes started by user code must not keep them open
@@ -63,9 +63,8 @@ def serve(fd: int, target: Any) -> None:
 
     def say(number: int, kind: int, body: bytes) -> None:
         if os.getpid() != own_pid:
-            os._exit(
-                1
-            )  # user code forked, and this is the copy: its answer would be taken for the answer to another call
+            # User code forked this process, and this is the copy. Its answer would be mistaken for the answer to another call.
+            os._exit(1)
         data = memoryview(frame(HEAD.pack(number, kind) + body))
         try:
             while data:
@@ -79,7 +78,7 @@ def serve(fd: int, target: Any) -> None:
         except ConnectionError:
             return
         number, kind = HEAD.unpack_from(message)
-        assert kind == CALL, "a parent only calls"
+        assert kind == CALL, "a parent sends only calls"
         try:
             method, arguments = hears.loads(message[HEAD.size :])
             returned = getattr(target, method)(*arguments)
@@ -89,7 +88,7 @@ def serve(fd: int, target: Any) -> None:
                 except StopIteration as stop:
                     returned = stop.value
             body = says.dumps(returned)
-        except BaseException as error:  # noqa: BLE001 - user code may raise anything, SystemExit too
+        except BaseException as error:  # noqa: BLE001 - user code may raise anything, even SystemExit
             say(number, RAISED, raised_body(error))
         else:
             say(number, DONE, body)
@@ -102,7 +101,7 @@ def raised_body(error: BaseException) -> bytes:
 
 
 def cut(text: str, longest: int = MAX_WHY) -> str:
-    """Cut the middle out of a long string: the beginning of a traceback shows where, and its end shows the error."""
+    """Cut the middle out of a long string: a traceback's beginning shows where the call came from, and its end shows the error."""
     return text if len(text) <= longest else f"{text[: longest // 2]}\n...\n{text[-longest // 2 :]}"
 
 
@@ -116,8 +115,9 @@ def end_with(lifeline_fd: int) -> None:
     """Make the kernel kill this process, and its group if it leads one, when the lifeline closes. The lifeline is the read end of a
     pipe; only the parent has the other end.
 
-    User code that hangs inside C (a runaway regular expression) runs no Python thread or handler, and a parent death signal would
-    follow the parent's thread instead of its process. Without kernel support (macOS), a process exits at its next read.
+    User code that hangs inside C (a runaway regular expression) runs no Python thread or handler. A parent-death signal does not work
+    either: the kernel sends it when the parent's thread exits, not its process. Without kernel support (macOS), a process exits at its
+    next read.
     """
     set_signal = getattr(fcntl, "F_SETSIG", None)
     if set_signal is None:

@@ -1,8 +1,8 @@
 """Starts processes as children of this process, and reports how they ended.
 
-After its command, each child gets a socket, a lifeline whose other end only this process has, a file for stack dumps, and the other
-descriptors passed to it. Each child leads its own process group,
-so Ctrl-C reaches only this process, and a child's own children are killed with it.
+Each child's command line ends with the numbers of its descriptors: a socket, a lifeline whose other end only this process has, a file
+for stack dumps, and any others that the caller passes on. Each child leads its own process group, so Ctrl-C reaches only this process,
+and a child's own children are killed with it.
 """
 
 from __future__ import annotations
@@ -128,13 +128,14 @@ class LinkHere(SocketLink):
     def end(self, *, grace_s: float, ask_stack: bool = False) -> Ending:
         if ask_stack:
             self._ask_for_stack()
-        started = descendants(self.pid)  # after its exit, the processes that it started cannot be found any more
-        with suppress(OSError):  # a child that answers calls exits now
+        started = descendants(self.pid)  # after the child's exit, the processes that it started can no longer be found
+        with suppress(OSError):  # a child that serves calls exits when its socket closes
             self.connection.shutdown(socket.SHUT_RDWR)
         until_s = time.monotonic() + grace_s
         while Process.of(self.pid) is not None and time.monotonic() < until_s:
             time.sleep(0.005)
-        # Its exit status was not collected, so its process id and its group's are still its own, and the status does not change.
+        # The exit status has not been collected yet, so no other process can have the child's process id or group id, and a signal
+        # does not change the status of a child that has already exited.
         with suppress(ProcessLookupError, PermissionError):  # macOS raises this for a group whose only member has died
             os.killpg(self.pid, signal.SIGKILL)
         signal_processes(started, signal.SIGKILL)
@@ -149,7 +150,7 @@ class LinkHere(SocketLink):
         return Ending(how=how, status=status, stack=plain_stack(stack))
 
     def _ask_for_stack(self) -> None:
-        """Make the child dump its stack, which works inside C code too."""
+        """Make the child dump its stack. This works even while the child runs C code."""
         with suppress(ProcessLookupError):
             os.kill(self.pid, STACK_SIGNAL)
         until_s, size = time.monotonic() + 0.5, 0

@@ -43,7 +43,7 @@ def paused() -> Iterator[None]:
 
 
 def patient_loop() -> Any:
-    """Create an event loop whose clock stops while a prompt is open, so that no timer in it is late afterwards."""
+    """Create an event loop whose clock stops while a prompt is open, so that its timers are not overdue afterwards."""
     import asyncio  # imported late: few processes need it, and processes must start fast
 
     loop = asyncio.new_event_loop()

@@ -1,16 +1,17 @@
-"""The parent's handle of a process: ``await worker.call(method, ...)`` returns, or raises Raised (its error) or Lost (who, where, why).
+"""The parent's handle for a child process. ``await worker.call(method, ...)`` returns the method's result. It raises Raised if the
+method raised an error, and Lost if the process is gone.
 
     Worker --numbered calls, as frames--> Link --bytes--> the process: serve (child.py), or its own server
        ^                                    |
        +---- parts, answers, errors --------+
 
 A worker has no thread and belongs to no event loop. Calls wait where they are made: ``call`` in the running event loop, ``ask`` and
-``wait`` in a thread. Any number of calls may be in progress; whether they are answered out of order is up to the child. Calls
-in progress at the same time share one event loop.
+``wait`` in a thread. Any number of calls may be in progress, and the child may answer them in any order. Event loops must not overlap:
+while calls wait in one loop, no other loop may make calls.
 
 A call's deadline limits silence: it restarts with each part of the answer, and with each byte of the call that the process
 accepts. Time at a debugger's prompt does not count (pause.py). A process that is late, has exited or sends something invalid is killed
-with all that it started, and every call raises Lost, including later ones.
+together with all processes that it started. Every call then raises Lost, including later calls.
 
 The Link determines how a process is reached: as a child of this process (here.py), forked by a zygote, or on another node.
 """
@@ -34,10 +35,10 @@ if TYPE_CHECKING:
     from rollcall.process.debug.here import DebugLine
 
 Reader = Callable[[bytes], Any]
-"""Reads a value that a process sent; raises ValueError if it should not have sent it."""
+"""Decodes a value that a process sent; raises ValueError if the value is invalid."""
 _DIED = "died"
 EXIT_S = 1.0  # from the end of a process's connection to its exit
-_MOST_READS = 64  # at once: a process that writes endlessly must not block this process
+_MOST_READS = 64  # in a row: a process that writes endlessly must not block this process
 _LONGEST_LOOK_S, _HELD_LOOK_S = 60.0, 1.0
 
 
@@ -50,7 +51,7 @@ class Raised(RuntimeError):  # noqa: N818 - an outcome
 
 
 class Lost(RuntimeError):  # noqa: N818
-    """A process is gone. ``status`` is None if its exit status is unknown; ``stack`` is its last stack, if it could dump that."""
+    """A process is gone. ``status`` is None if its exit status is unknown; ``stack`` is its last stack, if it could dump one."""
 
     def __init__(self, who: str, where: str, why: str, *, is_late: bool, status: int | None, stack: str) -> None:
         super().__init__(f"{who} ({where}) {why}" + (f"\nit was at\n{stack}" if stack else ""))
@@ -60,7 +61,7 @@ class Lost(RuntimeError):  # noqa: N818
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ending:
-    """How a process ended: a text, and the ``subprocess`` status if there is one."""
+    """How a process ended: a description, and the exit status from ``subprocess`` if there is one."""
 
     how: str
     status: int | None
@@ -75,7 +76,7 @@ class Link(Protocol):
     where: str  # for messages
 
     def fileno(self) -> int:
-        """Return a descriptor that is readable when there is data. A carrier without a socket uses one to wake its reader."""
+        """Return a descriptor that is readable when there is data."""
         ...
 
     def send(self, data: memoryview) -> int:
@@ -87,7 +88,8 @@ class Link(Protocol):
         ...
 
     def end(self, *, grace_s: float, ask_stack: bool = False) -> Ending:
-        """Hang up, wait ``grace_s`` for the process to exit, and kill it with all it started. ``ask_stack``: dump its stack first."""
+        """Hang up, wait ``grace_s`` for the process to exit, then kill it and all processes that it started. With ``ask_stack``, first
+        make it dump its stack."""
         ...
 
 
@@ -130,7 +132,8 @@ class Call:
 
 
 class Worker:
-    """``answers``: how to read each method's answer and its parts. A process may send anything, so its messages are never unpickled."""
+    """The handle for one process. ``answers`` contains, for each method, the function that decodes its answer and the answer's parts.
+    A process may send anything, so its messages are never unpickled."""
 
     def __init__(
         self,
@@ -204,11 +207,11 @@ class Worker:
                 self._unwatch()
 
     def ask(self, method: str, *args: Any, deadline_s: float, each: Callable[[Any], None] | None = None) -> Any:
-        """Do the same as ``call`` in a thread, which waits for the result."""
+        """Call a method like ``call``, but block this thread until the result is there."""
         return self.wait(self.begin(method, *args, deadline_s=deadline_s, each=each))
 
     def begin(self, method: str, *args: Any, deadline_s: float, each: Callable[[Any], None] | None = None) -> Call:
-        """Begin a call. When this returns, the process has received it, or never will; ``wait`` returns the result."""
+        """Begin a call. When this returns, the process has received the call or will never receive it. ``wait`` returns the result."""
         call = self._begin(method, args, deadline_s, each)
         self._block(call, lambda: not self._outbox, None, deadline_s)
         return call
@@ -229,7 +232,7 @@ class Worker:
         return await asyncio.to_thread(self._end, grace_s=grace_s)
 
     def close(self, *, grace_s: float = 0.0) -> Ending:
-        """Do the same as ``end`` in a thread."""
+        """Stop the process like ``end``, but block this thread until it has ended."""
         self._leave()
         return self._end(grace_s=grace_s)
 
@@ -293,7 +296,7 @@ class Worker:
         except BlockingIOError:
             pass
         except OSError:
-            self._outbox.clear()  # the process is gone; reading notices that too, after what it sent before
+            self._outbox.clear()  # the process is gone; the reads below notice that too, once they have received all that it sent
         if len(self._outbox) < before:
             self._restart_all()
         try:
@@ -325,12 +328,12 @@ class Worker:
 
     def _take(self, message: bytes) -> None:
         if len(message) < HEAD.size:
-            raise ValueError("no head")
+            raise ValueError("the message is shorter than its header")
         number, kind = HEAD.unpack_from(message)
         call = self._calls.get(number)
         if call is None or call.is_done:
             if number not in self._dropped:
-                raise ValueError("it was not asked")
+                raise ValueError("the message answers no call")
             if kind != PART:
                 self._dropped.remove(number)
             return
@@ -343,7 +346,7 @@ class Worker:
             case _ if kind == RAISED:
                 call.finish(error=Raised(self.name, *map(visible, _texts(body))))
             case _:
-                raise ValueError("no such kind of message")
+                raise ValueError("unknown kind of message")
 
     def _watch(self, loop: asyncio.AbstractEventLoop) -> None:
         """Make the loop wake the calls when the process can be written to or read from."""
@@ -372,12 +375,12 @@ class Worker:
             self._loop.remove_writer(self.link.fileno())
 
     def _on_stop(self) -> None:
-        """Handle a stop in the debugger. A terminal of this process talks to it at once while everything else waits."""
+        """Handle a stop in the debugger. If this process has a terminal, the user can type at it at once, and everything else waits."""
         assert self.line is not None and self._loop is not None
         self._loop.remove_reader(self.line.fd)
         try:
             self._is_line_watched = self.line.answer()
-        except BaseException as error:  # noqa: BLE001 - the terminal was closed, or Ctrl-C: the calls raise it
+        except BaseException as error:  # noqa: BLE001 - the terminal was closed or Ctrl-C was pressed; the calls raise the error
             self._interrupted = error
             self._wake_all()
         else:

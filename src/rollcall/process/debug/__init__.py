@@ -9,6 +9,6 @@
                                  board.Board: the controller's list of the processes that wait
 
 A line is a pair of sockets that carries JSON messages (nodes/framing.py). The stopped thread only reads its line; the porter
-listens on the network, behind a door, while something is stopped. If a caller is lost, the thread keeps waiting. While
+listens on the network, behind a door, while a thread is stopped. If a caller is lost, the thread keeps waiting. While
 anything waits, the run's deadlines are paused (``Board.is_held``).
 """

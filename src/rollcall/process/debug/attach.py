@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from enum import Enum
-from multiprocessing.connection import wait  # unlike select.select, for descriptors from 1024 on too
+from multiprocessing.connection import wait  # unlike select.select, it accepts descriptors from 1024 on
 from typing import Any
 
 from rollcall.base.errors import ClusterError
@@ -34,9 +34,9 @@ CONNECT_S = 10.0
 UNATTENDED_S = 3600.0
 LOOK_S = 0.1  # between two checks of the door
 SEND_S = 5.0  # a terminal that accepts nothing for this long is lost
-LONGEST = 4 << 20  # bytes in a message; the debugger sends no longer messages
+LONGEST = 4 << 20  # bytes in a message; the debugger's own messages are never that long
 
-_alone_since: float | None = None  # since when something is stopped and nobody has been attached; monotonic clock
+_alone_since: float | None = None  # since when a thread has been stopped with nobody attached; monotonic clock
 _has_given_up = False
 
 OnStop = Callable[[Mapping[str, Any] | None], None]
@@ -74,7 +74,8 @@ class Connection:
 
 
 class Porter:
-    """Connects a stopped process to terminals. ``on_stop`` gets a stop's place and door, and None when the process continues."""
+    """Connects a stopped process to terminals. ``on_stop`` is called with each stop's place and door, and with None when the process
+    continues."""
 
     def __init__(self, line: socket.socket, *, host: str, on_stop: OnStop) -> None:
         self._line = Connection(line)
@@ -90,7 +91,7 @@ class Porter:
             while True:
                 self._turn()
         except (OSError, ValueError):
-            pass  # the line is closed: the process has exited, or its owner has stopped it; or the data is invalid
+            pass  # the line is closed, because the process has exited or its owner has stopped it, or the data is invalid
         finally:
             self._goes()
             self._line.close()  # without a porter, the stopped thread continues
@@ -156,7 +157,7 @@ class Porter:
         global _has_given_up
         if not _has_given_up:
             warn(
-                f"no terminal has attached to the debugger for {UNATTENDED_S:g} s; from now on, process {os.getpid()} does not stop in it"
+                f"no terminal has attached to the debugger for {UNATTENDED_S:g} s; process {os.getpid()} will not stop in it again"
             )
         _has_given_up = True
         self._goes()
@@ -194,7 +195,7 @@ class Porter:
 
 
 def _left_s() -> float:
-    """Return the seconds until a stopped thread continues by itself. The next stop restarts it only if somebody has attached."""
+    """Return the seconds until a stopped thread continues by itself. The time starts again only after somebody has attached."""
     global _alone_since
     _alone_since = _alone_since or time.monotonic()
     return _alone_since + UNATTENDED_S - time.monotonic()
@@ -216,7 +217,7 @@ class End(Enum):
     """How a conversation ended."""
 
     GOES = "it continues"
-    LEFT = "the terminal left, it waits"
+    LEFT = "the terminal left, and the process keeps waiting"
     LOST = "the connection was lost"
     BUSY = "another terminal is attached"
 
@@ -230,12 +231,12 @@ def reach(waits: Waiting) -> socket.socket:
     except OSError as error:
         raise ClusterError(
             f"{waits.who} does not answer at {waits.address} port {waits.port} ({error}): it has continued or ended, or this "
-            "machine cannot reach its node; `rollcall debug` lists the processes that wait"
+            "machine cannot reach its node; `rollcall debug` lists the processes that are waiting"
         ) from None
 
 
 def is_there(waits: Waiting) -> bool:
-    """Return whether the process still listens. The list of a killed run is left behind."""
+    """Return whether the process still listens. A killed run leaves its list behind, so a process in the list may be gone."""
     try:
         socket.create_connection((waits.address, waits.port), timeout=CONNECT_S).close()
     except ConnectionRefusedError:

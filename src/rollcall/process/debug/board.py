@@ -102,7 +102,7 @@ class Board:
                 self._show()
                 self._run_dir = None
             if not was_there:
-                with suppress(OSError):  # the folder belongs to a run, or was never created
+                with suppress(OSError):  # the folder is not empty because it belongs to a run, or was never created
                     run_dir.rmdir()
 
     def post(self, key: str, seat: DebugSeat, place: Mapping[str, Any] | None) -> None:
@@ -174,7 +174,9 @@ def _write(run_dir: Path, waiting: Sequence[Waiting]) -> None:
         else:
             path.unlink(missing_ok=True)
     except OSError as error:
-        warn(f"{path} cannot be written ({error}), so `rollcall debug {run_dir}` does not list the processes that wait")
+        warn(
+            f"{path} cannot be written ({error}), so `rollcall debug {run_dir}` does not list the processes that are waiting"
+        )
 
 
 def _words(waits: Waiting, *, run_dir: Path | None) -> str:
@@ -182,6 +184,6 @@ def _words(waits: Waiting, *, run_dir: Path | None) -> str:
     where = f"{run_dir} " if run_dir else ""
     ends = "continues" if waits.why == "breakpoint" else "ends with this error"
     return visible(
-        f"{waits.who} waits in the debugger at {waits.where} ({waits.why}). Attach a terminal with `rollcall debug "
+        f"{waits.who} is waiting in the debugger at {waits.where} ({waits.why}). Attach a terminal with `rollcall debug "
         f"{where}{waits.number}`; if nobody attaches, it {ends} at {until}"
     )

@@ -1,6 +1,6 @@
 """The child's end of a line: stops at ``breakpoint()`` and exceptions in user code; the parent provides a terminal (debug/here.py).
 
-Imports only the standard library, and the debugger itself when something stops: reward and environment processes must start fast.
+Imports only the standard library, and the debugger only at the first stop, because reward and environment processes must start fast.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class ChildLine:
         self._own = threading.local()  # the thread's debugger, which keeps the frames where the thread stopped
 
     def stop(self, *args: Any, **kwargs: Any) -> None:
-        """Handle ``breakpoint()``. Code from a string does not stop: a model wrote it, and nobody asked to debug it."""
+        """Handle ``breakpoint()``. Code that does not come from a file does not stop: a model wrote it, and nobody wants to debug it."""
         caller = sys._getframe().f_back
         if os.getpid() != self._pid or caller is None or not os.path.exists(caller.f_code.co_filename):
             print(f"a breakpoint() that is not in a file of this {self._of} is ignored", file=sys.stderr)

@@ -64,7 +64,7 @@ def _examined() -> Examined:
 
 
 def serve(*, host: str | None = None, node: int | None = None, on_stop: OnStop | None = None) -> bool:
-    """Stop at breakpoints from now on. Return False if a different debugger does that. Terminals on other nodes reach this machine
+    """Stop at breakpoints from now on. Return False if a different debugger handles them. Terminals on other nodes reach this machine
     at ``host``; ``node`` is its rank. ``on_stop`` is called at each stop; by default, it posts to this process's board."""
     before = (_served.host, _served.on_stop)
     _served.host, _served.on_stop = host or _served.host, on_stop or _served.on_stop
@@ -92,7 +92,7 @@ def is_watched() -> bool:
 
 
 def tell(who: str, place: Mapping[str, Any] | None) -> None:
-    """Report that ``who`` has stopped at ``place``, or continues. A worker can show one stop at a time, so other stops wait."""
+    """Report that ``who`` has stopped at ``place``, or continues. A worker can show only one stop at a time, so other stops wait."""
     with _telling:
         if place is None:
             _stops.pop(who, None)
@@ -177,7 +177,7 @@ class DebugLine:
         with paused(), borrowed_terminal():
             end = converse(self._ours, again=True, opens_within_s=PROMPT_S)
         if end is End.LEFT:
-            heeded().check()  # the terminal was closed: SIGHUP, and the end of the input
+            heeded().check()  # raises if the terminal was closed, which sends SIGHUP and ends the input
             raise KeyboardInterrupt
         if end is End.LOST:
             self.close()

@@ -1,12 +1,12 @@
 """The debugger in the process that stops: plain pdb at its own terminal, or pdb over a line to a porter.
 
-``breakpoint()`` calls the process's hook (``here.py``), an exception calls the same debugger's ``post_mortem``. The stopped
+``breakpoint()`` calls the process's hook (``here.py``), and an exception calls the same debugger's ``post_mortem``. The stopped
 thread waits at the prompt while the other threads run. The messages on a line:
 
     {"stopped": {file, line, function, why}}   a prompt opens           {"attach": true}   a terminal has attached: show the position
     {"here": true}                             answers "attach": the next messages are for that terminal
     {"text": ...}, {"prompt": ...}             pdb's output and prompt  {"line": ...}      a line that somebody typed
-    {"left": true}                             `quit`: the terminal may leave, the thread keeps waiting
+    {"left": true}                             `quit`: the terminal may leave, and the thread keeps waiting
     {"goes": true}                             the thread continues
 """
 
@@ -74,7 +74,7 @@ class _Debugger(pdb.Pdb):
         self._only: FrameType | None = None  # the frame that called breakpoint(), until the prompt opens
 
     def stop(self, caller: FrameType | None) -> None:
-        """Stop where ``breakpoint()`` was called. Code that runs at a prompt does not stop again: the prompt's frames would be lost."""
+        """Stop where ``breakpoint()`` was called. Code that runs at a prompt does not stop again: that would lose the prompt's frames."""
         if self._is_open:
             self.message(
                 "a breakpoint() in code that you evaluate at the prompt is ignored; use `debug f()` to step into a call"
@@ -125,7 +125,7 @@ class _Debugger(pdb.Pdb):
         raise heard
 
     def _refuse(self, arg: str) -> None:
-        """Refuse to restart the process. If necessary, the run does that by itself."""
+        """Refuse to restart the process, because the run itself restarts it if necessary."""
         self.error("a process of a run cannot be started again from its debugger")
 
     do_run = do_restart = _refuse
@@ -200,7 +200,7 @@ class LinePdb(_Debugger):
 
     def do_quit(self, arg: str) -> None:
         """q(uit)
-        Leave the debugger. The worker keeps waiting: attach again, or `continue` first to let it run.
+        Leave the debugger. The worker keeps waiting; to let it run, type `continue` instead, or attach again later.
         """
         self.message(LEFT)
         self._talk.say(left=True)

@@ -112,7 +112,7 @@ class Recipe:
     target: str | type  # "module.Class", or the class
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
-    purposes: Mapping[str, str]  # by method, text that completes "waiting for WORKER ..."; {0} is the first argument
+    purposes: Mapping[str, str]  # by method: completes the text "waiting for WORKER ..."; {0} is the first argument
 
 
 @dataclass(eq=False, slots=True)
@@ -130,13 +130,11 @@ class Call:
     """A call to a member, and its outcome once the carrier has received it."""
 
     member: Member
-    purpose: str = ""  # text that completes "waiting for WORKER ..."
+    purpose: str = ""  # completes the text "waiting for WORKER ..."
     link: Any = None  # how its carrier finds the answer
     is_done: bool = False
     value: Any = None
-    error: Exception | None = (
-        None  # RemoteFailureError: the worker's exception; any other error: the reason why there is no answer
-    )
+    error: Exception | None = None  # RemoteFailureError: the worker's exception; others: why there is no answer
 
     def finish(self, value: Any = None, *, error: Exception | None = None) -> None:
         self.value, self.error, self.is_done = value, error, True
@@ -200,8 +198,8 @@ class Carrier(ABC):
     def is_alive(self, member: Member) -> bool: ...
 
     def look(self, members: Sequence[Member], *, last: bool) -> Collection[int]:
-        """Tell the lookout what the members are doing, and return the ranks on nodes that do not answer. This does not ask the nodes,
-        unless it is the ``last`` time: then it waits a moment for the calls until now."""
+        """Tell the lookout what the members are doing, and return the ranks on nodes that do not answer. This does not query the
+        nodes, unless it is the ``last`` time: then it waits a moment for their latest calls."""
         return ()
 
     @abstractmethod

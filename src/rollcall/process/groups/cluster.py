@@ -37,9 +37,9 @@ def use_by_default(backend: Backend) -> None:
 class VirtualCluster:
     """Slots for worker groups, reserved until ``shutdown``.
 
-    ``bundle_ct_per_node_list`` has the number of slots to reserve on each node; 0 leaves a node out. Entries use the nodes in
-    rank order, each the next node with enough free slots, unless ``node_ranks`` names the nodes. ``backend`` runs the workers; the
-    default is the backend that ``init_ray`` has chosen.
+    ``bundle_ct_per_node_list`` contains the number of slots to reserve on each node; 0 leaves a node out. Each entry gets the next node
+    in rank order that has enough free slots, unless ``node_ranks`` names the nodes. ``backend`` runs the workers; the default is the
+    backend that ``init_ray`` has chosen.
     """
 
     def __init__(
@@ -60,8 +60,8 @@ class VirtualCluster:
             )
         if use_gpus and max(counts) > num_gpus_per_node:
             raise ValueError(
-                f"bundle_ct_per_node_list={list(counts)} takes {max(counts)} slots of a node with "
-                f"num_gpus_per_node={num_gpus_per_node}; take fewer, or raise num_gpus_per_node"
+                f"bundle_ct_per_node_list={list(counts)} requests {max(counts)} slots on a node with "
+                f"num_gpus_per_node={num_gpus_per_node}; request fewer, or raise num_gpus_per_node"
             )
         if node_ranks is not None and (len(node_ranks) != len(counts) or len(set(node_ranks)) != len(counts)):
             raise ValueError(
@@ -86,11 +86,11 @@ class VirtualCluster:
         return list(self._nodes.values())
 
     def world_size(self) -> int:
-        """The number of slots."""
+        """Return the number of slots."""
         return sum(self._ask.slots_per_node)
 
     def node_count(self) -> int:
-        """The number of nodes with slots."""
+        """Return the number of nodes with slots."""
         return len(self._nodes)
 
     def node(self, node_rank: int) -> NodeSeats:

@@ -1,6 +1,6 @@
-"""Ranks on named axes: which rows each worker gets, and which results are returned. Pure; uses numpy, and splits tensors without torch.
+"""Ranks on named axes: which rows each worker gets, and which results are returned. Pure functions, which need numpy but not torch.
 
-Rows are split as evenly as possible, in order: 10 rows over 4 workers are 3, 3, 2, 2. With fewer rows than workers, the last
+Rows are split as evenly as possible, in order: 10 rows become 3, 3, 2 and 2 rows for 4 workers. With fewer rows than workers, the last
 workers get an empty part. They are still called because every worker has to take part in a collective.
 """
 
@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-SETUP = "setup"  # in run_rank_0_only_axes: only rank 0
+SETUP = "setup"  # in run_rank_0_only_axes: call only rank 0
 
 # The part of its answer that a worker leaves out: nothing, some fields, or (None) everything.
 Drop = tuple[str, ...] | None
@@ -35,7 +35,9 @@ class NamedSharding:
         if ranks.dtype.kind not in "iu":
             raise ValueError(f"a layout contains ranks, which are integers; got {ranks.dtype} in {layout!r}")
         if ranks.ndim != len(names) or len(set(names)) < len(names):
-            raise ValueError(f"the layout has {ranks.ndim} axes and the names {list(names)}; name each axis once")
+            raise ValueError(
+                f"the layout has {ranks.ndim} axes, but the names are {list(names)}; give each axis one unique name"
+            )
         if ranks.size == 0:
             raise ValueError(f"a layout needs at least one rank; its shape is {ranks.shape}")
         if len(np.unique(ranks)) < ranks.size:
@@ -167,7 +169,7 @@ def check_fields(first: Any, names: Sequence[str], *, axes: Sequence[str]) -> No
         if given is None or name not in given:
             has = f"a {type(first).__name__} without fields" if given is None else ", ".join(map(str, given))
             raise ValueError(
-                f"output_is_replicated: {name!r} is neither an axis ({', '.join(axes)}) nor a field of the result: {has}"
+                f"output_is_replicated: {name!r} is neither an axis ({', '.join(axes)}) nor a field of the result ({has})"
             )
 
 
@@ -180,7 +182,7 @@ def split_arguments(
     if len(set(rows.values())) > 1:
         sizes = ", ".join(f"{name} has {count}" for name, count in rows.items())
         raise ValueError(f"arguments of different lengths cannot be split together: {sizes} rows; use common_kwargs for "
-                         "an argument that every worker gets unsplit")  # fmt: skip
+                         "an argument that every worker should get unsplit")  # fmt: skip
     parts = {name: split_rows(value, num_parts=num_parts) for name, value in named.items()}
     positional = [parts[f"argument {number}"] for number in range(len(args))]
     return [

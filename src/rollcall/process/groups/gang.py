@@ -55,7 +55,7 @@ class Gang:
         greetings = [self._send(member, "greet", [member.spec.rank == 0], {}) for member in members]
         for member, (pid, port) in zip(members, self.gather(greetings, wait=wait), strict=True):
             member.pid, self._master_port = pid, port or self._master_port
-            self._carrier.watch(member)  # before it starts, since the start may get stuck
+            self._carrier.watch(member)  # before it is started, because the start may hang
             self.lookout.regain(member.spec.rank, f"process {pid} on node {member.spec.node.node_rank}")
         master = {"master_address": self.members[0].spec.node.address, "master_port": self._master_port}
         args, kwargs = self._shared
@@ -77,7 +77,7 @@ class Gang:
         return call
 
     def gather(self, calls: Sequence[Call], *, wait: Wait) -> list[Any]:
-        """Wait for the results, in order. Raises as soon as one call fails, a needed worker is lost, or the wait is over."""
+        """Wait for the results, in order. Raises as soon as one call fails, a needed worker is lost, or the time is up."""
         waited_for = self._waited_for[threading.get_ident()] = list(dict.fromkeys(calls))
         try:
             while missing := [call for call in waited_for if not call.is_done]:
@@ -98,7 +98,8 @@ class Gang:
             del self._waited_for[threading.get_ident()]
 
     def _tell(self, missing: Sequence[Call], *, wait: Wait, total: int) -> None:
-        answered = self._carrier.answered(missing, timeout_s=0)  # a carrier may collect all answers or none
+        # `settle` may collect no answer until all have arrived.
+        answered = self._carrier.answered(missing, timeout_s=0)
         specs = [call.member.spec for call in missing if call not in answered]
         if not specs:
             return
@@ -186,7 +187,7 @@ class Gang:
         return f"; {words}" if words else ""
 
     def _explain(self, calls: Sequence[Call]) -> NoReturn:
-        """Raise what the failed call means: a dead worker comes before workers that failed because of its death."""
+        """Raise the error that explains the failed calls. A dead worker takes precedence over workers that failed because of it."""
         self._carrier.settle(calls, timeout_s=STUMBLE_S, through_failures=True)
         failed = [call for call in calls if call.error is not None]
         self._look_for_dead(failed)
@@ -198,7 +199,7 @@ class Gang:
         if first.member.death:
             raise died([spec, *others], f"{first.member.death}{self._waits()}{also}") from error
         if not isinstance(error, RemoteFailureError):
-            raise WorkerError(f"{spec.where} gave no result: {error}{also}", **named) from error
+            raise WorkerError(f"{spec.where} returned no result: {error}{also}", **named) from error
         if self._carrier.peer_s and is_about_a_peer(error.original, error.text):
             self._blame(calls, f"{spec.where} raised\n{error}{also}")
             raise PeerLostError(f"{spec.where} lost its peer:\n{error}{also}", **named) from error.original
@@ -226,7 +227,7 @@ def listed(specs: Sequence[WorkerSpec], *, most: int = 8) -> str:
 
 
 def waits_words(waits: Mapping[str, Sequence[WorkerSpec]]) -> str:
-    """Say which workers the run waited for, and for what."""
+    """Return a text that says which workers the run waited for, and for what."""
     parts = [f"{listed(specs, most=3)} {purpose}" for purpose, specs in waits.items()]
     return f"the run waited for {', and for '.join(parts)}" if parts else ""
 

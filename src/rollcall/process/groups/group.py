@@ -87,9 +87,9 @@ class Worker:
 class WorkerGroup:
     """One worker per seat, with ranks in (node rank, slot) order.
 
-    ``workers_per_node`` (a number, or one for each node) uses that many of a node's slots, one worker each; a multiple of
-    the slots puts several workers on each. ``seats`` has one entry per worker, which sees the accelerators of all its slots.
-    Without either, each slot gets a worker.
+    ``workers_per_node`` is one number, or a number for each node: that many of a node's slots get one worker each. A multiple of the
+    number of slots puts several workers on each slot. ``seats`` has one entry per worker; the worker sees the accelerators of all slots
+    in its entry. Without either, each slot gets a worker.
     ``env_vars`` are set for every worker, ``node_env_vars`` (by node rank) for the workers of one node. ``titles`` are the workers'
     names in messages, by rank, instead of the prefix and the rank; workers of the same kind (``kinds``) are about equally fast;
     ``purposes`` says, by method, what a caller waits for.
@@ -114,7 +114,7 @@ class WorkerGroup:
         timeout_s: float = START_DEADLINE_S,
     ) -> None:
         if workers_per_node is not None and seats is not None:
-            raise ValueError("workers_per_node and seats both say where workers sit; give one of them")
+            raise ValueError("workers_per_node and seats both determine where the workers run; give only one of them")
         seats = _seats_per_node(cluster, workers_per_node) if seats is None else seats
         seats = sorted(seats, key=lambda seat: (seat.node_rank, seat.slots))
         if not seats:
@@ -127,7 +127,7 @@ class WorkerGroup:
         self.sharding = sharding_annotations or NamedSharding.default(len(seats))
         if self.sharding.ranks != list(range(len(seats))):
             raise ValueError(
-                f"the sharding lays out ranks {self.sharding.ranks}, and the group has ranks 0 to {len(seats) - 1}"
+                f"the sharding has ranks {self.sharding.ranks}, but the group has ranks 0 to {len(seats) - 1}"
             )
         self.specs = self._specs(
             seats,
@@ -171,7 +171,7 @@ class WorkerGroup:
                 local_world_size=on_node.count(seat.node_rank),
                 node=self.cluster.node(seat.node_rank),
                 slots=seat.slots,
-                # Rounded down to Ray's resolution, or several shares would exceed the slot.
+                # Rounded down to Ray's resolution, because several shares rounded up would exceed the slot.
                 share=int(10_000 / num_sharing) / 10_000 if self.takes_slots else 0.0,
                 env={**env, **node_env.get(seat.node_rank, {})},
                 title=titles[rank],
@@ -198,7 +198,7 @@ class WorkerGroup:
         """Call one worker."""
         if not 0 <= worker_idx < self.world_size:
             raise ValueError(
-                f"worker_idx={worker_idx} is outside; {self.name_prefix} has workers 0 to {self.world_size - 1}"
+                f"worker_idx={worker_idx} is out of range; {self.name_prefix} has workers 0 to {self.world_size - 1}"
             )
         return self._running.call(worker_idx, method_name, (), args, kwargs)
 
@@ -215,7 +215,7 @@ class WorkerGroup:
         """Call these workers with the same arguments."""
         if len(workers) > 1:
             args, kwargs = self._shared(args, kwargs)
-        # Calls from two threads reach all workers in the same order because workers may have to meet in them.
+        # Calls from two threads must reach all workers in the same order, because the workers may wait for each other during a call.
         with self._one_call:
             return [self._running.call(rank, method_name, (), args, kwargs) for rank in workers]
 
@@ -263,7 +263,7 @@ class WorkerGroup:
     def get_all_worker_results(self, futures: Any, *, timeout_s: float = RESULT_DEADLINE_S) -> list[Any]:
         """Wait for the result of a run method, or of several in a list. Raises as soon as one worker fails or dies.
 
-        For a single future this returns a list of one result; for a list, a result or a list of results per element.
+        For one future, this returns a list of its results. For a list, it returns a result or a list of results for each element.
         """
         entries = list(futures) if isinstance(futures, list | tuple) else [futures]
         flat = [future for entry in entries for future in _futures(entry)]

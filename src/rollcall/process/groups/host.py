@@ -2,8 +2,8 @@
 
 The class is imported after the environment is set, so that its module can read RANK and see its accelerators.
 
-A port is leased by binding it. The kernel gives a port to one bind at a time, and does not give a bound port to another
-process or to an outgoing connection. The lease does not listen and allows address reuse, so the group's rendezvous (torch's
+A port is leased by binding a socket to it. The kernel lets only one process bind a port at a time, and does not use a bound port for
+an outgoing connection. The lease does not listen and allows address reuse, so the group's rendezvous (torch's
 TCPStore, which allows it too) can listen on the port while it is leased. The lease ends with the process.
 """
 
@@ -161,9 +161,8 @@ class Host:
         if DEBUG_HOST in env:
             serve(host=env[DEBUG_HOST], on_stop=self._pulse.note_stop)
             if is_rays():
-                self._pulse.note_stop(
-                    {}
-                )  # Ray's debugger does not report when it holds this process, so no call may count as too long
+                # Ray's debugger does not report when it holds this process, so no call may count as too long.
+                self._pulse.note_stop({})
         try:
             self._worker = load_class(target)(*args, **kwargs)
         except Exception as error:

@@ -1,4 +1,4 @@
-"""A worker's pulse: its current call and since when it runs, its earlier calls, and where a debugger holds it. The worker's node
+"""A worker's pulse: its current call and when that began, its earlier calls, and where a debugger holds it. The worker's node
 reads the pulse and the worker's output.
 
 The thread that runs the calls writes the pulse into a small file that only its own node reads. So a process whose
@@ -31,7 +31,7 @@ from rollcall.process.pause import running_s
 PULSE = "rollcall-pulse"
 PAGE = 4096  # bytes
 METHOD_BYTES = 64
-BEAT = struct.Struct(f"<{METHOD_BYTES}sdqq")  # method, start, number of finished calls, start again: written last
+BEAT = struct.Struct(f"<{METHOD_BYTES}sdqq")  # method, start, number of finished calls, and last the start once more
 HEAD = struct.Struct("<qq")  # number of calls written to the ring, bytes of accelerator memory
 CALL = struct.Struct("<48sddq")  # method, start, end, count
 NUM_CALLS = 256  # capacity of the ring
@@ -42,7 +42,7 @@ SIZE = STOP + STOP_BYTES
 JOIN_S = 0.05  # calls of one method with a shorter pause between them become one entry
 LONGEST_JOIN_S = 30.0  # the longest such entry
 DEVICE_EVERY_S = 1.0  # between two checks of accelerator memory
-WORTH_S = 0.5  # a call is recorded if it is this much longer than the longest before it
+WORTH_S = 0.5  # a call is recorded as a method's longest if it is this much longer than the longest before it
 LOG_BYTES = 16 << 10  # limit for one read of a log
 OF_RAY = (b":job_id:", b":actor_name:", b":task_name:")  # log lines that Ray writes for itself
 
@@ -75,9 +75,8 @@ class Seen:
     busy_s: float = 0.0  # since the method began
     num_done: int = 0  # finished calls
     longest_s: Mapping[str, float] | None = None  # the longest finished call of each method
-    since_s: float | None = (
-        None  # monotonic: when the call began, or the first of several short ones; if idle, when the last call ended
-    )
+    # Monotonic: when the call began, or the first of several short calls; if the worker is idle, when its last call ended.
+    since_s: float | None = None
     calls: tuple[RecordedCall, ...] = ()  # finished since the last look
     memory_bytes: int = 0
     device_bytes: int = 0  # reserved by torch
@@ -259,8 +258,8 @@ def memory_file(pid: int, name: str) -> Path | None:
 
 
 class LogTail:
-    """Reads the files that a process's standard output and standard error go to, as they grow: a limited number of bytes at a time,
-    complete lines, without secrets."""
+    """Reads the files that a process's standard output and standard error go to, as they grow. Each read returns complete lines without
+    secrets, up to a limited number of bytes."""
 
     def __init__(self, pid: int) -> None:
         self._ends: dict[str, int] = {}  # how far each file has been read

@@ -1,12 +1,12 @@
 """Lets other processes on the host find, inspect and profile a process of a run, without its help and without a port.
 
-The process describes itself in a small file in its memory. Other processes find the file through ``/proc``, like a pulse. py-spy
-reads the stacks, which only the process's own user and root may do.
+The process describes itself in a small file in its memory. Other processes find this file through ``/proc``, as they find a pulse
+(pulse.py). py-spy reads the stacks; only the process's own user and root may do that.
 
 If the kernel lets a process read only its own children (``kernel.yama.ptrace_scope`` is 1, as on Ubuntu), a reachable
 process allows every process of its user to read it, because the reader (a command in another shell, or the process that watches a
-node) is not its parent. It grants this permission in advance, so it also works when the process hangs or is suspended. It applies to
-this process only. Its children, such as reward and environment processes, do not inherit it.
+node) is not its parent. It grants this permission in advance, so its stacks can be read even when it hangs or is suspended. Only this
+process can be read: its children, such as reward and environment processes, do not inherit the permission.
 
 For profiling, a thread waits at a Unix socket without a file, whose name contains the process id; it answers only the same user and
 root. It runs torch's profiler for the requested time and sends the trace back. It works in its own thread, so a profiler that
@@ -318,7 +318,9 @@ def profile_process(pid: int, *, seconds: float) -> bytes:
             return read_frame(read)
         except TimeoutError:
             raise ProfileError(
-                "the process did not answer in time: it may already be profiled, or hang in a call (`rollcall stacks` shows that)"
+                "the process did not answer in time: another command may be profiling it, or it hangs in a call (see `rollcall stacks`)"
             ) from None
         except OSError as error:
-            raise ProfileError(f"the process refused, or has ended ({error.strerror or error})") from None
+            raise ProfileError(
+                f"the process refused to be profiled, or has ended ({error.strerror or error})"
+            ) from None

@@ -1,16 +1,16 @@
 """The last observed state of a group's workers: which are lost (``Watch``), and their current and finished calls (``Lookout``).
 
-``Watch`` is pure: it turns looks into losses. A node that does not answer for ``SILENT_S`` is lost, with all its workers. Silence is
-counted in looks, not by the clock, so that a pause of this process does not count against a node. A worker is lost when its process
-is gone, when it is suspended at two looks in a row, or when one of its calls takes longer than ``patience_s`` allows: ten times the longest call
-of that method by a worker of its kind so far, and at least a minute. While a debugger holds any process of the run, the time of every
-call is paused because other processes may be waiting for the held one.
+``Watch`` is pure: it turns the nodes' reports into losses. A node that does not answer for ``SILENT_S`` is lost, with all its workers.
+Silence is counted in missed reports, not by the clock, so that a pause of this process does not count against a node. A worker is lost
+when its process is gone, when it is suspended in two reports in a row, or when one of its calls takes longer than ``patience_s``
+allows: ten times the longest call of that method by a worker of its kind so far, and at least a minute. While a debugger holds any
+process of the run, the time of every call is paused, because other processes may be waiting for the process that is held.
 
 In a ``Lookout``, one thread collects the workers' calls and another thread takes them.
 
 A worker's times come from its host's monotonic clock. ``HostClock`` converts them to this host's unix time. It trusts no other
-host's clock: a node sends its monotonic time in every answer, and of the last answers the one with the shortest round trip determines
-the offset between the two clocks. The error is at most half a round trip.
+host's clock: a node sends its monotonic time in every answer, and the offset between the two clocks is taken from the recent answer
+with the shortest round trip. The error is at most half a round trip.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ import psutil
 from rollcall.process.groups.pulse import RecordedCall, Seen
 
 LOOK_EVERY_S = 1.0
-ANSWER_S = 1.0  # for a node to answer a look
+ANSWER_S = 1.0  # for a node to answer a query
 SILENT_S = 8.0
-FIRST_ANSWER_S = 120.0  # for the looking process to start
+FIRST_ANSWER_S = 120.0  # for the process that watches the node to start
 FIRST_CALL_S = 1800.0
 LEAST_S, FACTOR = 60.0, 10.0
 
@@ -44,17 +44,16 @@ class Loss:
 
 
 class Watch:
-    """Decides which workers are lost. ``looks`` contains each node's report about its workers, by rank; None if it did not answer this time."""
+    """Decides which workers are lost. ``looks`` contains each node's report about its workers, by rank, or None if it did not answer."""
 
     def __init__(self) -> None:
-        self._silent: dict[str, int] = {}  # consecutive looks without an answer
+        self._silent: dict[str, int] = {}  # by node: the number of consecutive queries without an answer
         self._has_answered: set[str] = set()
-        self._stopped: dict[int, int] = {}  # consecutive looks, by rank
+        self._stopped: dict[int, int] = {}  # by rank: the number of consecutive reports of a suspended process
         self._longest_s: dict[tuple[str, str], float] = {}  # by kind of worker and method
         self._lost: set[int] = set()
-        self._held: dict[
-            int, tuple[int, float]
-        ] = {}  # by rank: a call, and how long it had taken when a debugger last held it
+        # By rank: a call, and how long it had taken when a debugger last held the process.
+        self._held: dict[int, tuple[int, float]] = {}
 
     def forgive(self, rank: int) -> None:
         """Watch this rank again because it has a new process."""
@@ -70,7 +69,7 @@ class Watch:
         kinds: Mapping[int, str],
         is_held: bool = False,
     ) -> list[Loss]:
-        """Return the losses since the last time. ``seats`` contains the ranks on each node, ``gone`` the nodes that Ray has declared dead,
+        """Return the losses since the last time. ``seats`` contains the ranks on each node, ``gone`` the nodes that Ray declared dead,
         ``kinds`` the roles of each rank: an actor loads its model in seconds, but an engine may compile for minutes.
         ``is_held``: a debugger holds some process of the run."""
         found: list[Loss] = []
@@ -114,7 +113,7 @@ class Watch:
         busy_s = seen.busy_s - (held_s if call == seen.num_done else 0.0)
         allowed_s = self.patience_s(kind, seen.doing)
         if seen.doing and busy_s > allowed_s:
-            why = f"no progress in {seen.doing} for {busy_s:.0f} s, with {allowed_s:.0f} s allowed"
+            why = f"no progress in {seen.doing} for {busy_s:.0f} s, but only {allowed_s:.0f} s are allowed"
             return Loss(rank=rank, why=why, still_runs=True)
         return None
 
@@ -141,7 +140,7 @@ class Sighting:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sightings:
-    """What was seen of the workers. ``calls``, ``turns`` and ``logs`` are new since the last time; times are unix time."""
+    """The last observed state of the workers. ``calls``, ``turns`` and ``logs`` are new since the last time. All times are unix time."""
 
     workers: Sequence[Sighting] = ()
     calls: Mapping[int, Sequence[RecordedCall]] = field(default_factory=dict)  # by rank
@@ -213,7 +212,7 @@ class Lookout:
             self._end_call(rank, turn.at_s)
 
     def _end_call(self, rank: int, at_s: float) -> None:
-        """End the call in which a lost worker was last seen. A reader takes a repetition for the same call."""
+        """End the call in which a lost worker was last seen. If it is reported twice, readers treat both reports as the same call."""
         seen, since_s = self._seen.get(rank, (None, None))
         if seen is not None and seen.doing and since_s is not None:
             self._calls[rank].append(RecordedCall(seen.doing, since_s, max(at_s, since_s)))

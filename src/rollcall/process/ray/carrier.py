@@ -74,7 +74,7 @@ class OnRay(Carrier):
         if self._may_fork:
             module = str(self._target).rpartition(".")[0]
             runtime_env = zygote.runtime_env(module, self._mark, runtime_env["env_vars"])
-        # Ray counts a process with several slots on its first slot; the virtual cluster keeps other workers off the rest.
+        # Ray counts a process with several slots only on its first slot; the virtual cluster keeps other workers off its other slots.
         return (
             ray.remote(Host)
             .options(
@@ -190,7 +190,7 @@ def _death(error: Exception) -> str:
 
 
 def is_large(value: Any) -> bool:
-    """Whether one shared copy is cheaper than a copy in each worker's call."""
+    """Return whether one shared copy is cheaper than a copy in each worker's call."""
     # Arrays and tensors need not be pickled to find out; pickling a tensor copies it.
     parts = value.values() if isinstance(value, Mapping) else (value,)
     if sum(part.nbytes for part in parts if isinstance(getattr(part, "nbytes", None), int)) > INLINE_BYTES:
@@ -201,7 +201,7 @@ def is_large(value: Any) -> bool:
     except _IsLarge:
         return True
     except (pickle.PicklingError, TypeError):
-        return False  # the call itself reports best which value cannot be sent
+        return False  # the call itself raises a clearer error about the value that cannot be sent
     return False
 
 

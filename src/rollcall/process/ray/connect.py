@@ -82,7 +82,7 @@ def connect(
     ray_address: str | None = None,
     log_to_driver: bool = True,
 ) -> Cluster:
-    """Make this process a driver of the cluster, by default of the selected one, with ``ray_address`` from the run file.
+    """Make this process a driver of the cluster. The default is the selected cluster; ``ray_address`` comes from the run file.
 
     An existing connection is kept if it is to that cluster or if no cluster is named.
     """
@@ -149,7 +149,7 @@ def _join(cluster: Cluster, *, node_ip: str | None, temp_dir: str | None, log_to
             f"cannot join {cluster.title} as a driver: its head answers, but Ray on this node ({node_ip}) does not: {error}; run "
             f"`{cluster.leave_command}` on this node, and then start the node again"
         ) from error
-    # Let terminals on all nodes of the cluster reach a stop in this process.
+    # If this process stops at a breakpoint, terminals on all nodes of the cluster can attach to it.
     own = ray.get_runtime_context().get_node_id()
     labels = next((node["Labels"] for node in ray.nodes() if node["NodeID"] == own), {})
     serve(host=ray.util.get_node_ip_address(), node=int(labels.get(RANK_LABEL, 0)))
@@ -157,7 +157,7 @@ def _join(cluster: Cluster, *, node_ip: str | None, temp_dir: str | None, log_to
 
 
 def _use_environment(variables: Mapping[str, str | None]) -> None:
-    """Set the variables and make Ray read them again: it reads mode and token only once per process, perhaps for a different cluster."""
+    """Set the variables and make Ray read them again. By itself, it reads mode and token only once, perhaps for a different cluster."""
     raylet: Any = importlib.import_module("ray._raylet")
     for name, value in variables.items():
         if value is None:
@@ -222,12 +222,12 @@ def _publish(waiting: Sequence[Waiting]) -> None:
             _internal_kv_put(key, dump_board(waiting), overwrite=True, namespace=NAMESPACE)
         else:
             _internal_kv_del(key, namespace=NAMESPACE)
-    except Exception as error:  # noqa: BLE001 - Ray raises many kinds for an unreachable head; the run directory has the list too
-        warn(f"`rollcall debug` cannot list this run by its cluster: {error}")
+    except Exception as error:  # noqa: BLE001 - Ray raises many kinds of errors for a dead head; the run directory has the list too
+        warn(f"`rollcall debug` cannot find this run through its cluster: {error}")
 
 
 def read_waiting() -> list[Waiting]:
-    """Read which processes wait in any run of this process's cluster."""
+    """Read the list of processes that wait in a debugger, from all runs on this process's cluster."""
     from ray.experimental.internal_kv import _internal_kv_get, _internal_kv_list
 
     found: list[Waiting] = []

@@ -1,4 +1,4 @@
-"""Counts the GPUs that Ray would find on this node. It runs as a script so that a node is started without importing Ray itself.
+"""Counts the GPUs that Ray would find on this node. It runs as a script, so that the command that starts a node need not import Ray.
 
 Prints one number to standard output.
 """

@@ -1,6 +1,6 @@
 """Runs calls on a chosen node, each with a deadline.
 
-``run_on`` runs a function on a node, ``Pinned`` keeps an object there. Both start at once and return a pending call;
+``run_on`` runs a function on a node, and ``Pinned`` keeps an object there. Both start at once and return a pending call;
 ``answer_of`` waits for one call, ``answers_of`` for one call on each node. Ray is imported inside the functions because it
 reads variables during the import, which ``connect`` sets first.
 """
@@ -18,7 +18,7 @@ Pending = Any  # Ray's reference to a result
 
 
 class NoAnswerError(ClusterError):
-    """The process on the node failed, died, or did not answer in time. The message is only the reason."""
+    """The process on the node failed, died, or did not answer in time. The message contains only the reason."""
 
 
 def run_on(node_id: str, function: Callable[[], Any], *, env: Mapping[str, str]) -> Pending:

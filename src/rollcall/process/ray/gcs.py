@@ -1,7 +1,7 @@
 """Sends one query to a Ray head. `head.py` runs this file as a script, in a separate process, and waits for it.
 
-The token comes on standard input, the address as the first argument; one JSON object is printed. Without a token, the first
-query has no token; if the head refuses it, the second query uses the token from Ray's own variables and files. If a rank and a
+It reads the token from standard input and the address from the first argument, and prints one JSON object. Without a token, the first
+query has none; if the head refuses it, the second query uses the token from Ray's own variables and files. If a rank and a
 node's own mark follow the address, the node claims the rank once the head lists it. Ray's client retries a dead address for minutes
 and then aborts its process, so it never runs inside a command.
 """

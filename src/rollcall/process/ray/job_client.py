@@ -1,4 +1,4 @@
-"""Ray's own job client with time limits: over HTTP, or through Ray to a dashboard that only its own node reaches.
+"""Ray's own job client with time limits: over HTTP, or through Ray to a dashboard that only its own node can reach.
 
 The dashboard listens on the head's loopback unless configured otherwise. A node of the cluster can still reach it: an actor on the
 head node runs the client, and lives as long as the command that needs it.
@@ -57,7 +57,7 @@ class HttpClient(JobSubmissionClient):
         self._token_source = token_source
         self._connect = connect
         headers = {"Authorization": f"Bearer {token}"} if token else {}
-        # Not the constructor of Ray's client (2.60): it lets RAY_ADDRESS override the address that was passed.
+        # This skips the constructor of Ray's own client (2.60), which lets RAY_ADDRESS override the address that was passed.
         dashboard_sdk.SubmissionClient.__init__(self, url, headers=headers)
         for name in ("dashboard_sdk", "job.sdk"):  # these log each package, and the end of a log
             logging.getLogger(f"ray.dashboard.modules.{name}").setLevel(logging.WARNING)
@@ -73,7 +73,7 @@ class HttpClient(JobSubmissionClient):
             after = f" after {time.monotonic() - began:.0f} s" if isinstance(error, requests.Timeout) else ""
             raise Unreachable(
                 f"no answer from the cluster's head at {self.where}{after} ({_reason(error)}); check that the cluster is "
-                "up (`rollcall status` on a node), that its dashboard listens on that address, and that this machine reaches it"
+                "up (`rollcall status` on a node), that its dashboard listens on that address, and that this machine can reach it"
             ) from None
         except AuthenticationError:
             raise ClusterError(self._refused()) from None
@@ -123,7 +123,7 @@ class HttpClient(JobSubmissionClient):
 
     def _do_request(self, method: str, endpoint: str, **options: Any) -> requests.Response:
         """Add a time limit, which Ray's client does not set."""
-        # Proxies are for other machines: the shell's proxy would be asked for its own loopback, and get the token.
+        # Use no proxy for this machine: the shell's proxy would connect to its own loopback address, and would receive the token.
         host = urllib.parse.urlsplit(self.where).hostname or ""
         is_here = host in ("localhost", "::1") or host.startswith("127.")
         return super()._do_request(
@@ -137,7 +137,10 @@ class HttpClient(JobSubmissionClient):
 
     def _refused(self) -> str:
         if self._headers:
-            return f"the head at {self.where} refuses the token from {self._token_source}; it is another cluster's or an older token"
+            return (
+                f"the head at {self.where} refuses the token from {self._token_source}, which is outdated or belongs to another "
+                "cluster"
+            )
         return (
             f"the head at {self.where} requires a token, but none is set: set {TOKEN} and give --address (for a Ray cluster that "
             "Rollcall did not start, set RAY_AUTH_TOKEN), or give --rendezvous DIR, the folder that its nodes share"

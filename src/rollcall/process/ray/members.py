@@ -19,7 +19,7 @@ from rollcall.process.ray.gcs import node_rows
 RANK_LABEL = "rollcall.rank"  # set by `rollcall node`, or by a user's `ray start`
 MARK_LABEL = "rollcall.mark"  # set by `rollcall node` only
 
-# Ranks of nodes without a rank of their own, once a run was placed on them: by Ray cluster and the node's place.
+# The ranks that nodes without a rank of their own got when a run was placed on them, by Ray cluster and by the node's place.
 _settled: dict[str, dict[str, int]] = {}
 # Nodes that were silent in a run, each with a pending call and the time when it was made. Ray itself lists a dead node as
 # alive for a minute or more, unless it was started with different settings.
@@ -34,7 +34,7 @@ class RayNode:
     rank: int
     node_id: str
     address: str
-    place: str  # its address; longer if several nodes share the address
+    place: str  # its address, followed by its id if several nodes share the address
     is_labelled: bool
     is_ours: bool  # `rollcall node` started its Ray, so the Python of its workers has Rollcall
     total: Mapping[str, float]
@@ -95,7 +95,8 @@ def ranked_nodes() -> list[RayNode]:
 
 
 def _without_predecessors(nodes: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Leave out nodes that must answer first: if a run's node is listed twice, it was restarted and Ray still lists its predecessor."""
+    """Leave out nodes that have to answer before they count. If a run's node is listed twice, it was restarted, and Ray still lists the
+    node before the restart as well."""
     known, addresses = _settled.get(_this_ray(), {}), [node["NodeManagerAddress"] for node in nodes]
     for node, address in zip(nodes, addresses, strict=True):
         if address in known and addresses.count(address) > 1 and node["NodeID"] not in _answered:
@@ -121,7 +122,7 @@ def lost_nodes() -> dict[int | None, NodeInfo]:
 
 
 def settle_ranks(nodes: Sequence[RayNode]) -> None:
-    """Remember the ranks of these nodes, on which a run is placed, for nodes that come back in their places."""
+    """Remember the ranks of these nodes, on which a run is placed, so that a node that comes back in the same place gets its rank."""
     now = {node.place: node.rank for node in nodes}
     before = _settled.get(_this_ray(), {})
     _settled[_this_ray()] = {place: rank for place, rank in before.items() if rank not in now.values()} | now

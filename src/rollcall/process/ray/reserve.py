@@ -4,8 +4,8 @@ Slots are the bundles of one placement group, so a virtual cluster gets all of i
 node. A task in each bundle reports which accelerator Ray assigned to it, so slots are in (node rank, accelerator) order, whatever
 order Ray chose. A worker is a Ray actor in its slot's bundle.
 
-Who waits for whom: ``reserve`` waits for nodes with room; ``Gang.start`` waits for all processes, where rank 0's leases the group's
-port, and then until every worker has been created. Each wait has a deadline and says what is missing.
+Who waits for whom: ``reserve`` waits for nodes with room. ``Gang.start`` waits until all processes are up (the process of rank 0 leases
+the group's port), and then until every worker has been created. Each wait has a deadline and says what is missing.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from rollcall.process.groups.backend import Ask, NodeSeats, Reservation
 from rollcall.process.ray.carrier import OnRay
 from rollcall.process.ray.members import RayNode, lost_nodes, ranked_nodes, settle_ranks
 
-PLACE_TRY_S = 10.0  # placing a group in free slots takes milliseconds; after this time, another run has taken the slots
+PLACE_TRY_S = 10.0  # placing a group in free slots takes milliseconds; if it takes longer, another run took the slots
 POLL_S = 0.25
 NODES_DEADLINE_S = 180.0
 
@@ -58,10 +58,8 @@ class RayBackend:
             missing = sorted(set(ask.node_ranks or range(len(ask.slots_per_node))) - {node.rank for node in nodes})
             awaited = _missing(self.cluster, missing) if missing else f"slots: {_lack(ask, nodes)}"
             if not wait.again(f"waiting for {awaited}", after_s=POLL_S):
-                advice = (
-                    "ask for fewer slots, stop the processes that use the others, or add nodes (see `rollcall status`)"
-                )
-                more = "" if missing else f". Entries take nodes in rank order; {advice}"
+                advice = "ask for fewer slots, stop the processes that use the other slots, or add nodes (see `rollcall status`)"
+                more = "" if missing else f". Nodes are assigned to entries in rank order; {advice}"
                 raise NoRoomError(f"no room after {timeout_s:g} s of waiting for {awaited}{more}")
 
 
@@ -82,14 +80,14 @@ def wait_for_nodes(cluster: Cluster | None, num_nodes: int, *, fewest: int, wait
         if wait.waited_s >= max(wait_s, NODES_DEADLINE_S):
             raise NoRoomError(
                 f"trainer.elastic.min_nodes={fewest} is more than the {counted(len(here), 'node')} that joined; after "
-                f"{wait.waited_s:.0f} s the run still waits for {awaited}"
+                f"{wait.waited_s:.0f} s, the run is still waiting for {awaited}"
             )
         wait.tell(f"waiting for {awaited}")
         time.sleep(POLL_S)
 
 
 def _missing(cluster: Cluster | None, ranks: Sequence[int]) -> str:
-    """Return a text with the missing ranks, since when they are missing, and the command that starts them."""
+    """Return a text with the missing ranks, the times when nodes were lost, and the command that starts the nodes again."""
     start = (
         start_there(cluster, ranks)
         if cluster
@@ -115,7 +113,7 @@ def choose_nodes(ask: Ask, nodes: Sequence[RayNode]) -> list[RayNode] | None:
 
 
 def _may_fork(nodes: Sequence[RayNode]) -> bool:
-    """Return whether the nodes' workers run a Python with Rollcall, that is, whether the user has not chosen a different Python."""
+    """Return whether workers on these nodes run a Python that has Rollcall: Rollcall started Ray, and the user chose no other Python."""
     chosen_by_user = {"py_executable", "pip", "uv", "conda", "image_uri", "container", "nsight", "rocprof_sys"}
     return all(node.is_ours for node in nodes) and not chosen_by_user & {*ray.get_runtime_context().runtime_env}
 
@@ -151,7 +149,7 @@ def _lack(ask: Ask, nodes: Sequence[RayNode]) -> str:
     return "; ".join(said)
 
 
-@ray.remote(num_cpus=0, max_calls=0)  # the process stays, for the next bundle of its node
+@ray.remote(num_cpus=0, max_calls=0)  # the process stays up for the node's next bundle
 def _look() -> tuple[int, str, str | None]:
     """Return this bundle's accelerator: its place on the node, its name, and the variable that makes it visible."""
     from ray._private.accelerators import get_accelerator_manager_for_resource

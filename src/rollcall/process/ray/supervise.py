@@ -1,9 +1,10 @@
-"""Watches a gang on Ray: a small process on each node looks at the node's workers, and a thread of the controller asks it.
+"""Watches a gang on Ray: a small process on each node watches the node's workers, and a thread of the controller queries it.
 
-The thread asks all nodes at once, every ``LOOK_EVERY_S``, and lets ``Watch`` judge. The stacks of a suspended or stuck worker
-go to stderr under its name. The thread reports every loss and its reason to the gang; then it kills the suspended or stuck worker.
+The thread queries all nodes at once, every ``LOOK_EVERY_S``, and ``Watch`` decides which workers are lost. The stacks of a suspended
+or stuck worker go to stderr under its name. The thread reports every loss and its reason to the gang; then it kills the suspended or
+stuck worker.
 
-If the process on a node is not asked for ``ALONE_S``, the node is cut off or the controller is gone. The process then
+If the process on a node receives no query for ``ALONE_S``, the node is cut off or the controller is gone. The process then
 kills the workers on its node, because no other process can.
 """
 
@@ -38,7 +39,7 @@ ENDED_S = 10.0  # for killed workers to exit
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeLook:
-    """A node's answer to a look."""
+    """A node's reply to a status query."""
 
     workers: Mapping[int, Seen]  # by rank
     now_s: float  # its monotonic time
@@ -90,7 +91,7 @@ class Supervisor:
         self._gang = gang
         self._watch = Watch()
         self._eyes: dict[str, Any] = {}  # by node
-        # The pending question to each node, when it was asked, and the processes that it covers, by rank.
+        # The pending query to each node, the time when it was sent, and the processes that it covers, by rank.
         self._asked: dict[str, tuple[Any, float, Mapping[int, int]]] = {}
         self._seats: dict[int, Member] = {}  # by rank
         self._silent_nodes: set[str] = set()
@@ -109,7 +110,7 @@ class Supervisor:
                     ray.remote(Eyes)
                     .options(
                         **pinned(node_id),
-                        max_restarts=-1,  # it may be killed for memory as well; a node is lost when nothing answers there
+                        max_restarts=-1,  # it too may be killed when memory runs out; a node is lost when nothing answers there
                         runtime_env={"env_vars": {GROUP_MARK: self._mark}},
                     )
                     .remote(self._mark)
@@ -138,7 +139,7 @@ class Supervisor:
             return {rank for rank, one in self._seats.items() if one.spec.node.node_id in self._silent_nodes}
 
     def _look_last(self, members: Sequence[Member]) -> None:
-        """Ask the nodes that answer for the calls of these workers until now."""
+        """Ask the nodes for the calls that these workers have made until now. Nodes that do not answer are left out."""
         time.sleep(2 * JOIN_S)  # a call that has just ended may be followed by another call of the same method
         with self._lock:
             by_node = _pids_by_node(one for one in members if one.spec.node.node_id not in self._silent_nodes)
@@ -215,13 +216,13 @@ class Supervisor:
         BOARD.post(f"{self._mark} {member.pid}", seat, stop or None)
 
     def _answers(self, nodes: list[str]) -> dict[str, NodeLook | None]:
-        """Return the answers that arrive in time; the other questions stay pending until the next look."""
+        """Return the answers that arrive in time; the other queries stay pending until the next round."""
         asked = [self._asked[node_id][0] for node_id in nodes]
         ready: list[Any] = []
         if asked:
             started = time.monotonic()
             ready, _ = ray.wait(asked, num_returns=len(asked), timeout=ANSWER_S)
-            # Early answers must not shorten the turn of silent nodes: silence is counted in turns.
+            # Early answers must not shorten the round of a silent node, because silence is counted in rounds.
             if len(ready) < len(asked):
                 self._ended.wait(max(ANSWER_S - (time.monotonic() - started), 0))
         found: dict[str, NodeLook | None] = {}

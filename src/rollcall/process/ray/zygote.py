@@ -1,14 +1,14 @@
-"""Forks a group's workers from one process on each node, which has imported torch and Rollcall once.
+"""Forks a group's workers from one process on each node, the *zygote*, which imports torch and Rollcall only once.
 
 A new interpreter spends seconds of CPU time on these imports, and minutes on a busy shared file system, for every worker of a
-node and again for every replacement. So Ray starts ``python -m rollcall.process.ray.zygote default_worker.py ...`` where it would
-start ``python default_worker.py ...`` (py_executable of the runtime environment). This small process, the *stub*, passes its
-arguments, variables, folder and standard streams to the zygote, whose child becomes the worker. The first stub on a node starts the
-zygote. If the zygote does not answer in time, the stub becomes the worker itself, as Ray intended.
+node and again for every replacement. So instead of ``python default_worker.py ...``, Ray starts
+``python -m rollcall.process.ray.zygote default_worker.py ...`` (py_executable of the runtime environment). This small process, the
+*stub*, passes its arguments, variables, folder and standard streams to the zygote, whose child becomes the worker. The first stub on a
+node starts the zygote. If the zygote does not answer in time, the stub becomes the worker itself, as Ray intended.
 
 Who waits for whom: a stub waits for its worker to exit, and exits with the same status. If a stub is killed, its worker is killed too.
-The zygote exits with the node's raylet, with its group, or after ``IDLE_S`` without a worker. It must never touch CUDA, which a
-forked process could then no longer use.
+The zygote exits with the node's raylet, with its group, or after ``IDLE_S`` without a worker. It must never touch CUDA, because its
+forked workers could then no longer use CUDA.
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ def _serve(listener: socket.socket) -> NoReturn:
         for module in os.environ[MODULES].split():
             importlib.import_module(module)
     nothing = os.open(os.devnull, os.O_RDWR)
-    for stream in (0, 1, 2):  # these streams belong to the first worker, where a failed import is reported
+    for stream in (0, 1, 2):  # until now, these were the first stub's streams, so that it shows a failed import
         os.dup2(nothing, stream)
     gc.collect()
     gc.freeze()  # a collection in a worker would write to the shared pages, and so copy them
@@ -122,7 +122,7 @@ def _serve(listener: socket.socket) -> NoReturn:
         ready, _, _ = select.select([listener, wake, *stubs.values()], [], [], LOOK_S)
         if wake in ready:
             os.read(wake, 1 << 16)
-        for pid in [pid for pid, stub in stubs.items() if stub in ready]:  # a stub sends nothing: it was killed
+        for pid in [pid for pid, stub in stubs.items() if stub in ready]:  # a stub sends nothing more, so it was killed
             os.kill(pid, signal.SIGKILL)
             stubs.pop(pid).close()
         if listener in ready:

@@ -79,7 +79,7 @@ class NodeWorker:
 
 
 class FolderBackend:
-    """A folder's master, used in a ``with`` block. At the end of the block, the workers learn how the run ended."""
+    """The master of a shared folder, used in a ``with`` block. At the end of the block, the workers learn how the run ended."""
 
     def __init__(
         self,
@@ -146,11 +146,11 @@ class FolderBackend:
             if 0 in missing:
                 self._start_child()
             listed = ", ".join(map(str, missing))
-            what = f"waiting for worker {listed} of {self.num_nodes} nodes to appear in {self.folder}"
+            what = f"waiting for worker {listed} (of {self.num_nodes} nodes) to appear in {self.folder}"
             if not wait.again(what, after_s=0.1):
                 raise NoRoomError(
                     f"worker {listed} did not appear in {self.folder} within {timeout_s:g} s; on each of these nodes, run `rollcall train "
-                    f"RUN.yaml --worker R --num-nodes {self.num_nodes} --log-path {self.folder}`, then this command again"
+                    f"RUN.yaml --worker R --num-nodes {self.num_nodes} --log-path {self.folder}`, and then run this command again"
                 )
         return [self._workers[rank] for rank in ranks]
 
@@ -276,7 +276,7 @@ class FolderBackend:
         if rank == 0 and self._child is not None and (status := self._child.poll()) is not None:
             return f"its process ended with status {status}"
         if peer.incarnation != worker.incarnation:
-            return f"another process took its place, on {peer.facts.get('host')}"
+            return f"another process took its place on {peer.facts.get('host')}"
         if peer.facts.get("state") == State.LEFT:
             return f"it left ({peer.facts.get('why')})"
         if peer.silent_s > SILENT_S:
@@ -293,7 +293,7 @@ class FolderBackend:
         if rank == 0 and self._child is not None:
             self._child.kill()  # a process that hangs would block its successor
             self._child.wait(timeout=30)
-            self._child = None  # so that a wait for worker 0 starts a new process
+            self._child = None  # so that ``await_workers`` starts a new process
         worker.on_death(why)
         self._fail_calls(worker, why)
         # If the worker was only suspended and is still alive, it must come back as a new worker.

@@ -11,7 +11,7 @@ the reader removes it. Its name contains the label of a conversation (master, wo
 in order, and waits for a number that the folder does not list yet. A message with a different label belongs to an earlier
 conversation and is never answered.
 
-A process shows that it is alive by a file with an incarnation, which is new for every process, and a counter that it advances
+A process shows that it is alive through a file with an incarnation, which is new for every process, and a counter that it advances
 (``Heartbeat``, ``base/lease.py``). The counter of a dead process no longer changes.
 
 NFS may show a new file late to a process that asks for its name, but at once to one that opens the folder, so every check
@@ -99,14 +99,14 @@ def own_folder(path: Path) -> Path:
     found = path.stat()
     if found.st_uid != os.geteuid():
         raise ClusterError(
-            f"{path} belongs to user {found.st_uid}, and this is user {os.geteuid()}; the nodes exchange Python pickles there, "
-            "so it must be your own: give another folder"
+            f"{path} belongs to user {found.st_uid}, but this process runs as user {os.geteuid()}. The nodes exchange Python pickles "
+            "there, so the folder must be your own; give another folder"
         )
     mode = stat.S_IMODE(found.st_mode)
     if mode & 0o077:
         raise ClusterError(
-            f"{path} is open to other users (mode {mode:03o}); the nodes exchange Python pickles there, which run code, so it "
-            f"must be closed to others: chmod 700 {path}"
+            f"{path} is open to other users (mode {mode:03o}). The nodes exchange Python pickles there, which can run code, so it "
+            f"must be closed to others: run `chmod 700 {path}`"
         )
     return path.resolve()
 
@@ -140,7 +140,7 @@ def remove(path: Path) -> None:
 
 
 def put(path: Path, data: bytes, *, durable: bool = False) -> None:
-    """Write a file atomically; ``durable``: it survives a power cut. Waits while the folder is full or not mounted."""
+    """Write a file atomically, and wait while the folder is full or not mounted. A ``durable`` file survives a power cut."""
 
     def write() -> None:
         try:
@@ -168,7 +168,7 @@ class Rhythm:
 
 
 class Inbox:
-    """The messages with one label in a folder, each once, in the order of their numbers."""
+    """Takes the messages with one label from a folder, in the order of their numbers."""
 
     def __init__(self, folder: Path, *, label: str) -> None:
         self._folder, self._label, self._next = folder, label, 1
@@ -250,10 +250,8 @@ class Presence:
                 self._write(durable=False)
                 if self._each_beat is not None:
                     self._each_beat()
-            except (
-                OSError,
-                DiskError,
-            ) as error:  # others see that the counter does not change, and wait until the folder is back
+            except (OSError, DiskError) as error:
+                # The others see that the counter does not change, and wait until the folder is back.
                 warn(f"{self._path} cannot be written: {error}")
 
 
@@ -271,7 +269,7 @@ class Peer:
 
     @property
     def is_moving(self) -> bool:
-        """Whether its counter was seen to advance, so that the process was alive then."""
+        """Whether its counter has been seen to advance: the process was alive at that time."""
         return self._beat.has_moved
 
     @property
@@ -291,7 +289,7 @@ class Peer:
 
 
 def refuse_second(folder: Path, *, who: str) -> None:
-    """Refuse to be the second process under this name: the first one's counter advances while we look."""
+    """Refuse to start if a process with this name is already running, that is, if its counter advances while this process watches."""
     peer = Peer(folder)
     peer.look()
     if not peer.facts or peer.facts.get("state") not in (State.RUNNING, State.HERE):

@@ -2,7 +2,7 @@
 
 It serves a master whose counter advances; the counter of an earlier run's master no longer changes. A new epoch of the master, or a new
 master, ends the current work, and the worker is created again at the next start. If the master's counter stops, the
-worker waits for it, or for a new master, up to a deadline.
+worker waits, up to a deadline, until the counter advances again or a new master appears.
 
 The main thread runs the calls. The presence thread advances the counter and watches the master. If nobody waits for the main
 thread's call any more, the presence thread interrupts the call with a signal.
@@ -97,7 +97,7 @@ class FolderWorker:
         self._host: Host | None = None
         self._mark = ""  # the mark of its group
         self._inbox: Inbox | None = None
-        self._tells = rank > 0  # the master's child prints nothing because the master does
+        self._tells = rank > 0  # worker 0, the master's child, prints nothing, because the master prints the same
 
     def run(self) -> None:
         """Serve until the master says that the run is over."""
@@ -196,12 +196,12 @@ class FolderWorker:
             if (masters := facts.get("options", {}).get(name)) != own:
                 started = f"without {name}" if masters is None else f"with {name} {masters}"
                 raise ClusterError(
-                    f"the master on {facts['host']} was started {started}, this worker with {name} {own}; give both the same"
+                    f"the master on {facts['host']} was started {started}, but this worker with {name} {own}; use the same for both"
                 )
         if facts["folder"] != str(self.folder):
             raise ClusterError(
-                f"the master sees the shared folder as {facts['folder']}, and here it is {self.folder}; paths travel between the "
-                "nodes, so mount it at the same place"
+                f"the master sees the shared folder as {facts['folder']}, but this node sees it as {self.folder}; the nodes "
+                "exchange paths, so mount the folder at the same place on every node"
             )
 
     def _current_label(self) -> str:
