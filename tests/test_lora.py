@@ -276,7 +276,7 @@ def test_a_request_for_an_unknown_adapter_is_refused() -> None:
     model = trainable()
     prompt = random_prompts(1)[0]
     plain = NativeEngine(model, make_tokenizer(), max_running=2, kv_tokens=None)
-    with pytest.raises(ValueError, match="this engine has none"):
+    with pytest.raises(ValueError, match="this engine has no adapters"):
         sample_all(plain, {"r": (prompt, "two")})
     engine = NativeEngine(model, make_tokenizer(), max_running=2, kv_tokens=None, adapters={"one": make_adapter(model)})
     with pytest.raises(ValueError, match="this engine has base, one"):

@@ -1,7 +1,7 @@
 """Attention over a CPU's dense rows, in one of two ways: two batched products, or torch's fused kernel.
 
 Rows end together, so a row with fewer columns than the longest begins later, and a mask hides the columns before it. Rows often have
-almost the same length. So products mask their scores only in the columns where something is hidden; the fused kernel needs a full mask.
+almost the same length. So with products, only the columns where something is hidden are masked; the fused kernel needs a full mask.
 
 An ``Extension`` is several new tokens for each row in a set, such as the next turns of sessions. The new tokens are the last tokens of
 their rows. So one call attends for neighbouring rows with the same number of new tokens, even if the rows differ in length.
@@ -77,7 +77,7 @@ class Extension:
         return max(self.lengths)
 
     def attend(self, q: Tensor, keys: Tensor, values: Tensor, *, window: int, scale: float, way: Way) -> Tensor:
-        """Attend with q [N, H, D] of all extensions over these rows' keys and values. Return [own tokens, H * D]."""
+        """Compute attention of these rows' part of q [N, H, D] over their keys and values. Return [own tokens, H * D]."""
         count, dim = len(self.lengths), q.shape[-1]
         kv_heads = len(keys) // count
         own = q[self.start : self.start + count * self.num_new]

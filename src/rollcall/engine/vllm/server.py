@@ -214,7 +214,7 @@ def make_engine(spec: dict[str, Any], folder: str) -> Any:
         kv_cache_memory_bytes=spec["kv_bytes"],
         # The KV memory is set above. vLLM only compares this fraction with the free memory of the GPU, which a learner may share.
         gpu_memory_utilization=0.01,
-        disable_hybrid_kv_cache_manager=True,  # then sliding-window layers take as much memory as the others, and we can count it
+        disable_hybrid_kv_cache_manager=True,  # then sliding-window layers take as much memory as other layers, so we can calculate it
         logprobs_mode="processed_logprobs",  # after temperature, top-k and top-p: the distribution that is sampled from
         enforce_eager=spec["enforce_eager"],
         enable_sleep_mode=spec["sleep"],
@@ -249,7 +249,7 @@ def sampling_params(row: dict[str, Any]) -> Any:
 
 
 def verify(path: str, offset: int, size: int, tensors: list[list[Any]]) -> None:
-    """Check that all bytes of a part have arrived unchanged. The part has not changed anything in the engine yet."""
+    """Check that all bytes of a part have arrived unchanged, before the part changes anything in the engine."""
     with open(path, "rb") as file:
         if os.fstat(file.fileno()).st_size < offset + size:
             raise ValueError(
@@ -269,14 +269,14 @@ def verify(path: str, offset: int, size: int, tensors: list[list[Any]]) -> None:
 
 
 class Reload:
-    """Lets vLLM reload the weights. vLLM knows fused, divided and repacked layouts, and reads from each tensor what this process needs.
-    The reload runs in a thread, so that the weights can come part by part: vLLM asks for the next part and waits for it.
+    """Lets vLLM reload the weights. vLLM knows fused, sharded and repacked layouts, and reads the data that this process needs from each
+    tensor. The reload runs in a thread, so that the weights can arrive part by part: vLLM asks for the next part and waits for it.
 
     vLLM keeps views of the data that it still needs from a part: a module's tensors until it has all of them, padded tensors until the
     end. So a part's memory is free when its mapping is gone.
 
-    This works around two flaws of the reload in vLLM 0.32. It only logs parameters for which no tensor was sent. On a CPU, an output
-    layer that is tied to the embeddings keeps a repacked copy of the old embeddings.
+    This class works around two flaws of the reload in vLLM 0.32. Parameters for which no tensor was sent are only logged. On a CPU, an
+    output layer that is tied to the embeddings keeps a repacked copy of the old embeddings.
     """
 
     def __init__(self, worker: Any) -> None:

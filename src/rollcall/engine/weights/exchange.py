@@ -44,7 +44,7 @@ class _Base:
 
 
 class StreamSender:
-    """Sends over one carrier. With ``changes_only``, it sends only the changes if every receiver has the last version that was sent."""
+    """Sends over one carrier. With ``changes_only``, it sends only the changes, if every receiver has the last version that was sent."""
 
     def __init__(
         self,
