@@ -443,14 +443,14 @@ def _with_nan(path: Path) -> None:
 @pytest.mark.parametrize(
     ("damage", "words"),
     [
-        (lambda path: path.write_bytes(path.read_bytes()[:-1]), "is not a whole safetensors file"),
+        (lambda path: path.write_bytes(path.read_bytes()[:-1]), "is not a complete safetensors file"),
         (
             lambda path: path.rename(path.with_name("adapter_model.bin")),
             "adapter_model.bin, which Rollcall does not read",
         ),
         (
             _as(torch.int64),
-            "12 tensors are stored as int64 .*up_proj.lora_A.weight.*; use an adapter whose numbers are floats",
+            "12 tensors are stored as int64 .*up_proj.lora_A.weight.*; use an adapter with floating-point weights",
         ),
         (
             _with_nan,

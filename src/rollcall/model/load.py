@@ -67,7 +67,7 @@ class WholeOnly(ModelError):
 
 
 def load_causal_lm(path: str, *, device: torch.device, dtype: torch.dtype, trust_remote_code: bool = False) -> Any:
-    """Load an AutoModelForCausalLM with fused parameters. It only stores the weights; its own forward is not used.
+    """Load an AutoModelForCausalLM with fused parameters. The model only stores the weights; its own forward method is not used.
 
     The weights are copied to the device piece by piece, so that loading takes little host memory, even if many processes on a node
     load at once. transformers loads files in other formats, and files whose tensor names it converts."""
@@ -101,8 +101,8 @@ def load_causal_lm(path: str, *, device: torch.device, dtype: torch.dtype, trust
 def open_unread(path: str, model: Any, *, fetch: bool = False, compares_head: bool = True) -> Stored:
     """Open the stored weights of ``model``, the outline of ``path``: any kind of checkpoint that ``stored/`` can open, or a model
     directory with safetensors whose tensor names and shapes match the model. Raise WholeOnly for everything else. ``fetch``:
-    download a hub model first if it is not in the cache. ``compares_head``: if the config ties the head but it is stored, compare
-    it with the embeddings. This reads both in full, so only one process of a gang does it."""
+    download a hub model first if it is not in the cache. ``compares_head``: if the config ties the head, but there is a stored
+    head, compare it with the embeddings. This reads both in full, so only one process of a gang does it."""
     folder = Path(path).expanduser() if is_stored(path) else _folder_of(path, fetch=fetch)
     try:
         stored = open_stored(folder)
@@ -186,7 +186,7 @@ def refuse_cast(what: str, path: str, model: Any) -> None:
 
 
 def refuse_diverged(path: str, bad: Sequence[str]) -> None:
-    """Refuse the model if ``bad`` is not empty. It contains the names of the tensors with non-finite values."""
+    """Refuse the model if ``bad``, the names of the tensors with non-finite values, is not empty."""
     if bad:
         raise ModelError(
             f"model.path={path}: {first_tensors(bad, 'not finite')}, so the model has diverged; use "
@@ -396,7 +396,7 @@ def check_model_path(path: str) -> None:
         )
     if folder is None:
         raise ModelError(
-            f"model.path={path} has no config.json, so it is not a transformers model directory, nor a checkpoint with one"
+            f"model.path={path} has no config.json, so it is neither a transformers model directory nor a checkpoint that contains one"
         )
     try:
         check_model_dir(folder)

@@ -286,7 +286,7 @@ class PagedRunner:
             if tokens // 2 < self._fill_tokens:
                 self._fill_tokens = max(1, tokens // 2)
                 say(
-                    f"rollout: {tokens} prompt tokens are too many to process at once in this memory; from now on, at most {self._fill_tokens}"
+                    f"rollout: {tokens} prompt tokens do not fit in memory at once; from now on, use at most {self._fill_tokens} at once"
                 )
 
         run_halved(fills, self._run_fill, smaller=smaller)

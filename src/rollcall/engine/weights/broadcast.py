@@ -2,8 +2,8 @@
 
 The group's members rendezvous through the sender's key-value store (``nodes/meeting.py``). The group is separate from the learner's
 group, so that it can be created again with other members when a member is lost. Only invited receivers get its secret, over their
-lines. It uses NCCL if every member is on a GPU, and otherwise gloo. Two buckets are in flight at a time. Each side computes a bucket's checksum: the sender before it
-leaves, the receiver when it arrives. A large span goes directly from tensor to tensor; small spans are packed together.
+lines. It uses NCCL if every member is on a GPU, and otherwise gloo. Two buckets are in flight at a time. The sender computes a bucket's
+checksum before sending it, a receiver when it arrives. A large span goes directly from tensor to tensor; small spans are packed together.
 """
 
 from __future__ import annotations
