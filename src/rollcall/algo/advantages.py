@@ -1,4 +1,4 @@
-"""Advantages: how much better than expected each completion, or each of its tokens, did. Numpy, on the host.
+"""Advantages: how much better than expected each completion, or each of its tokens, did. NumPy computes them on the host.
 
 Rewards stay float64 until they are compared; advantages are float32. Axes: G completions in a group, T tokens in a completion.
 Every token function takes the loss mask and skips masked-out tokens (tool or user turns) as if they were not

@@ -130,9 +130,9 @@ def value_loss(values: Tensor, *, old_values: Tensor, returns: Tensor, clip: flo
 def kl_estimate(logprobs: Tensor, reference_logprobs: Tensor, *, estimator: Literal["k1", "k2", "k3"]) -> Tensor:
     """Per-token estimate of KL(policy || reference) from the sampled token, with ``d = log p - log p_ref``.
 
-    All three are from J. Schulman ("Approximating KL divergence", 2020). k1 is ``d``: unbiased, may be negative. k2 is
-    ``d^2 / 2``: biased, never negative. k3 is ``exp(-d) - 1 + d``: unbiased, never negative, and used in GRPO's
-    loss (arXiv:2402.03300). For k3, ``d`` is clamped to +-20 and the result to at most 10.
+    All three are from J. Schulman ("Approximating KL divergence", 2020). k1 is ``d``; it is unbiased, but may be negative.
+    k2 is ``d^2 / 2``; it is biased, but never negative. k3 is ``exp(-d) - 1 + d``; it is unbiased and never negative, and GRPO's loss
+    uses it (arXiv:2402.03300). For k3, ``d`` is clamped to +-20 and the result to at most 10.
 
     >>> policy, reference = torch.tensor([0.5, 0.25]).log(), torch.tensor([0.25, 0.5]).log()
     >>> kl_estimate(policy, reference, estimator="k1")

@@ -142,9 +142,9 @@ class Ticker:
         return asked
 
     async def _gather(self, count: float, *, quiet_s: float, most_s: float, burst: int = 1) -> None:
-        """Wait for ``count`` more requests, but not beyond one per session or as many as the core decodes at once. Stop when no request
-        has arrived for a while: ``quiet_s`` for the first, and up to ``burst`` times as long as more arrive, because the more requests
-        have arrived, the more are likely to follow."""
+        """Wait for ``count`` more requests, but for no more in total than there are sessions or than the core decodes at once. Stop when
+        no request has arrived for a while: ``quiet_s`` for the first, and up to ``burst`` times as long as more arrive, because the more
+        requests have arrived, the more are likely to follow."""
         wanted = min(len(self._asked) + count, self._max_running)
         until = time.perf_counter() + most_s
         while (num_there := len(self._asked)) < min(wanted, len(self._sessions) or math.inf):

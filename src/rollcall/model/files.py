@@ -1,4 +1,4 @@
-"""Checks a model directory's config.json before a model is built from it. An error names the key of an impossible size.
+"""Checks a model directory's config.json before a model is built from it. If a size is impossible, the error names its key.
 
 transformers accepts any value: it builds a million layers one by one, fails with a traceback on a negative size, and uses up
 the machine's memory for a size far larger than the weights on disk. Do not import torch here: `rollcall plan` uses this module.
@@ -138,4 +138,4 @@ def _shown(value: Any) -> str:
     try:
         return repr(value)[:60]
     except ValueError:  # Python refuses to print a number with more than 4,300 digits
-        return "a number of thousands of digits"
+        return "a number with thousands of digits"

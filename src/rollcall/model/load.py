@@ -70,7 +70,7 @@ def load_causal_lm(path: str, *, device: torch.device, dtype: torch.dtype, trust
     """Load an AutoModelForCausalLM with fused parameters. The model only stores the weights; its own forward method is not used.
 
     The weights are copied to the device piece by piece, so that loading takes little host memory, even if many processes on a node
-    load at once. transformers loads files in other formats, and files whose tensor names it converts."""
+    load at once. transformers loads files in other formats, and files whose tensor names must be converted."""
     check_model_path(path)
     if (folder := adapter_folder(Path(path).expanduser())) is not None:
         return _load_with_adapter(path, folder, device=device, dtype=dtype, trust_remote_code=trust_remote_code)
@@ -327,7 +327,7 @@ def refuse_loaded(what: str, info: Mapping[str, Any], *, leave_out: Callable[[st
 
 @torch.no_grad()
 def non_finite_of(tensors: Mapping[str, Tensor], *, dtype: torch.dtype) -> list[str]:
-    """Return the names of tensors that would not be finite in ``dtype``, with one reduction each and a single device sync.
+    """Return the names of tensors that would not be finite in ``dtype``, using one reduction per tensor and a single device sync.
 
     >>> non_finite_of({"a": torch.ones(2), "b": torch.tensor([1.0, float("nan")])}, dtype=torch.float32)
     ['b']

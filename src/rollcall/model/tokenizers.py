@@ -60,7 +60,7 @@ def check_stop_strings(tokenizer: Any, stops: Sequence[str]) -> None:
         if name is not None:
             raise ConfigError(
                 f"rollout.stop has {text!r}, and {name!r} in it is a special token of the model: a completion's text does not "
-                f"show special tokens, so this string would never be found; list {name!r} as a separate stop string, or leave it out"
+                f"contain special tokens, so this string would never be found; list {name!r} as a separate stop string, or leave it out"
             )
 
 
@@ -117,7 +117,7 @@ def refuse_other_tokenizers(ours: str, marks: Mapping[str, str], *, path: str) -
     processes to their marks."""
     if others := [who for who, mark in marks.items() if mark != ours]:
         raise ValueError(
-            f"the tokenizer of {path} differs between {', '.join(others)} and the controller, which creates the prompts; "
+            f"the tokenizer of {path} differs between {', '.join(others)} and the controller, which tokenises the prompts; "
             "copy the same files to each node, or put the model in a folder that all nodes share"
         )
 

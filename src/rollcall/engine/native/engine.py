@@ -8,7 +8,7 @@ is filled, then they are decoded.
 With several rows and no waiting request, the next chunk starts before the last one is finished, so that a GPU does not wait for the
 host. Rows that have ended stay until a step without them is cheaper. Tokens that are sampled for them in the meantime are dropped.
 
-Requests are admitted in the order given by ``Request.order``. An episode's turns have the order of the episode. So if there are more
+Requests are admitted in the order given by ``Request.order``. All turns of an episode have the same order. So if there are more
 episodes than rows, running episodes continue before others begin, and their KV is used while it is still kept.
 """
 

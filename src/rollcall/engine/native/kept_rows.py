@@ -88,10 +88,10 @@ class KeptRows:
         self._sessions: KeptSessions[KeptRow] = KeptSessions()
         self._holed: dict[Bundle, None] = {}  # bundles with many holes, oldest first
         self.num_tokens = 0  # memory in use, in tokens of KV
-        self.longest = 0  # number of columns of the longest row that was kept since there were last no kept rows
+        self.longest = 0  # number of columns of the longest row kept since this was last empty
 
     def put(self, rows: list[Leaving], planes: list[Plane], *, end: int) -> None:
-        """Copy these rows, which all end at column ``end``."""
+        """Keep copies of these rows, which all end at column ``end``."""
         width = max(row.past for row in rows)
         which = places([row.row for row in rows])
         copies = [Plane(_copied(plane.columns(end - width, end), which), plane.dim) for plane in planes]

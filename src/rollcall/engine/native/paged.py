@@ -149,7 +149,7 @@ class PagedRunner:
         return True
 
     def carry(self, ended: list[int]) -> bool:
-        """Keep ended rows until a smaller graph fits the remaining rows, because they add only little work to the matrix products."""
+        """Keep ended rows until a smaller graph fits the remaining rows, because they add little work to the matrix products."""
         if _bucket(self.num_rows - len(ended), self.max_running) < _bucket(self.num_rows, self.max_running):
             return False
         self._rows.limit[ended] = self._rows.position[ended]
@@ -286,7 +286,8 @@ class PagedRunner:
             if tokens // 2 < self._fill_tokens:
                 self._fill_tokens = max(1, tokens // 2)
                 say(
-                    f"rollout: {tokens} prompt tokens do not fit in memory at once; from now on, use at most {self._fill_tokens} at once"
+                    f"rollout: {tokens} prompt tokens do not fit in memory at once; from now on, they are processed "
+                    f"{self._fill_tokens} at a time"
                 )
 
         run_halved(fills, self._run_fill, smaller=smaller)

@@ -3,8 +3,8 @@
 Rows end together, so a row with fewer columns than the longest begins later, and a mask hides the columns before it. Rows often have
 almost the same length. So with products, only the columns where something is hidden are masked; the fused kernel needs a full mask.
 
-An ``Extension`` is several new tokens for each row in a set, such as the next turns of sessions. The new tokens are the last tokens of
-their rows. So one call attends for neighbouring rows with the same number of new tokens, even if the rows differ in length.
+An ``Extension`` adds several new tokens to each row in a set, such as the next turns of sessions. The new tokens are the last tokens of
+their rows. So one call can process neighbouring rows with the same number of new tokens, even if the rows differ in length.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ class Extension:
         return torch.cat(outs, dim=3).permute(0, 3, 1, 2, 4).reshape(len(own), -1).to(q.dtype)
 
     def _masks(self, queries: Tensor, *, kv_heads: int, window: int, way: Way) -> Masks:
-        """Return masks for these new tokens (by index) as queries."""
+        """Return the masks for queries from these new tokens, which are given by index."""
         num_hidden = (self.longest - np.array(self.lengths)).repeat(kv_heads)
         if way == "products" and not window:
             behind = torch.arange(self.num_new) > queries[:, None]

@@ -160,7 +160,7 @@ class RowRunner:
         self.num_rows = last
 
     def _clear_if_broken(self, row: int) -> None:
-        """Clear a row that had a NaN before another row takes its place: masked values take part in products, and 0 times NaN is NaN."""
+        """If a row had a NaN, clear it for the row that takes its place: masked values take part in products, and 0 times NaN is NaN."""
         if self._broken[row]:
             for tensor in (*self._keys, *self._values):
                 tensor[self._seats(row)] = 0
@@ -357,7 +357,9 @@ class RowRunner:
             shape = (self._capacity[0], heads)
             keys, values = self._keys[index].unflatten(0, shape), self._values[index].unflatten(0, shape)
             for copy in copies:
-                columns = slice(self._column - copy.num_tokens, self._column)  # a row's fill ends with its past
+                columns = slice(
+                    self._column - copy.num_tokens, self._column
+                )  # a row's filled tokens are the last ones of its past
                 keys[copy.rows, :, :, columns] = copy.of_rows(k).permute(0, 2, 3, 1)
                 values[copy.rows, :, columns] = copy.of_rows(v).transpose(1, 2)
 
@@ -427,7 +429,7 @@ def _rounded(num_columns: int) -> int:
 
 
 class Step(NamedTuple):
-    """The inputs for one more token in every row. In each layer's keys and values, the last column is for the new token, still empty."""
+    """The inputs for one more token in every row. The last column of each layer's keys and values is for the new token, and is empty."""
 
     token_ids: Tensor  # [rows]
     positions: Tensor  # [rows]

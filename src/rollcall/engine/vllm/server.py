@@ -14,7 +14,7 @@ directions. It exits when its parent hangs up or dies. A call names a method:
     adapt    load the adapter from a folder
     sleep, wake
 
-An update may come while completions are running. vLLM then puts them back into its queue and drops all keys and values
+An update may arrive while completions are running. vLLM then puts them back into its queue and drops all keys and values
 from the old weights. So the KV behind every token comes from the version that the token is sampled from.
 """
 
@@ -197,7 +197,7 @@ def make_engine(spec: dict[str, Any], folder: str) -> Any:
     size = spec["tensor_parallel_size"]
     args = EngineArgs(
         model=folder,
-        skip_tokenizer_init=True,  # token IDs in and out, so no second tokenizer can disagree
+        skip_tokenizer_init=True,  # only token IDs go in and out, so no second tokenizer can disagree
         generation_config="vllm",  # only the request decides how to sample
         load_format="dummy" if spec["model"] is None else "auto",
         enable_lora=spec["lora_rank"] > 0,
@@ -265,7 +265,7 @@ def verify(path: str, offset: int, size: int, tensors: list[list[Any]]) -> None:
                         raise ValueError(f"torn: {name} differs from what was sent")
 
 
-# These run in each process of the engine
+# ``Reload`` and the three functions after it run in each process of the engine.
 
 
 class Reload:
@@ -314,7 +314,9 @@ class Reload:
         if self._error is not None:
             raise self._error
         if missing := sorted(self._wanted - self._loaded):
-            raise RuntimeError(f"no weights were sent for {', '.join(missing[:3])}; the engine's weights are now mixed")
+            raise RuntimeError(
+                f"no weights were sent for {', '.join(missing[:3])}; the engine now has a mix of two versions"
+            )
         model, config = self._model, self._worker.model_runner.model_config.hf_config
         if getattr(config, "tie_word_embeddings", False) and model.lm_head.weight.device.type == "cpu":
             from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm  # type: ignore[import-not-found]

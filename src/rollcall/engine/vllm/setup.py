@@ -37,7 +37,7 @@ class VllmUnavailable(ValueError):
 
 
 def find_python(given: str | None) -> str:
-    """Return vLLM's Python: the one in the run file, the one in $ROLLCALL_VLLM_PYTHON, or this one if vLLM is installed in it."""
+    """Return vLLM's Python: the one in the run file, the one in $ROLLCALL_VLLM_PYTHON, or this process's own if it can import vLLM."""
     named = given or os.environ.get(PYTHON_VARIABLE)
     source = f"rollout.vllm.python={given}" if given else f"${PYTHON_VARIABLE}={named}"
     if named is None:

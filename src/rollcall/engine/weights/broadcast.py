@@ -83,7 +83,7 @@ class _Group:
                     raise
             if deadline.is_over or any(line.is_closed() for line in lines.values()):
                 raise RuntimeError("the broadcast did not finish")
-            deadline.tell(f"weights: in a broadcast with {', '.join(lines)}")
+            deadline.tell(f"weights: waiting for the broadcast with {', '.join(lines)}")
 
     def travels_as_is(self, bucket: Bucket) -> bool:
         return len(bucket) == 1 and (self.backend == "nccl" or bucket[0].device.type == "cpu")

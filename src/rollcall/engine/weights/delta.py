@@ -1,4 +1,4 @@
-"""Sends only the changes to the previous version: which elements differ, and their new bits.
+"""Sends only the changes since the previous version: which elements differ, and their new bits.
 
 At the learning rates of reinforcement learning, most bfloat16 weights keep their bits in an update. A tensor's changes are sent as
 three lists: how many there are in each block of 65,536 elements, their positions in these blocks (two bytes each), and the new values.

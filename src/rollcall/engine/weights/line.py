@@ -119,9 +119,9 @@ def hear_all(lines: Mapping[str, Line], deadline: Wait, *, waiting_for: str) -> 
                 heard[key.data] = lines[key.data].hear(deadline)
                 selector.unregister(key.fileobj)
             if not found and deadline.is_over:
-                raise MissingPeerError(f"no {waiting_for} within {deadline.timeout_s:g} s from {missing}")
+                raise MissingPeerError(f"no {waiting_for} from {missing} within {deadline.timeout_s:g} s")
             if not found:
-                deadline.tell(f"weights: waiting for the {waiting_for} of {missing}")
+                deadline.tell(f"weights: waiting for the {waiting_for} from {missing}")
     return heard
 
 

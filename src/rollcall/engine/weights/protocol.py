@@ -5,7 +5,7 @@ than the receiver's own. It refuses an update as torn if tensors differ in name,
 applied. The sender then sends the full update again. A second refusal is an error that names the receiver. The contract test in
 tests/weights_contract.py checks each transport.
 
-Who waits for whom: ``send`` waits until all receivers are in ``receive``, and for their answers. ``receive`` waits for the
+Who waits for whom: ``send`` waits until all receivers are in ``receive``, and then for their answers. ``receive`` waits for the
 sender. Each wait has a deadline, and its error names the missing peers. An error closes the sender; create a new one and invite again.
 """
 

@@ -94,7 +94,7 @@ def _sum_uses_kernel(grad_ptr, starts_ptr, uses_ptr, out_ptr, width, BLOCK: tl.c
 
 
 def sum_uses(grad: Tensor, starts: Tensor, uses: Tensor) -> Tensor:
-    """Compute the gradient of ``index_select``, from [uses, ...] to [tokens, ...]. Token n is used at ``uses[starts[n]:starts[n + 1]]``."""
+    """Compute the gradient of ``index_select``: [uses, ...] to [tokens, ...]. Token n is used at ``uses[starts[n]:starts[n + 1]]``."""
     grad = grad.contiguous()
     out = grad.new_empty(len(starts) - 1, *grad.shape[1:])
     width = grad[0].numel()

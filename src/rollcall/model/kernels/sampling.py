@@ -116,8 +116,8 @@ def sample(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Sample one token per row of ``logits`` [B, V], and compute its log-prob at the row's temperature.
 
-    ``uniforms`` [B] are float32 in [0, 1). A temperature of 0 in ``temperatures`` [B] picks the most likely token (the lowest
-    id on ties) and its log-prob at temperature 1. Returns tokens [B] int64 and log-probs [B] float32. A token with logit -inf
+    ``uniforms`` [B] are float32 in [0, 1). A temperature of 0 in ``temperatures`` [B] selects the most likely token (the lowest
+    id on ties) with its log-prob at temperature 1. Returns tokens [B] int64 and log-probs [B] float32. A token with logit -inf
     is never drawn. A row that contains NaN gets a valid id and a NaN log-prob.
     """
     num_rows, vocab = checks.rows(logits)

@@ -47,7 +47,9 @@ def open_model_dir(folder: Path) -> Stored:
     stored = open_parts(files, origin=str(folder), folder=folder, kind="model directory", named=named)
     if missing := next((name for name in named or () if name not in stored.tensors), None):
         file = folder / (named or {})[missing]
-        raise StoredError(f"{file} does not contain {missing}, although {folder / INDEX} says so; restore the file")
+        raise StoredError(
+            f"{file} does not contain {missing}, although {folder / INDEX} says it does; restore the file"
+        )
     return stored
 
 

@@ -194,7 +194,7 @@ def refuse_gaps(tensor: StoredTensor, *, origin: str) -> None:
         ):
             raise StoredError(
                 f"{piece.file}: its block of {tensor.name} is {list(piece.shape)} at {list(piece.start)}, which is outside "
-                f"the tensor's {list(tensor.shape)}: the file belongs to another set"
+                f"the tensor's {list(tensor.shape)}: the file belongs to another set of files"
             )
     if twice := _overlapping(tensor.pieces):
         first, second = twice
@@ -206,7 +206,7 @@ def refuse_gaps(tensor: StoredTensor, *, origin: str) -> None:
         files = ", ".join(sorted({str(piece.file) for piece in tensor.pieces})[:3])
         raise StoredError(
             f"{origin}: the files contain only {held:,} of the {whole:,} elements of {tensor.name} ({files}, ...): a file is missing "
-            "or belongs to another set"
+            "or belongs to another set of files"
         )
 
 
