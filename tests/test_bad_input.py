@@ -233,7 +233,7 @@ def test_fewer_rows_than_prompts_in_a_step_are_drawn_again(tmp_path: Path) -> No
 
 def test_a_path_that_is_no_model_is_named(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
-    with pytest.raises(ModelError, match=r"empty has no config.json, so it is not a transformers model directory"):
+    with pytest.raises(ModelError, match=r"empty has no config.json, so it is neither a transformers model directory"):
         finish(make_run(tmp_path, model=tmp_path / "empty"))
     with pytest.raises(ModelError, match=r"nowhere is not a directory"):
         finish(make_run(tmp_path, f"model.path={tmp_path}/nowhere"))

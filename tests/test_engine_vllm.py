@@ -279,7 +279,9 @@ def test_what_vllm_would_change_silently_is_refused(engine: Any) -> None:
     (prompt,) = random_prompts(1)
     with pytest.raises(Refused, match="temperature 0.001, which vLLM would silently raise to 0.01"):
         submit(engine, request(prompt, temperature=0.001))
-    with pytest.raises(Refused, match="has token 40, but the model knows only 0 to 39: .* another model's tokenizer"):
+    with pytest.raises(
+        Refused, match="has token 40, but the model has only tokens 0 to 39: .* another model's tokenizer"
+    ):
         submit(engine, request(np.array([5, 40], dtype=np.int32)))
     assert engine.num_unfinished == 0
 

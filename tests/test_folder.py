@@ -412,7 +412,7 @@ def test_weights_left_as_a_file_arrive_and_those_of_another_sender_are_not_taken
     assert all(torch.equal(bits(late[name]), bits(tensors[name])) for name in tensors)
     (path,) = tmp_path.iterdir()
     os.truncate(path, path.stat().st_size - 1)
-    with pytest.raises(RefusedUpdateError, match="twice: .* is not a whole safetensors file"):
+    with pytest.raises(RefusedUpdateError, match="twice: .* is not a complete safetensors file"):
         open_receiver(old.invitations["one"], name="one", tensors=late).receive(version=2)
     new = sender()
     assert list(tmp_path.iterdir()) == [], "what an earlier sender left is removed"

@@ -276,7 +276,7 @@ def test_a_request_for_an_unknown_adapter_is_refused() -> None:
     model = trainable()
     prompt = random_prompts(1)[0]
     plain = NativeEngine(model, make_tokenizer(), max_running=2, kv_tokens=None)
-    with pytest.raises(ValueError, match="this engine has none"):
+    with pytest.raises(ValueError, match="this engine has no adapters"):
         sample_all(plain, {"r": (prompt, "two")})
     engine = NativeEngine(model, make_tokenizer(), max_running=2, kv_tokens=None, adapters={"one": make_adapter(model)})
     with pytest.raises(ValueError, match="this engine has base, one"):
@@ -443,14 +443,14 @@ def _with_nan(path: Path) -> None:
 @pytest.mark.parametrize(
     ("damage", "words"),
     [
-        (lambda path: path.write_bytes(path.read_bytes()[:-1]), "is not a whole safetensors file"),
+        (lambda path: path.write_bytes(path.read_bytes()[:-1]), "is not a complete safetensors file"),
         (
             lambda path: path.rename(path.with_name("adapter_model.bin")),
             "adapter_model.bin, which Rollcall does not read",
         ),
         (
             _as(torch.int64),
-            "12 tensors are stored as int64 .*up_proj.lora_A.weight.*; use an adapter whose numbers are floats",
+            "12 tensors are stored as int64 .*up_proj.lora_A.weight.*; use an adapter with floating-point weights",
         ),
         (
             _with_nan,

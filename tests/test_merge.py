@@ -437,7 +437,7 @@ def test_the_command_answers_people_and_programs(tmp_path: Path) -> None:
     assert refused.exit_code == 1 and "is not a directory; use a checkpoint" in refused.output
     (tmp_path / "checkpoints" / "step-000002").mkdir(parents=True)
     refused = CliRunner().invoke(app, ["merge", str(tmp_path / "checkpoints" / "step-000001"), "--out", str(out)])
-    assert refused.exit_code == 1 and "its folder has step-000002" in " ".join(refused.output.split())
+    assert refused.exit_code == 1 and "its folder contains step-000002" in " ".join(refused.output.split())
 
 
 def test_what_cannot_be_verified_is_refused_before_it_is_merged(tmp_path: Path) -> None:

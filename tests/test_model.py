@@ -193,7 +193,7 @@ def test_weights_that_are_no_floating_point_numbers_are_refused_by_name_wherever
         torch.save(tensors, path / "pytorch_model.bin")
     else:
         save_file(tensors, path / ("model.safetensors" if form == "safetensors" else "part-0-of-1.safetensors"))
-    words = f"model.path=.* stores {name} as {kind}; weights must be floating-point numbers: give the model in float32"
+    words = f"model.path=.* stores {name} as {kind}; weights must be floating-point numbers: save the model in float32"
     with pytest.raises(ValueError, match=words):
         load_causal_lm(str(path), device=CPU, dtype=torch.float32)
     if form != "bin":

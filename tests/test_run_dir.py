@@ -120,7 +120,7 @@ def test_a_model_that_was_cut_off_is_written_again_and_leftovers_of_a_killed_wri
     assert newest_model_of(config)[1] == "checkpoint of step 2"
     assert {torn.path for torn in audit(config.run.dir).torn} >= set(left)
     finish(config)
-    assert weights.read_bytes() == whole and "is not a whole safetensors file" in caplog.text
+    assert weights.read_bytes() == whole and "is not a complete safetensors file" in caplog.text
     assert not any(path.exists() for path in left) and audit(config.run.dir).is_clean
     weights.unlink()
     shutil.rmtree(config.run.dir / "checkpoints")

@@ -185,7 +185,9 @@ def test_a_distributed_checkpoint_whose_files_do_not_fit_is_refused(tmp_path: Pa
     with pytest.raises(StoredError, match="distcp"):
         open_stored(tmp_path / "c")
     save_dcp({"actor": WHOLE, "critic": WHOLE}, tmp_path / "e")
-    with pytest.raises(StoredError, match="not clear which tensors belong to the model; there are actor, critic"):
+    with pytest.raises(
+        StoredError, match="not clear which tensors belong to the model; the checkpoint contains actor, critic"
+    ):
         open_stored(tmp_path / "e")
     (tmp_path / "c" / ".metadata").write_bytes(b"garbage")
     with pytest.raises(StoredError, match="metadata"):
@@ -249,7 +251,7 @@ def test_names_of_shards_are_not_believed(tmp_path: Path) -> None:
 )
 def test_a_header_that_safetensors_would_refuse_is_refused(tmp_path: Path, header: str) -> None:
     (tmp_path / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header.encode() + bytes(16))
-    with pytest.raises(StoredError, match="not a whole safetensors file"):
+    with pytest.raises(StoredError, match="not a complete safetensors file"):
         open_stored(tmp_path)
 
 

@@ -56,5 +56,7 @@ def test_the_examples_of_the_script_hold() -> None:
 
 
 def test_another_built_in_model_is_refused() -> None:
-    with pytest.raises(ValueError, match="model.path=builtin:algebra is not built in; there is builtin:arithmetic"):
+    with pytest.raises(
+        ValueError, match="model.path=builtin:algebra is not a built-in model; the only one is builtin:arithmetic"
+    ):
         resolve_model("builtin:algebra")

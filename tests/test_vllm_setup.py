@@ -38,7 +38,9 @@ def test_an_engine_that_is_not_installed_is_refused_with_what_to_install(
         find_python(None)
     with pytest.raises(VllmUnavailable, match="rollout.vllm.python=/no/such/python is not a program"):
         find_python("/no/such/python")
-    with pytest.raises(VllmUnavailable, match="cannot import vLLM .its packages have no vllm.; create an environment"):
+    with pytest.raises(
+        VllmUnavailable, match="cannot import vLLM .vllm is not among its packages.; create an environment"
+    ):
         find_python(sys.executable)
     monkeypatch.setenv(PYTHON_VARIABLE, "no-python")
     with pytest.raises(VllmUnavailable, match=rf"\${PYTHON_VARIABLE}=no-python is not a program"):

@@ -207,7 +207,7 @@ def test_a_torn_part_makes_all_senders_send_again(monkeypatch: pytest.MonkeyPatc
         assert all(torch.equal(update.taken["near"][name], expected[name]) for name in expected)
         update.run(2, due=3)
         assert {type(error) for error in update.failures} == {RefusedUpdateError}
-        assert "got version 2, but version 3 is due" in str(update.failures[0])
+        assert "got version 2, but expected version 3" in str(update.failures[0])
     finally:
         update.close()
 

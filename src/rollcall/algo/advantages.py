@@ -1,4 +1,4 @@
-"""Advantages: how much better than expected each completion, or each of its tokens, did. Numpy, on the host.
+"""Advantages: how much better than expected each completion, or each of its tokens, did. NumPy computes them on the host.
 
 Rewards stay float64 until they are compared; advantages are float32. Axes: G completions in a group, T tokens in a completion.
 Every token function takes the loss mask and skips masked-out tokens (tool or user turns) as if they were not
@@ -20,8 +20,8 @@ ROUNDING = 1e-12  # relative to the size of the rewards; a smaller difference be
 
 
 def all_equal(values: NDArray[np.floating], *, size: float = 0.0) -> bool:
-    """Whether the values are equal up to rounding, or fewer than two. ``size`` is the largest number in the sums that they come from,
-    because its terms may have cancelled out.
+    """Whether the values are equal up to rounding, or there are fewer than two. ``size`` is the largest term in the sums that the values
+    come from: even if large terms have cancelled out, their rounding errors remain.
 
     >>> all_equal(np.array([0.1 + 0.2 + 0.3, 0.3 + 0.2 + 0.1])), all_equal(np.array([0.6, 0.6000001]))
     (True, False)
@@ -32,7 +32,7 @@ def all_equal(values: NDArray[np.floating], *, size: float = 0.0) -> bool:
 def group_normalized(rewards_G: NDArray[np.floating]) -> Floats:
     """GRPO (arXiv:2402.03300): rewards minus the group's mean, divided by its (unbiased) standard deviation.
 
-    Zeros if all rewards are equal or there is only one.
+    The result is all zeros if all rewards are equal or there is only one.
 
     >>> group_normalized(np.array([1.0, 0.0, 0.0, 1.0], dtype=np.float32)).round(3).tolist()
     [0.8659999966621399, -0.8659999966621399, -0.8659999966621399, 0.8659999966621399]
@@ -77,7 +77,7 @@ def token_rewards(
 
     This is the per-token reward of PPO for language models (arXiv:2203.02155) and REINFORCE++ (arXiv:2501.03262).
     ``kl_T=None`` means no KL. A completion without loss tokens gets no reward anywhere. ``along`` lists the parts of the reward
-    that come earlier, each with the index of the loss token that gets it.
+    that are given earlier, each with the index of the loss token that gets it.
 
     >>> kl = np.array([0.5, 9.0, 1.0], dtype=np.float32)
     >>> token_rewards(1.0, kl, kl_coef=0.5, mask_T=np.array([True, False, True])).tolist()
@@ -138,10 +138,10 @@ def gae(
 
 
 def batch_normalized(values: list[Doubles], masks: list[Bools], *, size: float = 0.0) -> list[Floats]:
-    """Normalise to mean 0 and (unbiased) variance 1 over all loss tokens in the batch; one [T] array per completion.
+    """Normalise to mean 0 and (unbiased) variance 1 over all loss tokens in the batch. There is one [T] array per completion.
 
-    REINFORCE++ (arXiv:2501.03262) does this to token returns; PPO does it to GAE's advantages, where it is called
-    whitening. Zeros if all values are equal (``size`` as in :func:`all_equal`) or there are fewer than two loss tokens.
+    REINFORCE++ (arXiv:2501.03262) does this to token returns; PPO does it to GAE's advantages, where it is called whitening.
+    The result is all zeros if all values are equal (``size`` as in :func:`all_equal`) or there are fewer than two loss tokens.
 
     >>> values = [np.array([1.0, 5.0]), np.array([3.0])]
     >>> [x.tolist() for x in batch_normalized(values, [np.array([True, False]), np.array([True])])]

@@ -22,7 +22,7 @@ class TokenLoss:
 
     loss: Tensor  # [L]
     ratio: Tensor  # [L] policy over old (for GSPO the sequence's ratio)
-    clipped: Tensor  # [L] 1 where the clip decided the loss (for CISPO: changed the weight), else 0
+    clipped: Tensor  # [L] 1 where clipping determined the loss (for CISPO: where it changed the weight), else 0
 
 
 def bounded_ratio(logprobs: Tensor, base_logprobs: Tensor) -> Tensor:
@@ -69,8 +69,8 @@ def gspo_policy_loss(
     """GSPO (arXiv:2507.18071): the clipped surrogate with one ratio per sequence, ``exp(mean_t log r_t)``.
 
     Each token's ratio has the sequence's value and the token's own gradient, ``s_t = sg[s] * p_t / sg[p_t]`` (the
-    paper's GSPO-token). Averaged over a response whose tokens share one advantage, value and gradient equal those of
-    the sequence objective. The sequence is everything sampled in an attempt, in all its rows, because the reward is for all of
+    paper's GSPO-token). Averaged over a response whose tokens share one advantage, this loss has the same value and gradient
+    as the sequence objective. The sequence is everything sampled in an attempt, in all its rows, because the reward is for all of
     it, and the paper's point is that ratio and reward should have the same unit.
 
     >>> result = gspo_policy_loss(
@@ -110,10 +110,10 @@ def cispo_policy_loss(
 
 
 def value_loss(values: Tensor, *, old_values: Tensor, returns: Tensor, clip: float | None) -> Tensor:
-    """Half the squared error to the returns, per token.
+    """Half the squared difference between values and returns, per token.
 
-    With ``clip``, it is the larger of this error and the error of the value clamped to within ``clip`` of the old value, so a step
-    gains nothing by moving further (PPO's value clipping; arXiv:2005.12729 discusses its use).
+    With ``clip``, the error is the larger of this one and that of the value clamped to within ``clip`` of the old value, so a step
+    gains nothing by moving the value further (PPO's value clipping; arXiv:2005.12729 discusses its use).
 
     >>> value_loss(
     ...     torch.tensor([1.0, 0.6]), old_values=torch.tensor([0.5, 0.5]), returns=torch.tensor([1.0, 1.0]), clip=0.2
@@ -130,9 +130,9 @@ def value_loss(values: Tensor, *, old_values: Tensor, returns: Tensor, clip: flo
 def kl_estimate(logprobs: Tensor, reference_logprobs: Tensor, *, estimator: Literal["k1", "k2", "k3"]) -> Tensor:
     """Per-token estimate of KL(policy || reference) from the sampled token, with ``d = log p - log p_ref``.
 
-    All three are from J. Schulman ("Approximating KL divergence", 2020). k1 is ``d``: unbiased, may be negative. k2 is
-    ``d^2 / 2``: biased, never negative. k3 is ``exp(-d) - 1 + d``: unbiased, never negative, and used in GRPO's
-    loss (arXiv:2402.03300). For k3, ``d`` is clamped to +-20 and the result to at most 10.
+    All three are from J. Schulman ("Approximating KL divergence", 2020). k1 is ``d``; it is unbiased, but may be negative.
+    k2 is ``d^2 / 2``; it is biased, but never negative. k3 is ``exp(-d) - 1 + d``; it is unbiased and never negative, and GRPO's loss
+    uses it (arXiv:2402.03300). For k3, ``d`` is clamped to +-20 and the result to at most 10.
 
     >>> policy, reference = torch.tensor([0.5, 0.25]).log(), torch.tensor([0.25, 0.5]).log()
     >>> kl_estimate(policy, reference, estimator="k1")
@@ -146,7 +146,7 @@ def kl_estimate(logprobs: Tensor, reference_logprobs: Tensor, *, estimator: Lite
     if estimator == "k2":
         return 0.5 * difference.square()
     difference = difference.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
-    # expm1 keeps k3 at 0 or above where the two policies nearly agree; there exp(-d) - 1 + d can round below 0.
+    # Where the two policies nearly agree, exp(-d) - 1 + d could round to a negative number; expm1 prevents this.
     return ((-difference).expm1() + difference).clamp(0.0, K3_BOUND)
 
 

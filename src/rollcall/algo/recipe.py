@@ -33,7 +33,7 @@ from rollcall.config import (
     Rloo,
 )
 
-# Axes: one entry per group, in it one per attempt, in that one per token over all the attempt's rows.
+# Axes: the groups, the attempts of each group, and the tokens of each attempt (of all its rows).
 Masks = list[list[Bools]]
 PerToken = list[list[Floats]]
 Measure = Callable[[str, Tensor], None]
@@ -70,9 +70,10 @@ def compute_advantages(
 ) -> list[list[TokenAdvantages]]:
     """Compute advantages for every token. Pass all groups of a step: REINFORCE++ and PPO normalise over the batch.
 
-    An attempt's rows count as one sequence in time. ``turns`` are the parts of the rewards that come before the end; without them
-    all of the reward comes at the end. Only algorithms that compare turns or tokens use them. ``kl`` is each token's estimated KL to
-    the reference, used only with ``kl_in="reward"`` and ``kl_coef > 0``. ``values`` come from the critic; only PPO needs them.
+    An attempt's rows count as one sequence in time. ``turns`` contains the parts of the rewards that attempts get before their end.
+    Without it, they get their whole reward at the end. Only algorithms that compare turns or tokens use it. ``kl`` is each token's
+    estimated KL to the reference, used only with ``kl_in="reward"`` and ``kl_coef > 0``. ``values`` come from the critic; only PPO
+    needs them.
 
     >>> rewards = [np.array([1.0, 0.0])]
     >>> masks = [[np.array([True, True]), np.array([True, False, True])]]
@@ -87,7 +88,7 @@ def compute_advantages(
     if isinstance(algorithm, ReinforcePlusPlus | Ppo):
         return _batch_advantages(algorithm, rewards=rewards, masks=masks, kl=kl, values=values, turns=turns)
     if isinstance(algorithm, GroupAlgorithm) and algorithm.advantage == "turn":
-        assert turns is not None, "advantages of turns need the turns"
+        assert turns is not None, "the advantages of turns cannot be computed without the turns"
         return _turn_advantages(algorithm, rewards=rewards, masks=masks, kl=kl, turns=turns)
     return _group_advantages(algorithm, rewards=rewards, masks=masks, kl=kl)
 
@@ -102,7 +103,7 @@ def loss_weights(
     """Compute the weight of each row's tokens, [rows], so that an update's loss is ``sum_t weight * loss_t``.
 
     Pass all rows of one optimizer update, over all ranks and micro-batches. ``attempts`` is each row's attempt; an attempt counts
-    once, with all its rows. Without it each row is an attempt. An attempt without loss tokens has weight 0 and does not count.
+    once, with all its rows. Without ``attempts``, each row is an attempt. An attempt without loss tokens has weight 0 and does not count.
 
     >>> lengths = np.array([1, 4, 0])
     >>> loss_weights(Grpo(), num_loss_tokens=lengths, max_response_tokens=8).tolist()
@@ -143,8 +144,8 @@ def policy_loss(
 ) -> BatchLoss:
     """Compute a micro-batch's policy loss: surrogate, importance correction, KL, entropy bonus. Tensors are [L].
 
-    The ratio is relative to ``old_logprobs``, or without them to this forward's own log-probs (ratio 1). With
-    ``algorithm.old_logprobs="engine"`` it is relative to the behaviour log-probs. For GSPO, attempts must be complete, because it
+    The ratio is relative to ``old_logprobs`` or, if there are none, to this forward pass's own log-probs (so it is 1). With
+    ``algorithm.old_logprobs="engine"``, it is relative to the behaviour log-probs. For GSPO, attempts must be complete, because it
     averages over them. Truncated importance weights multiply only the surrogate. The mismatch mask applies to every term.
 
     >>> import torch
@@ -252,7 +253,7 @@ def _group_advantages(
     masks: Masks,
     kl: PerToken | None,
 ) -> list[list[TokenAdvantages]]:
-    """Compute one number per attempt, only from its group, and put it on each loss token of the attempt."""
+    """Compute one number per attempt, from its group alone, and put it on each loss token of the attempt."""
     compare, out = COMPARE[algorithm.name], []
     for i, (rewards_G, masks_G) in enumerate(zip(rewards, masks, strict=True)):
         if kl is not None:
@@ -276,7 +277,7 @@ def _turn_advantages(
     kl: PerToken | None,
     turns: list[list[TurnRewards]],
 ) -> list[list[TokenAdvantages]]:
-    """Compute one number per turn: its discounted return, compared with the same turn in the attempts that have it."""
+    """Compute one number per turn: its discounted return, compared with that of the same turn in other attempts that got this far."""
     compare, out = COMPARE[algorithm.name], []
     for i, (rewards_G, masks_G, turns_G) in enumerate(zip(rewards, masks, turns, strict=True)):
         returns_G: list[Doubles] = []

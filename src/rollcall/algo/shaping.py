@@ -74,10 +74,11 @@ def has_signal(group: Group) -> bool:
 
 
 def shaped_rewards(group: Group, algorithm: Algorithm, max_response_tokens: int) -> Doubles:
-    """Return the rewards that the advantage sees, including the soft overlong punishment if the algorithm has one.
+    """Return the rewards that the advantage is computed from, including the soft overlong punishment if the algorithm has one.
 
-    A group that dynamic sampling would leave out is not punished, because it may fill a step without signal. The length
-    counts all tokens after the prompts of all rows, observations included, because the limit applies to them.
+    A group that dynamic sampling would leave out is not punished: if no group of a step has signal, such a group takes their place, and
+    its gradient must be zero. The length includes all tokens after the prompts of all rows, even observations, because the limit applies
+    to them.
     """
     rewards = group.rewards
     if algorithm.overlong_buffer and (has_signal(group) or not algorithm.dynamic_sampling):
@@ -97,7 +98,7 @@ def shaped_rewards(group: Group, algorithm: Algorithm, max_response_tokens: int)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TurnRewards:
-    """An attempt's rewards for its turns. The turns follow each other over the sampled tokens of all the attempt's rows."""
+    """An attempt's rewards for its turns. The turns cover the sampled tokens of all the attempt's rows, in order."""
 
     num_sampled: Longs  # [turns]
     rewards: Doubles  # [turns] parts of the attempt's reward; the rest comes at the end of the attempt

@@ -1,7 +1,7 @@
 """The interface between the loop and an engine. A request is one completion: await it to generate, cancel it to abort.
 
-``Ticker`` (``engine/ticker.py``) makes an ``Engine`` of a ``Core`` in this process; ``Engines`` (``run/engines.py``) does it for cores
-in other processes. The contract tests in tests/generate_contract.py and tests/engine_contract.py check each implementation.
+``Ticker`` (``engine/ticker.py``) turns a ``Core`` in this process into an ``Engine``; ``Engines`` (``run/engines.py``) does the same for
+cores in other processes. The contract tests in tests/generate_contract.py and tests/engine_contract.py check each implementation.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ class Sampling:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
-    """A request for one completion. Its draws depend only on its seed, not on the rest of the batch.
+    """A request for one completion. The completion's random draws depend only on its seed, not on the rest of the batch.
 
-    Requests of one ``group`` have the same prompt. They all go to the same worker, which computes the prompt once.
+    Requests in the same ``group`` have the same prompt. They all go to the same worker, which computes the prompt once.
 
     Each request of a ``session`` extends an earlier one: its prompt contains all tokens so far. The engine may keep the KV between
     requests, so that it computes only the new tokens; this does not change the results.
@@ -37,7 +37,8 @@ class Request:
     prompt_ids: Ints
     seed: int
     sampling: Sampling
-    # Step, draw, index in the group. The lowest is admitted first, and the highest is preempted first. Ties keep the order of arrival.
+    # Step, draw and index in the group. Requests with the lowest order are admitted first; those with the highest are preempted first.
+    # Requests with the same order keep their order of arrival.
     order: tuple[int, int, int] = (0, 0, 0)
     group: str | None = None
     session: str | None = None
@@ -61,8 +62,8 @@ LOCAL = "local"  # the worker of an engine in this process
 class Stats:
     """An engine's work since the last call to ``take_stats``."""
 
-    busy_s: float  # time during which it had requests
-    num_tokens: int  # in finished completions
+    busy_s: float  # time during which the engine had requests
+    num_tokens: int  # number of tokens in the completions that finished
     num_preemptions: int
 
 
@@ -77,12 +78,12 @@ class Engine(Protocol):
         ...
 
     async def pause(self, *, drain: bool) -> None:
-        """Stop decoding before this returns. With ``drain``, first wait until all earlier requests have ended. Later requests wait
-        for ``serve``."""
+        """Stop decoding: nothing is decoded after this returns. With ``drain``, first wait until all earlier requests have ended. Later
+        requests wait for ``serve``."""
         ...
 
     async def serve(self, version: int) -> None:
-        """Sample from the engine's parameters, which now have this version, and end a pause."""
+        """End a pause, and sample from the engine's current parameters, which have this version."""
         ...
 
     def begin_session(self, session: str) -> None:
@@ -90,7 +91,7 @@ class Engine(Protocol):
         ...
 
     def end_session(self, session: str) -> None:
-        """Free what is kept for the session, which has no more requests. Do nothing if the session is unknown."""
+        """Free everything that is kept for the session, because it has no more requests. Do nothing if the session is unknown."""
         ...
 
     def take_stats(self) -> Stats: ...
@@ -121,7 +122,7 @@ class Core(Protocol):
         ...
 
     def step(self) -> dict[str, Completion]:
-        """Decode a little further, if there is anything to decode. Return the finished completions, by request."""
+        """Decode a little further, if there is anything to decode. Return the finished completions by request ID."""
         ...
 
     def abort(self, request_id: str) -> None:
@@ -129,11 +130,11 @@ class Core(Protocol):
         ...
 
     def settle(self) -> None:
-        """Collect the results of decoding that runs ahead of the next ``step``. Nothing decodes after this returns."""
+        """Collect the results of decoding that runs ahead of the next ``step``. Nothing is being decoded after this returns."""
         ...
 
     def update_weights(self, version: int) -> None:
-        """Drop what was computed from the old parameters, which have changed. Running completions continue with the new parameters."""
+        """Drop everything that was computed from the old parameters. Running completions continue with the new parameters."""
         ...
 
     def end_session(self, session: str) -> None: ...

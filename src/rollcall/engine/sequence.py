@@ -1,6 +1,6 @@
-"""One completion in progress, and the work that every engine does for it: check the request, note versions, cut at stop strings.
+"""One completion in progress, and what every engine does for it: check its request, record its weight versions, cut it at stop strings.
 
-Only the decoded end of a completion is searched for stop strings, so the search costs the same for any length.
+The search for stop strings decodes only the end of a completion, so its cost does not depend on the completion's length.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ class Sequence:
 
     @property
     def order(self) -> tuple[tuple[int, int, int], int]:
-        """The lowest order is admitted first, the highest is preempted first."""
+        """Sequences with the lowest order are admitted first; those with the highest are preempted first."""
         return self.request.order, self.number
 
     @property
     def length(self) -> int:
-        """Number of prompt and generated tokens. The KV of all but the last is cached; the last is fed next."""
+        """Number of prompt and generated tokens. The KV of all but the last token is cached; the last token is the next input."""
         return len(self.request.prompt_ids) + len(self.token_ids)
 
     @property
@@ -51,31 +51,31 @@ class Sequence:
 
 
 def check_fits(request: Request, *, running: Container[str], max_positions: int, room: int, vocabulary: int) -> None:
-    """Refuse a request that an engine with these positions, this much KV room and this vocabulary could never finish."""
+    """Refuse a request that an engine with this many positions, this much KV room and this vocabulary could never finish."""
     if request.id in running:
         raise Refused(f"request {request.id!r} is already running; give each request its own id")
     num_prompt, num_new = len(request.prompt_ids), request.sampling.max_tokens
     if num_prompt == 0:
-        raise Refused(f"request {request.id!r} has an empty prompt; give it one token or more")
+        raise Refused(f"request {request.id!r} has an empty prompt; a prompt needs at least one token")
     lowest, highest = int(request.prompt_ids.min()), int(request.prompt_ids.max())
     if lowest < 0 or highest >= vocabulary:
         wrong = lowest if lowest < 0 else highest
         raise Refused(
-            f"request {request.id!r} has token {wrong}, but the model knows only 0 to {vocabulary - 1}: its prompt comes from another "
-            "model's tokenizer; set model.path to a directory with the model's own tokenizer"
+            f"request {request.id!r} has token {wrong}, but the model has only tokens 0 to {vocabulary - 1}: the prompt was encoded with "
+            "another model's tokenizer; set model.path to a directory with the model's own tokenizer"
         )
     if num_new < 1:
         raise Refused(f"request {request.id!r} asks for {num_new} new tokens; ask for 1 or more")
     longest = num_prompt + num_new
     if longest > max_positions:
         raise Refused(
-            f"request {request.id!r} needs {num_prompt} prompt + {num_new} new = {longest} positions; the model has "
-            f"{max_positions}; lower rollout.max_response_tokens or data.max_prompt_tokens"
+            f"request {request.id!r} needs {num_prompt} prompt + {num_new} new = {longest} positions, but the model has "
+            f"only {max_positions}; lower rollout.max_response_tokens or data.max_prompt_tokens"
         )
     if longest > room:
         raise Refused(
-            f"request {request.id!r} needs KV room for {num_prompt} prompt + {num_new} new = {longest} tokens; the cache has "
-            f"{room}; raise rollout.kv_tokens or lower rollout.max_response_tokens"
+            f"request {request.id!r} needs KV room for {num_prompt} prompt + {num_new} new = {longest} tokens, but the cache has "
+            f"room for only {room}; raise rollout.kv_tokens or lower rollout.max_response_tokens"
         )
 
 
@@ -95,7 +95,7 @@ def cut_at_stop_string(sequence: Sequence, before: int, tokenizer: Any) -> bool:
     if not any(stop in end for stop in stops):
         _move_watch(sequence, end, tokenizer)
         return False
-    # The start of a piece can decode to characters that the full string does not contain, so check the full string too.
+    # The decoded end can begin with characters that the full string does not contain, so check the full string too.
     if not any(stop in text_of(sequence.token_ids, tokenizer) for stop in stops):
         return False
     for count in range(before + 1, len(sequence.token_ids) + 1):
@@ -108,22 +108,23 @@ def cut_at_stop_string(sequence: Sequence, before: int, tokenizer: Any) -> bool:
 
 
 INCOMPLETE = "\ufffd"  # an incomplete character decodes to this
-# The number of characters that the start of a piece can lose or gain: bytes of a split character, a leading space.
+# The number of characters that can be missing or added when decoding starts in the middle of a text: split characters, a leading space.
 RAGGED = 8
-BYTES = 4  # the most tokens that a character can take
+BYTES = 4  # a character can take up to this many tokens
 
 
 def _move_watch(sequence: Sequence, end: str, tokenizer: Any) -> None:
     """Start the next search at a later token, but leave enough characters for a stop string that has already begun. ``end`` is the
-    decoded end so far. Do nothing while the last character is incomplete: a tokenizer with byte tokens decodes a full run of them to
-    replacement characters until the run is complete.
+    text that the current search decoded. Do nothing while the last character is incomplete: until a run of byte tokens is complete,
+    some tokenizers decode the whole run to replacement characters.
     """
     needed = max(len(stop) for stop in sequence.request.sampling.stop_strings) + RAGGED
     length = len(sequence.token_ids)
     if length - sequence.watched_from <= 2 * BYTES * needed or end.endswith(INCOMPLETE):
         return
     latest = length - BYTES * (needed + RAGGED)
-    # Within such a run, a piece decodes like the full string only if it starts at a character. One of these positions does.
+    # Within such a run, the text from a token on decodes as in the full string only if a character starts there. At one of these
+    # positions, a character does start.
     for start in range(latest, latest - BYTES, -1):
         text = text_of(sequence.token_ids[start:], tokenizer)
         if len(text) >= needed + RAGGED and text[-needed:] == end[-needed:]:
@@ -154,7 +155,7 @@ def completion_of(sequence: Sequence, text: str) -> Completion:
 
 
 def texts_of(many: list[list[int]], tokenizer: Any) -> list[str]:
-    """Decode each list as ``text_of`` does. Many completions end together, and a Rust tokenizer decodes them in parallel."""
+    """Decode each list as ``text_of`` does. Often many completions end together, and a Rust tokenizer decodes them in parallel."""
     if is_plain_fast(tokenizer, "decode", "_decode") and not tokenizer.clean_up_tokenization_spaces:
         return tokenizer.backend_tokenizer.decode_batch(many, skip_special_tokens=True)
     return [text_of(token_ids, tokenizer) for token_ids in many]

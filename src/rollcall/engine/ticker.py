@@ -1,9 +1,9 @@
-"""Makes a core in this process an ``Engine``. ``exchange`` steps a core for a router in another process.
+"""Turns a core in this process into an ``Engine``. ``exchange`` steps a core for a router in another process.
 
 While there are requests, one task steps the core in the event loop's thread. It also decides how turns are batched. Fast environments
 send their next turns within moments. It costs far less to fill and decode these turns together than one by one. So the task waits while
-turns keep arriving, but stops after a long pause, or after a fraction of the time that it spent decoding. With slow environments, it
-wastes one pause. Episodes that begin together stay together, so an idle engine also waits for their first turns.
+turns keep arriving, but gives up after a long pause, or after a fraction of the time that it spent decoding. With slow environments, it
+wastes only one pause. Episodes that begin together stay in step, so an idle engine also waits for their first turns.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Ticker:
         self._num_turns = 0  # open requests with a session
         self._sessions: set[str] = set()  # sessions that have not ended
         self._task: asyncio.Task[None] | None = None
-        self._news = asyncio.Event()  # a request came or went
+        self._news = asyncio.Event()  # a request arrived or ended
         self._idle = asyncio.Event()  # there are no requests
         self._idle.set()
         self._open = asyncio.Event()  # new requests are accepted
@@ -127,7 +127,7 @@ class Ticker:
                     quiet_s=max(QUIET_S, QUIET_SHARE * decoded_s),
                     most_s=GATHER_SHARE * decoded_s,
                 )
-        except Exception as error:  # noqa: BLE001 - raised in all waiting and later callers
+        except Exception as error:  # noqa: BLE001 - raised in all current and later callers
             self._failure = error
             for asked in [self._forget(request_id) for request_id in list(self._asked)]:
                 if not asked.done.cancelled():
@@ -142,8 +142,9 @@ class Ticker:
         return asked
 
     async def _gather(self, count: float, *, quiet_s: float, most_s: float, burst: int = 1) -> None:
-        """Wait for ``count`` more requests, but not for more than there are sessions or than the core decodes at once. Stop when none
-        has come for ``quiet_s``, or for up to ``burst`` times as long: the more requests have come, the more are on their way."""
+        """Wait for ``count`` more requests, but for no more in total than there are sessions or than the core decodes at once. Stop when
+        no request has arrived for a while: ``quiet_s`` for the first, and up to ``burst`` times as long as more arrive, because the more
+        requests have arrived, the more are likely to follow."""
         wanted = min(len(self._asked) + count, self._max_running)
         until = time.perf_counter() + most_s
         while (num_there := len(self._asked)) < min(wanted, len(self._sessions) or math.inf):
@@ -172,7 +173,7 @@ class Exchanged:
 def exchange(
     core: Core, new: Sequence[Request], cancelled: Sequence[str], ended_sessions: Sequence[str], *, look_s: float
 ) -> Exchanged:
-    """One call to a process with a core: submit the new requests, then decode until a request has ended or ``look_s`` has passed."""
+    """Answer one call from the router: submit the new requests, then decode until a request has ended or ``look_s`` has passed."""
     answer = Exchanged()
     for request_id in cancelled:
         core.abort(request_id)

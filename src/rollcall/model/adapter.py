@@ -104,7 +104,7 @@ class Deltas:
 
     @torch.no_grad()
     def added_to(self, weight: Tensor, name: str) -> Tensor:
-        """Add the change in float32 and round once. Refuses a result that is not finite."""
+        """Add the change in float32 and round once. Refuse a result that is not finite."""
         if name not in self._pairs:
             return weight
         a, b = (one.detach().to(weight.device).float() for one in self._pairs[name])

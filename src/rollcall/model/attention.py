@@ -1,7 +1,7 @@
 """Attention over packed segments.
 
 In half precision on CUDA, this is one variable-length flash call. Otherwise (flash does not support float32), segments of equal shape
-are batched into one call per shape. Neither way pads.
+are batched into one call per shape. Neither method needs padding.
 
 On a CPU there are two equivalent methods: batched products with the scores in memory, and torch's fused kernel.
 ``cpu_way`` says which one is faster on this machine; the learner and the native engine both use it.
@@ -36,7 +36,7 @@ def cpu_way() -> Way:
     """Choose products if torch has MKL, which multiplies a batch of small matrices in one call and is a third faster than the
     fused kernel. Without MKL, as on ARM, ``bmm`` runs one product per matrix and the fused kernel is several times faster.
 
-    The torch build decides, not a measurement, so that a restarted run computes the same numbers.
+    The choice depends on the torch build, not on a measurement, so that a restarted run computes the same numbers.
     """
     return "products" if torch.backends.mkl.is_available() else "fused"
 
@@ -128,7 +128,7 @@ def packed_attention(q: Tensor, k: Tensor, v: Tensor, layout: PackedLayout, *, s
 def flash(
     q: Tensor, k: Tensor, v: Tensor, *, cu_q: Tensor, cu_k: Tensor, max_q: int, max_k: int, scale: float, window: int
 ) -> Tensor:
-    """Causal attention over packed segments, end-aligned: queries [Nq, H, D] against keys [Nk, Hkv, D]."""
+    """Compute causal attention of queries [Nq, H, D] to keys [Nk, Hkv, D] in packed segments, which end at the same token."""
     from torch.nn.attention.varlen import varlen_attn
 
     extra: dict[str, Any] = {"enable_gqa": True} if _asks_for_groups() else {}

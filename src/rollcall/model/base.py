@@ -36,8 +36,8 @@ _OF_COMPUTING = (
 
 
 def base_identities(tensors: Iterable[tuple[str, Tensor]], *, dtype: torch.dtype) -> dict[str, str]:
-    """Return a fingerprint of all weights under their decoder names, however they are sharded. There is one for each dtype in which they
-    can be compared: their own ``dtype`` and, for float32, the dtypes to which they may be rounded."""
+    """Return fingerprints of all weights under their decoder names, however they are sharded. There is one for each dtype in which the
+    weights can be compared: their own ``dtype`` and, for float32, the dtypes to which they may be rounded."""
     return _identities(tensors, _DTYPES.values() if dtype == torch.float32 else [dtype])
 
 
@@ -137,7 +137,7 @@ def _noted(folder: Path, *, where: str) -> Mapping[str, str]:
         if found["dtype"] not in _DTYPES or not all(
             kind in _DTYPES and isinstance(one, str) for kind, one in base.items()
         ):
-            raise ValueError("it names no dtype of weights")
+            raise ValueError("its dtype or its fingerprints are not valid")
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ModelFilesError(
             f"{where}: {PROBE} is damaged ({type(error).__name__}: {error}), so Rollcall cannot tell which weights the adapter was trained on; "

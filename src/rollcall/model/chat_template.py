@@ -87,7 +87,7 @@ def _ask(request: bytes) -> Any:
             kept = {name: os.environ[name] for name in _KEPT if name in os.environ}
             _worker = spawn(
                 "rollcall.model.chat_template:Renderer",
-                name="the process of chat templates",
+                name="the chat template process",
                 env=kept | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
                 answers={"render": json.loads},
             )

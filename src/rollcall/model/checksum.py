@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 PIECE_BYTES = 256 << 10  # two of them fit in a core's L2 cache
-ALONE_BELOW = 2  # pieces; fewer are finished before a second thread would start
+ALONE_BELOW = 2  # pieces; one thread finishes fewer than this before a second one would start
 CORES = 4  # enough for two threads each in the sender and the receiver
 _FACTOR = 0x9E3779B97F4A7C15  # odd, so that folding loses no information
 _MASK = (1 << 64) - 1

@@ -2,7 +2,7 @@
 
 ``fuse_parameters`` rearranges a loaded model so that q, k and v share one storage, and gate and up share another. The module keeps
 its parameter names, which loading and exporting use, while the engine and the learner work on the fused tensors. So there are fewer
-and larger products, and the next decoded token uses an optimizer step without a copy. On a CPU, the storage
+and larger products, and an optimizer step takes effect from the next decoded token on, without a copy. On a CPU, the storage
 is transposed, because that operand order is faster.
 
 ``Decoder.of(model)`` collects these tensors, or refuses an architecture that it cannot run exactly. ``layer.py`` defines
@@ -268,9 +268,11 @@ def refuse_unsupported(config: Any) -> None:
     rope = (config.rope_parameters or {}).get("rope_type", "default")
     if rope not in ROPE_TYPES:
         raise UnsupportedModel(
-            f"the native engine runs rope types {', '.join(ROPE_TYPES)}; this {kind} model has {rope!r}"
+            f"the native engine runs only rope types {', '.join(ROPE_TYPES)}; this {kind} model has {rope!r}"
         )
     if (config.rope_parameters or {}).get("partial_rotary_factor", 1.0) != 1.0:
         raise UnsupportedModel(f"the native engine cannot run partial rotary embeddings; this {kind} model has them")
     if getattr(config, "quantization_config", None) is not None:
-        raise UnsupportedModel("the native engine runs unquantised weights; load the model without quantization_config")
+        raise UnsupportedModel(
+            "the native engine runs only unquantised weights; load the model without quantization_config"
+        )

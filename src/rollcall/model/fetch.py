@@ -39,8 +39,8 @@ def fetch_model(path: str, *, key: str = "model.path") -> Path:
         assert folder is not None, "hub_options has seen it there"
         if not [*folder.glob("*.safetensors"), *folder.glob("*.bin")]:
             raise HubError(
-                f"{key}={path}: the hub cannot be reached, and its cache in {folder} has no weights of this model; check the network, or "
-                "set HF_ENDPOINT to a mirror"
+                f"{key}={path}: the hub cannot be reached, and the hub cache in {folder} has no weights for this model; check the "
+                "network, or set HF_ENDPOINT to a mirror"
             )
         say(f"{key}={path}: the hub cannot be reached; using the cached copy in {folder}")
         return folder

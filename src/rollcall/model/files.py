@@ -1,4 +1,4 @@
-"""Checks a model directory's config.json before a model is built from it. An error names the key of an impossible size.
+"""Checks a model directory's config.json before a model is built from it. If a size is impossible, the error names its key.
 
 transformers accepts any value: it builds a million layers one by one, fails with a traceback on a negative size, and uses up
 the machine's memory for a size far larger than the weights on disk. Do not import torch here: `rollcall plan` uses this module.
@@ -46,11 +46,11 @@ def resolve_model(path: str) -> str:
         local = Path(path).expanduser()
         if not local.is_dir() or is_model_dir(local):
             return path
-        # Resolved here, so that all processes load the same checkpoint even if that run is still going.
+        # Resolve the path here, so that all processes load the same checkpoint even if that run is still going.
         found = checkpoint_of(local) or verl_folder(local)
         return path if found is None else str(found)
     if path != "builtin:arithmetic":
-        raise ValueError(f"model.path={path} is not built in; there is builtin:arithmetic")
+        raise ValueError(f"model.path={path} is not a built-in model; the only one is builtin:arithmetic")
     return str(MODEL_DIR)
 
 
@@ -62,13 +62,13 @@ def model_folder(path: str) -> Path | None:
 
 
 def read_model_config(path: Path) -> dict[str, Any]:
-    """Return the fields of a config.json. Refuses sizes that no model can have."""
+    """Return the fields of a config.json. Refuse sizes that no model can have."""
     try:
         fields = json.loads(read_small(path, most=MAX_CONFIG_BYTES))
     except (OSError, ValueError, RecursionError) as error:
         raise ModelFilesError(f"{path} cannot be read: {error}") from None
     if not isinstance(fields, dict):
-        raise ModelFilesError(f"{path} is not a model's config.json: it holds a {type(fields).__name__}, not a map")
+        raise ModelFilesError(f"{path} is not a model's config.json: it contains a {type(fields).__name__}, not a map")
     _check_numbers(fields, path, depth=0)
     for key, most in LARGEST.items():
         value = fields.get(key)
@@ -86,7 +86,7 @@ def read_model_config(path: Path) -> dict[str, Any]:
     for end in ends if isinstance(ends, list) else [ends]:
         if end is not None and vocab and not (_is_number(end) and 0 <= end < vocab):
             raise ModelFilesError(
-                f"{path}: eos_token_id={_shown(end)} is not one of the {vocab} tokens of vocab_size; restore the file"
+                f"{path}: eos_token_id={_shown(end)} is not one of the model's {vocab} tokens (vocab_size); restore the file"
             )
     return fields
 
@@ -104,7 +104,7 @@ def check_model_dir(folder: Path) -> None:
     if strange := next((file for file in files if file.exists() and not file.is_file()), None):
         raise ModelFilesError(f"{strange} is not a regular file; replace it with the file itself")
     size = sum(file.stat().st_size for file in files if file.is_file())
-    if size and smallest / 4 > size:  # quantised weights take half a byte each
+    if size and smallest / 4 > size:  # even quantised weights take half a byte each
         raise ModelFilesError(
             f"{folder / 'config.json'} describes a model of more than {smallest:,} weights, but its weight files have only "
             f"{size:,} bytes: one of them is damaged or belongs to another model; restore it"
@@ -138,4 +138,4 @@ def _shown(value: Any) -> str:
     try:
         return repr(value)[:60]
     except ValueError:  # Python refuses to print a number with more than 4,300 digits
-        return "a number of thousands of digits"
+        return "a number with thousands of digits"

@@ -52,7 +52,7 @@ def hub_options(path: str, *, key: str = "model.path") -> dict[str, Any]:
     try:
         validate_repo_id(path)
     except HFValidationError:
-        raise HubError(f"{key}={path} is neither a directory nor a hub name; use one of them") from None
+        raise HubError(f"{key}={path} is neither a directory nor a hub name; use one or the other") from None
     if constants.HF_HUB_OFFLINE:
         why = "HF_HUB_OFFLINE is set"
     elif (fault := hub_fault(path)) is not None:

@@ -191,7 +191,7 @@ def _leave_open(*tensors: Tensor) -> None:
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """transformers' RMSNorm: in float32, rounded to the model's dtype, then weighted."""
+    """Compute RMSNorm as transformers does: normalise in float32, round to the model's dtype, then multiply by the weight."""
     if _is_fused(x):
         wide = x.float()
         return weight * (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)).to(x.dtype)
@@ -218,11 +218,12 @@ def silu_mul(gate_up: Tensor) -> Tensor:
 
 
 def _is_fused(x: Tensor) -> bool:
-    """Return whether to use the plain formula: because a compiler fuses it and its derivative, or because each step must be rounded."""
+    """Return whether to use the plain formula, because a compiler fuses it and its derivative or because each step must be rounded."""
     return x.is_cuda or torch.compiler.is_compiling() or x.dtype != torch.float32
 
 
-# On a CPU, torch takes a dozen passes over memory for each of these derivatives. Written out, they take only a few. For float32 only.
+# On a CPU, torch takes a dozen passes over memory for each of these derivatives. Written out by hand, they take only a few. These
+# versions are used only for float32.
 
 
 def _inverse_rms(x: Tensor, eps: float) -> Tensor:

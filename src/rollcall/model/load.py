@@ -67,10 +67,10 @@ class WholeOnly(ModelError):
 
 
 def load_causal_lm(path: str, *, device: torch.device, dtype: torch.dtype, trust_remote_code: bool = False) -> Any:
-    """Load an AutoModelForCausalLM with fused parameters. It only stores the weights; its own forward is not used.
+    """Load an AutoModelForCausalLM with fused parameters. The model only stores the weights; its own forward method is not used.
 
     The weights are copied to the device piece by piece, so that loading takes little host memory, even if many processes on a node
-    load at once. transformers loads files in other formats, and files whose tensor names it converts."""
+    load at once. transformers loads files in other formats, and files whose tensor names must be converted."""
     check_model_path(path)
     if (folder := adapter_folder(Path(path).expanduser())) is not None:
         return _load_with_adapter(path, folder, device=device, dtype=dtype, trust_remote_code=trust_remote_code)
@@ -101,8 +101,8 @@ def load_causal_lm(path: str, *, device: torch.device, dtype: torch.dtype, trust
 def open_unread(path: str, model: Any, *, fetch: bool = False, compares_head: bool = True) -> Stored:
     """Open the stored weights of ``model``, the outline of ``path``: any kind of checkpoint that ``stored/`` can open, or a model
     directory with safetensors whose tensor names and shapes match the model. Raise WholeOnly for everything else. ``fetch``:
-    download a hub model first if it is not in the cache. ``compares_head``: if the config ties the head but it is stored, compare
-    it with the embeddings. This reads both in full, so only one process of a gang does it."""
+    download a hub model first if it is not in the cache. ``compares_head``: if the config ties the head, but there is a stored
+    head, compare it with the embeddings. This reads both in full, so only one process of a gang does it."""
     folder = Path(path).expanduser() if is_stored(path) else _folder_of(path, fetch=fetch)
     try:
         stored = open_stored(folder)
@@ -186,7 +186,7 @@ def refuse_cast(what: str, path: str, model: Any) -> None:
 
 
 def refuse_diverged(path: str, bad: Sequence[str]) -> None:
-    """Refuse the model if ``bad`` is not empty. It contains the names of the tensors with non-finite values."""
+    """Refuse the model if ``bad``, the names of the tensors with non-finite values, is not empty."""
     if bad:
         raise ModelError(
             f"model.path={path}: {first_tensors(bad, 'not finite')}, so the model has diverged; use "
@@ -327,7 +327,7 @@ def refuse_loaded(what: str, info: Mapping[str, Any], *, leave_out: Callable[[st
 
 @torch.no_grad()
 def non_finite_of(tensors: Mapping[str, Tensor], *, dtype: torch.dtype) -> list[str]:
-    """Return the names of tensors that would not be finite in ``dtype``, with one reduction each and a single device sync.
+    """Return the names of tensors that would not be finite in ``dtype``, using one reduction per tensor and a single device sync.
 
     >>> non_finite_of({"a": torch.ones(2), "b": torch.tensor([1.0, float("nan")])}, dtype=torch.float32)
     ['b']
@@ -396,7 +396,7 @@ def check_model_path(path: str) -> None:
         )
     if folder is None:
         raise ModelError(
-            f"model.path={path} has no config.json, so it is not a transformers model directory, nor a checkpoint with one"
+            f"model.path={path} has no config.json, so it is neither a transformers model directory nor a checkpoint that contains one"
         )
     try:
         check_model_dir(folder)

@@ -7,7 +7,7 @@ matrices on a block diagonal. So an adapter needs two small products for each la
     x [N, C] --A [K, C]--> [N, K] --gain--> [N, K] --B [out, K]--> added to [N, out]
 
 Several adapters in one batch also need only two products: K then covers all adapters, one after another, and each token's row of
-``gain`` [N, adapters] is 0 except for its own adapter.
+``gain`` [N, adapters] is 0 except in the column of the token's adapter.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ def add_low_rank(out: Tensor, x: Tensor, pair: LowRank | None, adapter: LayerAda
 def fuse(
     tensors: Mapping[str, Tensor | None], *, rows: Mapping[str, Sequence[int]], gain: float, dropout: float
 ) -> LayerAdapter:
-    """Build a layer's adapter from its tensors by name (``a_of``, ``b_of``). ``rows`` lists the rows of each product's modules."""
+    """Build a layer's adapter from its tensors by name (``a_of``, ``b_of``). ``rows`` gives the row counts of each product's modules."""
     return LayerAdapter(
         **{field: fuse_product(tensors, field, rows=rows[field]) for field in MODULES}, gain=gain, dropout=dropout
     )

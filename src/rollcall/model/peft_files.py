@@ -164,7 +164,9 @@ def read_tensors(folder: Path, like: Mapping[str, Tensor], *, where: str) -> dic
         raise ModelFilesError(f"{where} is an adapter for a different model: {faults}; use an adapter for this model")
     if strange := [name for name in wanted if not header[name].dtype.is_floating_point]:
         stored_as = f"stored as {header[strange[0]].dtype.name}"
-        raise ModelFilesError(f"{where}: {first_tensors(strange, stored_as)}; use an adapter whose numbers are floats")
+        raise ModelFilesError(
+            f"{where}: {first_tensors(strange, stored_as)}; use an adapter with floating-point weights"
+        )
     stored = load_file(folder / ADAPTER_WEIGHTS)
     if bad := [name for name in wanted if not stored[name].float().isfinite().all()]:
         raise ModelFilesError(

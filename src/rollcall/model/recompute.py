@@ -24,7 +24,7 @@ IN_FLIGHT = 2
 class _Slot:
     host: Tensor
     on_card: Tensor | None
-    copied: torch.cuda.Event  # when the last copy, in either direction, is done
+    copied: torch.cuda.Event  # recorded when the last copy, in either direction, is done
 
 
 class HostStore:

@@ -60,7 +60,7 @@ def check_stop_strings(tokenizer: Any, stops: Sequence[str]) -> None:
         if name is not None:
             raise ConfigError(
                 f"rollout.stop has {text!r}, and {name!r} in it is a special token of the model: a completion's text does not "
-                f"show special tokens, so this string would never be found; list {name!r} as a separate stop string, or leave it out"
+                f"contain special tokens, so this string would never be found; list {name!r} as a separate stop string, or leave it out"
             )
 
 
@@ -96,8 +96,9 @@ def is_plain_fast(tokenizer: Any, *methods: str) -> bool:
 
 
 def tokenizer_mark(tokenizer: Any) -> str:
-    """Return a mark that is equal for tokenizers with the same tokenisation and end token, because each process of a run loads its
-    tokenizer from its own node's files. Without a Rust tokenizer, the mark covers only the vocabulary and the special tokens."""
+    """Return a mark that is equal for tokenizers with the same tokenisation and end token. The marks of a run's processes are compared,
+    because each process loads the tokenizer from its own node's files. Without a Rust tokenizer, the mark covers only the vocabulary
+    and the special tokens."""
     rust = getattr(tokenizer, "backend_tokenizer", None)
     if rust is None:
         described = sorted(tokenizer.get_vocab().items(), key=lambda item: (item[1], item[0]))
@@ -112,10 +113,11 @@ def tokenizer_mark(tokenizer: Any) -> str:
 
 
 def refuse_other_tokenizers(ours: str, marks: Mapping[str, str], *, path: str) -> None:
-    """Refuse tokenizers whose mark differs from ours, which tokenises the prompts. ``marks`` maps descriptions of holders to marks."""
+    """Refuse tokenizers whose mark differs from ``ours``, that of the tokenizer which encodes the prompts. ``marks`` maps the names of
+    processes to their marks."""
     if others := [who for who, mark in marks.items() if mark != ours]:
         raise ValueError(
-            f"the tokenizer of {path} differs between {', '.join(others)} and the controller, which creates the prompts; "
+            f"the tokenizer of {path} differs between {', '.join(others)} and the controller, which tokenises the prompts; "
             "copy the same files to each node, or put the model in a folder that all nodes share"
         )
 

@@ -29,7 +29,7 @@ class Served:
         self._rank = max(adapter.section.rank for adapter in adapters.values())
         self._rows = decoder.part_rows()
         gains = [adapter.section.gain for adapter in adapters.values()]
-        # One row [slots] per slot. The last row, all zeros, means no adapter.
+        # One row [slots] per slot. The last row is all zeros and means no adapter.
         self._gains = torch.cat((torch.diag(torch.tensor(gains)), torch.zeros(1, len(gains)))).to(decoder.device)
         self._layers = [self._empty(decoder, index) for index in range(len(decoder.layers))]
         self.refresh()

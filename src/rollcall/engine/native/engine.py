@@ -2,14 +2,14 @@
 
 Each ``step`` admits the sequences that fit, makes room for the next chunk of tokens (if there is no room, it preempts the last sequence
 in order), decodes the chunk and removes the sequences that ended. A sequence's KV always covers all its tokens except the last, which
-is fed next. So a new prompt, a preempted sequence and a sequence after a weight update are all treated in the same way: fill,
-then decode.
+is the next input. So a new prompt, a preempted sequence and a sequence after a weight update are all treated in the same way: their KV
+is filled, then they are decoded.
 
 With several rows and no waiting request, the next chunk starts before the last one is finished, so that a GPU does not wait for the
 host. Rows that have ended stay until a step without them is cheaper. Tokens that are sampled for them in the meantime are dropped.
 
-The first in order is admitted first (``Request.order``). An episode's turns have the order of the episode. So if there are more episodes
-than rows, running episodes continue before others begin, and their KV is used while it is still kept.
+Requests are admitted in the order given by ``Request.order``. All turns of an episode have the same order. So if there are more
+episodes than rows, running episodes continue before others begin, and their KV is used while it is still kept.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ class NativeEngine:
         self._running: list[Sequence] = []
         self._started = 0  # steps of the newest chunk in progress; 0 if there is none
         self._requests: dict[str, Sequence] = {}  # sequences that have not been returned yet
-        self._ended: list[Sequence] = []  # those among them that have ended
+        self._ended: list[Sequence] = []  # the sequences among these that have ended
         self._num_submitted = 0
 
     @property
@@ -122,7 +122,7 @@ class NativeEngine:
         """Return the error message for running out of memory while sampling."""
         return (
             f"the native engine is out of memory ({why}). It has weights of {size(self._weight_bytes)} and a KV cache of "
-            f"{self.runner.room} tokens, and samples {len(self._running)} completions; lower rollout.kv_memory_fraction, "
+            f"{self.runner.room} tokens, and is sampling {len(self._running)} completions; lower rollout.kv_memory_fraction, "
             "rollout.kv_tokens or rollout.max_running"
         )
 
@@ -142,7 +142,7 @@ class NativeEngine:
             self._take_in(goes_on=False)
 
     def update_weights(self, version: int) -> None:
-        """Fill every running sequence again, so that KV from old weights is never mixed with new weights."""
+        """Queue every running sequence to be filled again, so that KV from old weights is never mixed with new weights."""
         self.settle()
         self.version = version
         if self.served is not None:
@@ -165,7 +165,7 @@ class NativeEngine:
         if request.adapter is not None and request.adapter not in names:
             raise Refused(
                 f"request {request.id!r} asks for the adapter {request.adapter!r}; "
-                + (f"this engine has {', '.join(names)}" if names else "this engine has none, so leave it out")
+                + (f"this engine has {', '.join(names)}" if names else "this engine has no adapters, so leave it out")
             )
         if request.adapter is not None and request.session is not None:
             raise Refused(

@@ -19,7 +19,7 @@ from rollcall.model.attention import end_aligned_mask, flash, on_device, runs_fl
 from rollcall.model.decoder import Decoder
 
 Store = Callable[[int, Tensor, Tensor], None]
-"""(layer, k [N, Hkv, D], v [N, Hkv, D]): store these; N counts the tokens of all fills, one fill after another."""
+"""(layer, k [N, Hkv, D], v [N, Hkv, D]): stores these keys and values. The N tokens are those of all fills, one fill after another."""
 
 AttendPast = Callable[[int, Tensor], Tensor]
 """(layer, q [N, H, D]) -> [N, H * D]: attention of the fills with a past, over all stored KV."""
@@ -54,7 +54,7 @@ def run_fills(
 
 
 def run_halved(fills: list[Fill], run: Callable[[list[Fill]], None], *, smaller: Callable[[int], None]) -> None:
-    """Run all fills at once. If memory runs out, run each half by itself, which stores KV again, unchanged, if it was already stored.
+    """Run all fills at once. If memory runs out, run each half by itself. This may store KV a second time, but does not change it.
     ``smaller`` gets the number of tokens that did not fit. If a single fill does not fit, raise."""
     try:
         run(fills)
@@ -79,7 +79,7 @@ def _attend_fresh(
 
 
 def _equal_length_runs(q: Tensor, k: Tensor, v: Tensor, lengths: list[int], *, window: int, scale: float) -> Tensor:
-    """Attend with one batched call for each run of neighbouring fills of the same length."""
+    """Compute attention with one batched call for each run of neighbouring fills of the same length."""
     outs, start = [], 0
     for length, run in groupby(lengths):
         count = len(list(run))
@@ -93,7 +93,7 @@ def _equal_length_runs(q: Tensor, k: Tensor, v: Tensor, lengths: list[int], *, w
 
 
 def attend_packed(q: Tensor, keys: Tensor, values: Tensor, fills: list[Fill], *, window: int, scale: float) -> Tensor:
-    """Attend with q [Nq, H, D] of all fills' tokens to keys and values [Nk, Hkv, D] of their pasts and tokens. Return [Nq, H * D]."""
+    """Let q [Nq, H, D] of all fills' tokens attend to keys and values [Nk, Hkv, D] of their pasts and tokens. Return [Nq, H * D]."""
     num_queries = [len(fill.token_ids) for fill in fills]
     num_keys = [fill.past + len(fill.token_ids) for fill in fills]
     if not runs_flash(q.device, q.dtype):
@@ -107,14 +107,14 @@ def attend_packed(q: Tensor, keys: Tensor, values: Tensor, fills: list[Fill], *,
 
 
 def _attend_one(q: Tensor, keys: Tensor, values: Tensor, *, window: int, scale: float) -> Tensor:
-    """Attend for one fill. Its last query and its last key belong to the same token."""
+    """Compute attention for one fill. Its last query and its last key belong to the same token."""
     parts = (x.transpose(0, 1)[None] for x in (q, keys, values))
     out = _attend(*parts, mask=end_aligned_mask(len(q), len(keys), window, q.device), scale=scale)
     return out[0].transpose(0, 1).reshape(len(q), -1)
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, *, mask: Tensor | None, scale: float) -> Tensor:
-    """Attend with inputs [B, H, queries, D]. Without a mask, the attention is causal."""
+    """Compute attention for q [B, H, queries, D]. Without a mask, it is causal."""
     grouped = q.shape[1] != k.shape[1]
     return F.scaled_dot_product_attention(
         q, k, v, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=grouped

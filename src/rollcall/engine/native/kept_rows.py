@@ -1,9 +1,9 @@
 """Session KV that is kept outside a CPU's dense rows.
 
-Rows that end together are copied together: a bundle has them side by side, in the same columns as before. So saving and restoring
-many rows takes one copy per layer. If all rows end together, as with fast environments, the bundle takes over their memory. If they
-all come back together, that memory becomes the rows again. A row that leaves its bundle leaves a hole, which still counts as
-memory. When memory is short, bundles with many holes are copied without them.
+Rows that end together are copied together into a bundle: it stores them side by side, in the same columns as before. So saving and
+restoring many rows takes one copy per layer. If all rows end together, as with fast environments, the bundle takes over their memory.
+If all of them come back together, the bundle's memory becomes the rows again. A row that leaves its bundle leaves a hole, which still
+takes up memory. When memory is short, bundles with many holes are copied without the holes.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Bundle:
 
     @property
     def num_tokens(self) -> int:
-        """The bundle's memory, without the taken rows, which count where they are copied to."""
+        """The bundle's memory, without the taken rows. Those are counted where they are copied to."""
         return self.num_columns * (self.num_rows - self.num_taken)
 
 
@@ -68,7 +68,7 @@ class Leaving:
     session: str
     ids: Ints  # the tokens whose KV is kept
     row: int
-    past: int  # columns from the row's first column to the end of all rows
+    past: int  # number of columns from the row's first column to the column where all rows end
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,16 +82,16 @@ class Returning:
 
 
 class KeptRows:
-    """The kept rows of all sessions. Counts are updated on each change, because each turn reads them and there may be many sessions."""
+    """The kept rows of all sessions. There may be many sessions and each turn reads the counts, so they are updated on each change."""
 
     def __init__(self) -> None:
         self._sessions: KeptSessions[KeptRow] = KeptSessions()
         self._holed: dict[Bundle, None] = {}  # bundles with many holes, oldest first
-        self.num_tokens = 0  # memory in use, as tokens of KV
-        self.longest = 0  # columns of the longest row since there were no rows
+        self.num_tokens = 0  # memory in use, in tokens of KV
+        self.longest = 0  # number of columns of the longest row kept since this was last empty
 
     def put(self, rows: list[Leaving], planes: list[Plane], *, end: int) -> None:
-        """Copy these rows, which all end at column ``end``."""
+        """Keep copies of these rows, which all end at column ``end``."""
         width = max(row.past for row in rows)
         which = places([row.row for row in rows])
         copies = [Plane(_copied(plane.columns(end - width, end), which), plane.dim) for plane in planes]
@@ -114,8 +114,8 @@ class KeptRows:
         self._leave(self._sessions.put(kept))
 
     def take(self, sequence: Sequence) -> tuple[Kept[KeptRow], int] | None:
-        """Take out the KV of the sequence's session. Return it with the number of tokens that can be used. It no longer counts as kept.
-        The caller must call ``restore`` or ``put_back``."""
+        """Take out the KV of the sequence's session, so that it no longer counts as kept. Return it with the number of its tokens that
+        can be used. The caller must then call ``restore`` or ``put_back``."""
         kept = self._sessions.take(sequence.request.session)
         if kept is None:
             return None
@@ -131,8 +131,8 @@ class KeptRows:
         self._add(kept)
 
     def restore(self, returning: list[Returning], planes: list[Plane], *, home: Bundle | None = None) -> None:
-        """Copy the taken KV into rows and drop it from the bundles. Other columns that are copied along are masked or overwritten.
-        ``home`` is the bundle whose memory these planes are, if there is one."""
+        """Copy the taken KV into rows and drop it from the bundles. Other columns that are copied with it are masked or overwritten.
+        ``home`` is the bundle that these planes were taken over from, if there is one."""
 
         def alike(one: Returning) -> tuple[int, int]:
             return id(one.kept.kv.bundle), one.column - one.kept.kv.start
@@ -219,7 +219,7 @@ def _copied(tensor: Tensor, rows: slice | Tensor) -> Tensor:
 
 
 def side_by_side(pairs: list[tuple[int, int]]) -> list[tuple[int, int, int]]:
-    """Group pairs of rows into runs in which both numbers count up. Each run is (first, first, length).
+    """Group pairs of rows into runs in which both numbers increase by one. Each run is (first, first, length).
 
     >>> side_by_side([(4, 0), (5, 1), (2, 7), (6, 3)])
     [(2, 7, 1), (4, 0, 2), (6, 3, 1)]

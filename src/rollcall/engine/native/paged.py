@@ -1,12 +1,13 @@
 """The CUDA runner: paged KV, full decode steps as CUDA graphs, sampling on the GPU.
 
 A chunk of steps is replayed without the host: on the device, the sampled token is fed back, positions and draw counters
-advance, and tokens and log-probs collect in a buffer that is read once per chunk. The host mirrors that state exactly,
+advance, and tokens and log-probs are collected in a buffer that is read once per chunk. The host mirrors that state exactly,
 because it depends only on the number of steps. So the host can change rows between chunks and send the full state again.
 If the rows do not change, the next chunk is queued behind the running one, and the GPU never waits.
 
 When several completions share a prompt, its blocks are reference-counted, not copied; only the last, partly filled block is copied.
-A session's blocks stay between its requests, also reference-counted. They are freed, oldest first, when rows need the memory.
+A session's blocks are kept between its requests, and are reference-counted too. When rows need the memory, the oldest sessions' blocks
+are freed first.
 """
 
 from __future__ import annotations
@@ -43,7 +44,9 @@ from rollcall.plan.choose import FILL_TOKENS
 from rollcall.plan.choose import KV_BLOCK as BLOCK
 
 CHUNK = 16  # steps before the results are read
-AHEAD_ROWS = 4  # with fewer rows, a chunk that is not needed must not delay the next request
+AHEAD_ROWS = (
+    4  # with fewer rows, no chunk starts ahead: if it turned out not to be needed, it would delay the next request
+)
 PAST = 16  # reading the keys of this many past tokens takes less memory than computing one token
 
 
@@ -58,7 +61,7 @@ class PagedRunner:
         graphs: bool = True,
         served: Served | None = None,
     ):
-        """With ``graphs``, decode steps are captured. Without it, a debugger can step through them."""
+        """With ``graphs``, decode steps are captured as CUDA graphs. Without it, a debugger can step through them."""
         if decoder.shape.head_dim % 16:
             raise UnsupportedModel(
                 f"on CUDA, the native engine needs a head dimension that is a multiple of 16; this model has {decoder.shape.head_dim}"
@@ -81,7 +84,7 @@ class PagedRunner:
         self._rows = RowState(max_running, served=served)
         self._served = served
 
-        # The row state's numbers, on the device. The position of a row at its limit is -1.
+        # A copy of ``RowState.numbers`` on the device. The position of a row that has reached its limit is -1.
         self._state = torch.zeros(5, max_running, dtype=torch.int64, device=device)
         self._sampling = torch.zeros(3, max_running, dtype=torch.float32, device=device)
         self._adapter_slots = torch.full((max_running,), -1, dtype=torch.int64, device=device)  # per row
@@ -146,7 +149,7 @@ class PagedRunner:
         return True
 
     def carry(self, ended: list[int]) -> bool:
-        """Keep ended rows until a smaller graph fits the remaining rows, because they add only little work to the matrix products."""
+        """Keep ended rows until a smaller graph fits the remaining rows, because they add little work to the matrix products."""
         if _bucket(self.num_rows - len(ended), self.max_running) < _bucket(self.num_rows, self.max_running):
             return False
         self._rows.limit[ended] = self._rows.position[ended]
@@ -200,7 +203,7 @@ class PagedRunner:
             self._pool.give_back(kept.kv)
 
     def _take(self, count: int) -> list[int] | None:
-        """Take free blocks, and blocks from sessions if there are too few. Return None if there are still not enough."""
+        """Take free blocks. If there are too few, free those of sessions. Return None if there are still not enough."""
         while (blocks := self._pool.take(count)) is None and len(self._kept):
             self._give_back(self._kept.take_oldest())
         return blocks
@@ -283,7 +286,8 @@ class PagedRunner:
             if tokens // 2 < self._fill_tokens:
                 self._fill_tokens = max(1, tokens // 2)
                 say(
-                    f"rollout: prompts of {tokens} tokens do not fit in memory at once; at most {self._fill_tokens} from now on"
+                    f"rollout: {tokens} prompt tokens do not fit in memory at once; from now on, they are processed "
+                    f"{self._fill_tokens} at a time"
                 )
 
         run_halved(fills, self._run_fill, smaller=smaller)
@@ -316,7 +320,7 @@ class PagedRunner:
         return on_device(np.concatenate(slots), self.decoder.device)
 
     def _upload_ends(self) -> None:
-        """Queue an update behind the running chunk: mark rows at their limit, which may have been set since that chunk began."""
+        """Queue an update behind the running chunk: mark rows that are at their limit. It may have been set since that chunk began."""
         over = self._rows.is_over(self.num_rows)
         if over.any():
             ends = on_device(over, self.decoder.device)
@@ -394,8 +398,8 @@ class PagedRunner:
 
 @dataclass(slots=True, kw_only=True)
 class _DecodeOps:
-    """A layer's steps as kernels. A norm also adds the last product to the residual stream; queries and keys are rotated while keys and
-    values are stored in the cache."""
+    """The operations of a layer, as kernels. A norm also adds the last product to the residual stream. Queries and keys are rotated by
+    the kernel that stores keys and values in the cache."""
 
     eps: float
     stream: Tensor | None = None
@@ -419,7 +423,7 @@ class _DecodeOps:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _OnTheWay:
-    """A chunk that the GPU computes and then copies to the host."""
+    """A chunk that the GPU is computing and will copy to the host."""
 
     tokens: Tensor  # [steps, rows] on the host
     logprobs: Tensor
@@ -448,7 +452,7 @@ class BlockPool:
         self._users = np.zeros(num_blocks, dtype=np.int64)
 
     def take(self, count: int) -> list[int] | None:
-        """Take this many blocks for one user each, or return None if there are too few."""
+        """Take this many blocks, each for one user, or return None if too few are free."""
         if count > len(self._free):
             return None
         taken = [self._free.pop() for _ in range(count)]

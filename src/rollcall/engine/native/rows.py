@@ -1,13 +1,13 @@
 """The CPU runner: one dense row of KV per running sequence, decoded step by step.
 
-Rows are kept compact (0..n-1) and end together: a step's tokens go into the same column for all rows, and a row that
-came later starts further right. So a step writes one plain slice, and attention reads plain slices. Where matrix products are
+Rows are kept compact (0..n-1) and end together: a step's tokens go into the same column for all rows, and a row with fewer
+tokens starts further right. So a step writes one plain slice, and attention reads plain slices. Where matrix products are
 faster (``attention.cpu_way``), attention is two batched products, and keys are stored transposed for the first product. Otherwise,
 it is torch's fused kernel, and keys are stored like values. Keys have the same shape either way. Room is counted as rows x columns,
 the memory that is really used. KV is float32 even for bfloat16 models, because products of so few rows take longer in bfloat16.
 
-Session KV is kept outside the rows and counts towards the room. When rows need the room, it is dropped, oldest first. Without
-a limit on room, it takes at most ``KEPT_PER_ROW`` times the memory of ``max_running`` rows.
+Session KV is kept outside the rows and counts towards the room. When rows need the room, the oldest sessions' KV is dropped first.
+Without a limit on room, session KV takes at most ``KEPT_PER_ROW`` times the memory of ``max_running`` rows.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from rollcall.engine.native.sampler import sample, uniforms
 from rollcall.model.attention import Way, cpu_way
 from rollcall.model.decoder import Decoder
 
-KEPT_PER_ROW = 2  # kept conversations per row: one waits for its next turn, another has just ended a turn
+KEPT_PER_ROW = 2  # kept conversations per row: one that waits for its next turn, and another that has just ended a turn
 CHUNK = 8  # steps before the results are read
 COLUMN_STEP = 32  # rows grow by this many columns
 FILL_TOKENS = 1024  # tokens filled at once: for so few tokens, a layer's results stay in the CPU cache
@@ -71,8 +71,8 @@ class RowRunner:
         self._column = 0  # where the next token of every row goes
         self._chunks: deque[Chunk] = deque()  # sampled but not read
         self.ahead_from = math.inf  # never: the host computes the steps itself, so there is nothing to wait for
-        self._rows = RowState(max_running, served=served)  # a row starts ``position`` columns back
-        self._uniform = np.zeros((max_running, 0), dtype=np.float32)  # the row's draws
+        self._rows = RowState(max_running, served=served)  # a row starts ``position`` columns before ``_column``
+        self._uniform = np.zeros((max_running, 0), dtype=np.float32)  # random numbers for each row's draws
         self._kept = KeptRows()
         self._has_sessions = False
         self._broken = np.zeros(max_running, dtype=np.bool_)  # rows that had a non-finite log-prob
@@ -82,7 +82,7 @@ class RowRunner:
         return self.kv_tokens if self.kv_tokens is not None else self.decoder.max_positions
 
     def steps(self, remaining: list[int]) -> int:
-        """Stop as soon as a row must end, so that no row is decoded past its end, because compute is scarce on a CPU."""
+        """Stop as soon as a row must end: compute is scarce on a CPU, so no row should be decoded past its end."""
         return min(CHUNK, *remaining)
 
     def admit(self, sequences: list[Sequence]) -> int:
@@ -160,7 +160,7 @@ class RowRunner:
         self.num_rows = last
 
     def _clear_if_broken(self, row: int) -> None:
-        """Clear a row that had a NaN before another row takes its place: masked values take part in products, and 0 times NaN is NaN."""
+        """If a row had a NaN, clear it for the row that takes its place: masked values take part in products, and 0 times NaN is NaN."""
         if self._broken[row]:
             for tensor in (*self._keys, *self._values):
                 tensor[self._seats(row)] = 0
@@ -205,7 +205,7 @@ class RowRunner:
             self._kept.forget(session)
 
     def _give_away(self) -> None:
-        """Give up the memory, which the rows that leave together take with them."""
+        """Give up the memory: the rows that leave together take it with them."""
         self._keys, self._values = _nothing(self.decoder), _nothing(self.decoder)
         self._capacity, self._column = (0, 0), 0
 
@@ -256,10 +256,10 @@ class RowRunner:
 
     def _make_room(self, *, steps: int, live: tuple[int, int]) -> None:
         """Make room for every row's past and ``steps`` more columns. ``live`` is the number of rows and columns whose KV is kept. These
-        columns end at the column of the next token."""
+        columns end just before the column of the next token."""
         lead = int(self._rows.position[: self.num_rows].max())
-        # A session's next turn is longer by more than the sampled tokens. Spare columns before the first one save a copy of all rows, and
-        # rows that all come back need spare columns after the last one.
+        # A session's next turn is longer by more than the sampled tokens. Spare columns before the first one avoid a copy of all rows.
+        # If all rows come back together, they need spare columns after the last one.
         spare = TURN if self._has_sessions else 0
         if not live[0]:
             self._column = max(lead, min(lead + spare, self._capacity[1] - steps - spare))
@@ -357,7 +357,9 @@ class RowRunner:
             shape = (self._capacity[0], heads)
             keys, values = self._keys[index].unflatten(0, shape), self._values[index].unflatten(0, shape)
             for copy in copies:
-                columns = slice(self._column - copy.num_tokens, self._column)  # a row's fill ends with its past
+                columns = slice(
+                    self._column - copy.num_tokens, self._column
+                )  # a row's filled tokens are the last ones of its past
                 keys[copy.rows, :, :, columns] = copy.of_rows(k).permute(0, 2, 3, 1)
                 values[copy.rows, :, columns] = copy.of_rows(v).transpose(1, 2)
 
@@ -427,7 +429,7 @@ def _rounded(num_columns: int) -> int:
 
 
 class Step(NamedTuple):
-    """The inputs for one more token in every row. Each layer's keys and values end with the new token's column, still to be filled."""
+    """The inputs for one more token in every row. The last column of each layer's keys and values is for the new token, and is empty."""
 
     token_ids: Tensor  # [rows]
     positions: Tensor  # [rows]
@@ -435,7 +437,7 @@ class Step(NamedTuple):
     values: list[Tensor]  # per layer [rows * Hkv, columns, D]
     masks: list[Tensor | None]  # per layer, from the first column on; None if every row sees every column
     attend: AttendRows
-    gain: Tensor | None = None  # each row's adapter
+    gain: Tensor | None = None  # each row's adapter gains
 
 
 def next_logits(decoder: Decoder, step: Step) -> Tensor:
@@ -468,5 +470,5 @@ def compiled_logits(decoder: Decoder, step: Step) -> Tensor:
 
 @cache
 def _compiled() -> Callable[[Decoder, Step], Tensor]:
-    """Compile on first use, because torch takes long to load its compiler."""
+    """Compile on first use, because torch takes a long time to load its compiler."""
     return torch.compile(next_logits)

@@ -21,7 +21,7 @@ class Chunk:
 
 
 class Runner(Protocol):
-    """Rows 0..n-1 are the running sequences. The engine repeats every change of rows in its own list."""
+    """Rows 0..n-1 are the running sequences. The engine has its own list of rows and makes every change there as well."""
 
     def steps(self, remaining: list[int]) -> int:
         """Return how many steps to decode before the results are read. ``remaining``: how many more tokens each row may get."""
@@ -33,7 +33,7 @@ class Runner(Protocol):
         ...
 
     def admit(self, sequences: list[Sequence]) -> int:
-        """Append as many of these sequences as fit, in order, and fill their KV. Return how many."""
+        """Append as many of these sequences as fit, in order, and fill their KV. Return how many fit."""
         ...
 
     def reserve(self, steps: int) -> bool:
@@ -47,7 +47,7 @@ class Runner(Protocol):
 
     def carry(self, ended: list[int]) -> bool:
         """Return whether these ended rows may stay for another chunk because they cost next to nothing. They get no more room. If
-        they may not stay, they are removed first."""
+        they may not stay, the engine removes them before that chunk."""
         ...
 
     def start(self, steps: int) -> None:
@@ -64,7 +64,7 @@ class Runner(Protocol):
 
     def keep(self, rows: dict[int, Sequence]) -> None:
         """Keep the KV of these ended rows for the next request of their session, if there is room. The rows are removed next. ``admit``
-        uses the KV; running rows have priority."""
+        uses the kept KV. Running rows have priority over it."""
         ...
 
     def forget(self, session: str | None) -> None:
@@ -103,11 +103,11 @@ class RowState:
             state[to] = state[source]
 
     def is_over(self, num_rows: int) -> Bools:
-        """Return which of the first rows get no more tokens."""
+        """Return which of the first ``num_rows`` rows get no more tokens."""
         return self.position[:num_rows] >= self.limit[:num_rows]
 
     def gain(self, num_rows: int) -> Tensor | None:
-        """Return the adapter gains of the first rows, or None if the engine has no adapters."""
+        """Return the adapter gains of the first ``num_rows`` rows, or None if the engine has no adapters."""
         return None if self._served is None else self._served.gain(self.slot[:num_rows])
 
     def fill_gain(self, fills: Iterable[Fill]) -> Tensor | None:
@@ -158,7 +158,7 @@ def order_fills(fills: list[Fill]) -> list[Fill]:
 
 
 def in_parts(fills: list[Fill], *, num_tokens: int) -> list[list[Fill]]:
-    """Divide the fills in order. Each part has at most this many tokens, or is a single fill."""
+    """Split the fills into parts, in order. Each part has at most this many tokens, or is a single fill."""
     parts: list[list[Fill]] = []
     left = 0
     for fill in fills:

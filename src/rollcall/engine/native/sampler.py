@@ -59,7 +59,7 @@ def _first_above(weights: Tensor, thresholds: Tensor) -> Tensor:
     # Rounding can put the threshold at or past the total. Then choose the last token with a nonzero weight.
     last = cumulative[:, -1:]
     thresholds = torch.minimum(thresholds.clamp(min=0)[:, None], torch.nextafter(last, torch.zeros_like(last)))
-    # Comparisons with NaN weights are false. The clamp gives the row a valid ID and a NaN log-prob, which the caller refuses.
+    # Comparisons with NaN weights are false. With the clamp, such a row gets a valid ID. Its log-prob is NaN, so the caller refuses it.
     return torch.searchsorted(cumulative, thresholds, right=True)[:, 0].clamp_(max=weights.shape[-1] - 1)
 
 

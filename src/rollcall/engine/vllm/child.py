@@ -72,8 +72,8 @@ class Child:
 
         def tell(waited_s: float) -> None:
             if call.method in ("version", "load"):
-                doing = "start" if call.method == "version" else "load"
-                say(f"vLLM: {doing} takes {waited_s:.0f} s so far; its log says: {self.log_tail(1)[:150]}")
+                doing = "starting" if call.method == "version" else "loading"
+                say(f"vLLM: {doing} has taken {waited_s:.0f} s so far; its log says: {self.log_tail(1)[:150]}")
 
         try:
             return self._worker.wait(call, meanwhile=tell)
@@ -96,7 +96,7 @@ class Child:
 class SharedMemory:
     """Anonymous memory that parent and child share. It is freed when both are gone, and does not need /dev/shm.
 
-    It contains a few parts of an update. A part takes the first gap that is not being read, so the memory stays small."""
+    It contains a few parts of an update. A new part fills the first gap that is not being read, so the memory stays small."""
 
     def __init__(self) -> None:
         self.fd = os.memfd_create("rollcall-weights")
@@ -151,11 +151,14 @@ def child_environment(*, num_threads: int) -> dict[str, str]:
     kept = {name: value for name, value in os.environ.items() if name not in DROPPED}
     if len(tempfile.gettempdir()) > LONGEST_SOCKET_FOLDER:
         kept.setdefault("VLLM_RPC_BASE_PATH", "/tmp")  # where vLLM's processes put their sockets
-    return kept | {
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # run the engine in the child itself, because it has only one client
-        "VLLM_NO_USAGE_STATS": "1",
-        "HF_HUB_OFFLINE": "1",  # everything that vLLM needs comes from this process
-        "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # engines on one host must not bind to the same cores
-        "OMP_NUM_THREADS": str(num_threads),
-        "VLLM_USE_FLASHINFER_SAMPLER": "0",  # it has no log-probs after top-k and top-p, and may need a compiler
-    }
+    return (
+        kept
+        | {
+            "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # run the engine in the child itself, because it has only one client
+            "VLLM_NO_USAGE_STATS": "1",
+            "HF_HUB_OFFLINE": "1",  # everything that vLLM needs comes from this process
+            "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # engines on one host must not bind to the same cores
+            "OMP_NUM_THREADS": str(num_threads),
+            "VLLM_USE_FLASHINFER_SAMPLER": "0",  # it does not compute log-probs after top-k and top-p, and may need a compiler
+        }
+    )

@@ -1,10 +1,10 @@
 """The vLLM engine: this process implements the engine protocol, and vLLM itself runs in a child process.
 
 ``step`` reads the answer for the steps that it requested before. It then requests the next steps at once, so that vLLM decodes while
-the caller handles the results. An update or an abort first waits for the requested steps. So it always falls between two tokens,
+the caller handles the results. An update or an abort first waits for the requested steps. So it always happens between two tokens,
 and every token has the version that it was sampled from.
 
-Only the seed decides the draws, not the rest of the batch. They differ from the native engine's draws, because vLLM has its own
+The draws depend only on the seed, not on the rest of the batch. They differ from the native engine's draws, because vLLM has its own
 generator. We search for stop strings in this process, in the string that the tokenizer decodes.
 """
 
@@ -51,8 +51,8 @@ class VllmEngine:
         device: torch.device | None = None,
         adapter: Adapter | None = None,
     ):
-        """``model`` is the source of the weights. On the meta device it has no weights: then ``load_weights`` must be called before
-        anything is sampled, and ``device`` says where vLLM runs. With an ``adapter``, vLLM reads the model from its own path, and
+        """``model`` is the source of the weights. If it is on the meta device, it has no weights: ``load_weights`` must then be called
+        before anything is sampled, and ``device`` says where vLLM runs. With an ``adapter``, vLLM reads the model from its own path, and
         only the adapter is sent."""
         self.model = model
         self._adapter = adapter
@@ -62,7 +62,7 @@ class VllmEngine:
         self.version = 0
         self.num_preemptions = 0
         self._requests: dict[str, Sequence] = {}  # sequences that have not been returned yet
-        self._ended: list[Sequence] = []  # those among them that have ended
+        self._ended: list[Sequence] = []  # the sequences among these that have ended
         self._rows: dict[str, Sequence] = {}  # sequences that vLLM has, or will get with the next steps
         self._new: list[dict[str, Any]] = []  # rows that vLLM has not seen yet
         self._num_submitted = 0
@@ -147,7 +147,7 @@ class VllmEngine:
         self.version = version
 
     def load_weights(self, version: int, tensors: Iterable[tuple[str, Tensor]]) -> None:
-        """Like ``update_weights``, but with tensors that come one by one, under their names in transformers. None of them is kept. A
+        """Like ``update_weights``, but with tensors that arrive one by one, under their names in transformers. None of them is kept. A
         module's tensors should be consecutive, because vLLM keeps them until it has all of them."""
         self._refuse_stale(version)
         self.settle()
@@ -164,7 +164,7 @@ class VllmEngine:
 
     def sleep(self) -> None:
         """Release GPU memory while nothing is sampled. The next steps or the next update wake what they need."""
-        assert not self._rows and self._advancing is None, "an engine at work cannot sleep"
+        assert not self._rows and self._advancing is None, "an engine that is sampling cannot sleep"
         self.child.ask("sleep")
         self._asleep = {"weights", "kv_cache"}
 

@@ -14,7 +14,7 @@ directions. It exits when its parent hangs up or dies. A call names a method:
     adapt    load the adapter from a folder
     sleep, wake
 
-An update may come while completions are running. vLLM then puts them back into its queue and drops all keys and values
+An update may arrive while completions are running. vLLM then puts them back into its queue and drops all keys and values
 from the old weights. So the KV behind every token comes from the version that the token is sampled from.
 """
 
@@ -197,7 +197,7 @@ def make_engine(spec: dict[str, Any], folder: str) -> Any:
     size = spec["tensor_parallel_size"]
     args = EngineArgs(
         model=folder,
-        skip_tokenizer_init=True,  # token IDs in and out, so no second tokenizer can disagree
+        skip_tokenizer_init=True,  # only token IDs go in and out, so no second tokenizer can disagree
         generation_config="vllm",  # only the request decides how to sample
         load_format="dummy" if spec["model"] is None else "auto",
         enable_lora=spec["lora_rank"] > 0,
@@ -214,7 +214,7 @@ def make_engine(spec: dict[str, Any], folder: str) -> Any:
         kv_cache_memory_bytes=spec["kv_bytes"],
         # The KV memory is set above. vLLM only compares this fraction with the free memory of the GPU, which a learner may share.
         gpu_memory_utilization=0.01,
-        disable_hybrid_kv_cache_manager=True,  # then sliding-window layers take as much memory as the others, and we can count it
+        disable_hybrid_kv_cache_manager=True,  # then sliding-window layers take as much memory as other layers, so we can calculate it
         logprobs_mode="processed_logprobs",  # after temperature, top-k and top-p: the distribution that is sampled from
         enforce_eager=spec["enforce_eager"],
         enable_sleep_mode=spec["sleep"],
@@ -249,7 +249,7 @@ def sampling_params(row: dict[str, Any]) -> Any:
 
 
 def verify(path: str, offset: int, size: int, tensors: list[list[Any]]) -> None:
-    """Check that all bytes of a part have arrived unchanged. The part has not changed anything in the engine yet."""
+    """Check that all bytes of a part have arrived unchanged, before the part changes anything in the engine."""
     with open(path, "rb") as file:
         if os.fstat(file.fileno()).st_size < offset + size:
             raise ValueError(
@@ -265,18 +265,18 @@ def verify(path: str, offset: int, size: int, tensors: list[list[Any]]) -> None:
                         raise ValueError(f"torn: {name} differs from what was sent")
 
 
-# These run in each process of the engine
+# ``Reload`` and the three functions after it run in each process of the engine.
 
 
 class Reload:
-    """Lets vLLM reload the weights. vLLM knows fused, divided and repacked layouts, and reads from each tensor what this process needs.
-    The reload runs in a thread, so that the weights can come part by part: vLLM asks for the next part and waits for it.
+    """Lets vLLM reload the weights. vLLM knows fused, sharded and repacked layouts, and reads the data that this process needs from each
+    tensor. The reload runs in a thread, so that the weights can arrive part by part: vLLM asks for the next part and waits for it.
 
     vLLM keeps views of the data that it still needs from a part: a module's tensors until it has all of them, padded tensors until the
     end. So a part's memory is free when its mapping is gone.
 
-    This works around two flaws of the reload in vLLM 0.32. It only logs parameters for which no tensor was sent. On a CPU, an output
-    layer that is tied to the embeddings keeps a repacked copy of the old embeddings.
+    This class works around two flaws of the reload in vLLM 0.32. Parameters for which no tensor was sent are only logged. On a CPU, an
+    output layer that is tied to the embeddings keeps a repacked copy of the old embeddings.
     """
 
     def __init__(self, worker: Any) -> None:
@@ -314,7 +314,9 @@ class Reload:
         if self._error is not None:
             raise self._error
         if missing := sorted(self._wanted - self._loaded):
-            raise RuntimeError(f"no weights were sent for {', '.join(missing[:3])}; the engine's weights are now mixed")
+            raise RuntimeError(
+                f"no weights were sent for {', '.join(missing[:3])}; the engine now has a mix of two versions"
+            )
         model, config = self._model, self._worker.model_runner.model_config.hf_config
         if getattr(config, "tie_word_embeddings", False) and model.lm_head.weight.device.type == "cpu":
             from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm  # type: ignore[import-not-found]

@@ -26,7 +26,7 @@ INSTALL = (
 )
 PROBE_S = 60.0
 PROBE = "import importlib.util, sys; sys.exit(importlib.util.find_spec('vllm') is None)"
-CPU_KV_BYTES = 1 << 30  # the most, unless rollout.kv_tokens asks for more
+CPU_KV_BYTES = 1 << 30  # the upper limit, unless rollout.kv_tokens asks for more
 KV_BLOCK = {"cpu": 32, "cuda": 16}  # tokens; vLLM's CPU kernels need multiples of 32
 LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, MOST_RANK_OF_VLLM)  # in vLLM 0.32
 CPU_HEAD_DIMS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)  # in vLLM 0.32
@@ -37,7 +37,7 @@ class VllmUnavailable(ValueError):
 
 
 def find_python(given: str | None) -> str:
-    """Return vLLM's Python: the one in the run file, the one in $ROLLCALL_VLLM_PYTHON, or this one if vLLM is installed in it."""
+    """Return vLLM's Python: the one in the run file, the one in $ROLLCALL_VLLM_PYTHON, or this process's own if it can import vLLM."""
     named = given or os.environ.get(PYTHON_VARIABLE)
     source = f"rollout.vllm.python={given}" if given else f"${PYTHON_VARIABLE}={named}"
     if named is None:
@@ -50,7 +50,7 @@ def find_python(given: str | None) -> str:
     # Only check that it is installed: importing it takes half a minute.
     probe = subprocess.run([path, "-c", PROBE], capture_output=True, text=True, timeout=PROBE_S)
     if probe.returncode:
-        why = probe.stderr.strip().splitlines()[-1:] or ["its packages have no vllm"]
+        why = probe.stderr.strip().splitlines()[-1:] or ["vllm is not among its packages"]
         raise VllmUnavailable(f"{source} cannot import vLLM ({why[0]}); {INSTALL}")
     return os.path.abspath(path)  # do not resolve it: a virtual environment's Python is a link to its base Python
 

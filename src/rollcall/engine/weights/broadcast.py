@@ -1,9 +1,9 @@
 """Sends weights to processes on other hosts: a broadcast in a separate process group.
 
-The group meets at the sender's store (``nodes/meeting.py``). It is separate from the learner's group, so that it can be created again
-with other members when a member is lost. Only invited receivers get its secret, over their lines. It uses NCCL if every member
-is on a GPU, and otherwise gloo. Two buckets are in flight at a time. Each side computes a bucket's checksum: the sender before it
-leaves, the receiver when it arrives. A large span goes directly from tensor to tensor; small spans are packed together.
+The group's members rendezvous through the sender's key-value store (``nodes/meeting.py``). The group is separate from the learner's
+group, so that it can be created again with other members when a member is lost. Only invited receivers get its secret, over their
+lines. It uses NCCL if every member is on a GPU, and otherwise gloo. Two buckets are in flight at a time. The sender computes a bucket's
+checksum before sending it, a receiver when it arrives. A large span goes directly from tensor to tensor; small spans are packed together.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class _Group:
                 if self.backend == "gloo":
                     work.wait(timedelta(seconds=min(LOOK_S, deadline.left_s)))
                     return
-                if work.is_completed():  # NCCL's own wait covers only the stream
+                if work.is_completed():  # NCCL's own wait blocks only the stream, not this thread
                     work.wait()
                     return
                 time.sleep(POLL_S)
@@ -83,7 +83,7 @@ class _Group:
                     raise
             if deadline.is_over or any(line.is_closed() for line in lines.values()):
                 raise RuntimeError("the broadcast did not finish")
-            deadline.tell(f"weights: in a broadcast with {', '.join(lines)}")
+            deadline.tell(f"weights: waiting for the broadcast with {', '.join(lines)}")
 
     def travels_as_is(self, bucket: Bucket) -> bool:
         return len(bucket) == 1 and (self.backend == "nccl" or bucket[0].device.type == "cpu")
@@ -126,7 +126,7 @@ class BroadcastOutlet(Outlet):
     def put(self, buckets: Iterable[Bucket], deadline: Wait) -> list[int]:
         group = self._group
         sums: list[int] = []
-        flying: deque[tuple[Any, Bucket]] = deque()  # a bucket must live until its bytes have left
+        flying: deque[tuple[Any, Bucket]] = deque()  # keeps each bucket alive until its bytes have been sent
         with _naming(self._lines, deadline):
             for bucket in buckets:
                 parts = bucket
@@ -189,7 +189,7 @@ class BroadcastInlet(Inlet):
 
 @contextmanager
 def _naming(lines: Mapping[str, Line], deadline: Wait) -> Iterator[None]:
-    """Name the lost peer in the error. The collective's own error does not name it, but the lines know which peer is gone."""
+    """Name the lost peer in the error. The collective's own error does not name it, but the peer's line is closed."""
     try:
         yield
     except MissingPeerError:
@@ -198,7 +198,7 @@ def _naming(lines: Mapping[str, Line], deadline: Wait) -> Iterator[None]:
         gone = [name for name, line in lines.items() if line.is_closed()]
         first = str(error).splitlines()[0]
         if gone:
-            raise MissingPeerError(f"{', '.join(gone)} is gone in the middle of a weight update ({first})") from error
+            raise MissingPeerError(f"{', '.join(gone)} disconnected during a weight update ({first})") from error
         raise MissingPeerError(
             f"the broadcast of weights with {', '.join(lines)} failed; its time limit is "
             f"{deadline.timeout_s:g} s ({first})"

@@ -1,7 +1,7 @@
 """Carriers move the bytes of an update after the sender and its receivers have agreed on it.
 
-Both ends of a carrier get the same buckets: the sender reads its buckets, and the receivers write theirs. Each side returns a checksum
-per bucket. A receiver computes it over its own memory. Creating an end opens it.
+Both ends of a carrier get buckets of the same sizes: the sender's buckets are read, and the receivers' are written. Each side returns a
+checksum per bucket. A receiver computes it from its own memory. Each end is open as soon as it has been created.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Inlet(Protocol):
     bucket_size: BucketSize
 
     def each(self, buckets: Iterable[Bucket], deadline: Wait) -> Iterator[int]:
-        """Yield the checksum of each bucket after it has arrived. This takes a few buckets from ``buckets`` in advance."""
+        """Yield the checksum of each bucket after the bucket has arrived. A few buckets are taken from ``buckets`` in advance."""
         ...
 
     def close(self) -> None:

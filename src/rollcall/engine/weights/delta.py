@@ -1,8 +1,8 @@
-"""Sends only the changes to the previous version: which elements differ, and their new bits.
+"""Sends only the changes since the previous version: which elements differ, and their new bits.
 
-At the learning rates of reinforcement learning, most bfloat16 weights keep their bits in an update. The changes of a tensor are first
-the number of changes in each block of 65,536 elements, then for each change its position in the block (two bytes) and its new value.
-A tensor whose changes would take more bytes than the tensor itself is sent in full. The sender keeps a copy of what it sent
+At the learning rates of reinforcement learning, most bfloat16 weights keep their bits in an update. A tensor's changes are sent as
+three lists: how many there are in each block of 65,536 elements, their positions in these blocks (two bytes each), and the new values.
+A tensor whose changes would take at least as many bytes as the tensor itself is sent in full. The sender keeps a copy of what it sent
 last, so it needs twice the memory of the weights. The checksums cover the full tensors, so they reveal a receiver that started
 from different weights than the sender assumed.
 """
@@ -80,11 +80,13 @@ def apply(layout: Layout, delta: Delta, *, flat: Sequence[Tensor]) -> None:
 
 def _changes(entry: Entry, count: int, part: Tensor) -> tuple[Tensor, Tensor]:
     """Return the changed positions and their new values. Refuse changes that do not fit this tensor, before anything is written."""
-    part = part.clone()  # its pieces may not be aligned for the view below
+    part = part.clone()  # it may not be aligned for the views below
     head = 4 * _num_blocks(entry)
     per_block = part[:head].view(torch.int32).long()
     if bool((per_block < 0).any()) or int(per_block.sum()) != count:
-        raise RefusedUpdateError(f"the changes of tensor {entry.name!r} do not add up")
+        raise RefusedUpdateError(
+            f"the numbers of changes in the blocks of tensor {entry.name!r} do not add up to their total"
+        )
     offsets = part[head : head + 2 * count].view(torch.uint16).long()
     blocks = torch.arange(len(per_block), device=part.device) * BLOCK
     places = torch.repeat_interleave(blocks, per_block) + offsets

@@ -44,7 +44,7 @@ class _Base:
 
 
 class StreamSender:
-    """Sends over one carrier. With ``changes_only``, it sends only the changes if every receiver has the last version that was sent."""
+    """Sends over one carrier. With ``changes_only``, it sends only the changes, if every receiver has the last version that was sent."""
 
     def __init__(
         self,
@@ -114,7 +114,7 @@ class StreamSender:
     def _attempt(self, views: Views | Parts, *, version: int, deadline: Wait, in_full: bool) -> dict[str, str]:
         """Make one attempt. Return the receivers that refused, each with its reason."""
         assert self._outlet is not None
-        ready = hear_all(self._lines, deadline, waiting_for="readiness")
+        ready = hear_all(self._lines, deadline, waiting_for="first message")
         changes = None
         if isinstance(views, Views) and not in_full:
             changes = self._changes(views, held=[word["version"] for word in ready.values()])
@@ -127,7 +127,7 @@ class StreamSender:
             },
             deadline,
         )
-        if refused := self._refusals(deadline, waiting_for="consent"):
+        if refused := self._refusals(deadline, waiting_for="go-ahead"):
             return refused
         self._tell({"step": "data"}, deadline)
         size = self._outlet.bucket_size

@@ -1,9 +1,9 @@
 """Sends weights as files in a folder that the sender and the receivers share. They exchange no messages.
 
-An update is a few files in safetensors format, so receivers read one while the sender writes the next. Each file is renamed to
-its final name when it is complete; its metadata contains the update's layout and the file's checksums. Its name contains the
-sender's secret and the version, so no receiver takes another sender's files. The files stay until the next update is complete,
-so a receiver that comes later finds them.
+An update consists of a few files in safetensors format, so receivers read one file while the sender writes the next. Each file is
+renamed to its final name when it is complete; its metadata contains the update's layout and the file's checksums. Its name contains
+the sender's secret and the version, so no receiver reads another sender's files. The files stay until the next update is complete,
+so a receiver that is late still finds them.
 
 Who waits for whom: ``send`` does not wait; ``receive`` waits for the files of its version. When both have returned, their caller
 knows that everyone has the update.

@@ -2,7 +2,7 @@
 
 The sender's layout lists its tensors by name, type and shape, each with the order of its dimensions in memory. So a matrix that is
 stored by columns is sent as it is in memory. A tensor that has gaps, or whose memory order differs on the two sides, is copied
-first. A bucket is the unit that is moved at once. Both sides derive the buckets from the layout.
+first. Bytes are moved one bucket at a time. Both sides derive the buckets from the layout.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ class Layout:
             raise RefusedUpdateError(f"the update has a tensor {extra[0]!r} that this receiver does not have")
 
     def buckets(self, size: BucketSize) -> list[list[Span]]:
-        """Divide the entries into buckets, in order. Small spans before a large one do not wait for small spans after it."""
+        """Split the entries into buckets, in order. Small spans never share a bucket with small spans that come after a large one."""
         found: list[list[Span]] = []
         shared: list[Span] = []  # small spans that share a bucket
         room = size.num_bytes
@@ -185,7 +185,7 @@ def fit(text: str, tensors: Mapping[str, Tensor]) -> Views:
 
 
 def cut(flat: Tensor, size: BucketSize) -> list[list[Tensor]]:
-    """Cut a flat tensor into buckets."""
+    """Split a flat tensor into buckets."""
     return [[flat[start : start + size.num_bytes]] for start in range(0, len(flat), size.num_bytes)]
 
 

@@ -1,7 +1,7 @@
 """Exchanges short messages between a sender and each of its receivers over a socket, as JSON with a length prefix.
 
-A closed line means that the peer is gone, which is detected at once. A host that disappears is detected within ``door.SILENT_S``,
-because its kernel stops answering. A peer that is alive but silent is detected at the deadline. Every error names the peer. The
+A line closes when its peer exits, so this is detected at once. A host that disappears is detected within ``door.SILENT_S``, because
+its kernel stops answering. A peer that is alive but silent is detected at the deadline. Every error names the peer. The
 sender listens on a local socket name or on a TCP port, behind a door (``nodes/door.py``): no message is read before the peer has
 proved that it was invited.
 """
@@ -99,7 +99,7 @@ class Line:
             raise (self._silent(deadline) if is_silent else self.gone(error)) from None
 
     def gone(self, error: OSError | None) -> MissingPeerError:
-        return MissingPeerError(f"{self.peer} is gone in the middle of a weight update{f' ({error})' if error else ''}")
+        return MissingPeerError(f"{self.peer} disconnected during a weight update{f' ({error})' if error else ''}")
 
     def _silent(self, deadline: Wait) -> MissingPeerError:
         return MissingPeerError(
@@ -119,9 +119,9 @@ def hear_all(lines: Mapping[str, Line], deadline: Wait, *, waiting_for: str) -> 
                 heard[key.data] = lines[key.data].hear(deadline)
                 selector.unregister(key.fileobj)
             if not found and deadline.is_over:
-                raise MissingPeerError(f"no {waiting_for} within {deadline.timeout_s:g} s from {missing}")
+                raise MissingPeerError(f"no {waiting_for} from {missing} within {deadline.timeout_s:g} s")
             if not found:
-                deadline.tell(f"weights: waiting for the {waiting_for} of {missing}")
+                deadline.tell(f"weights: waiting for the {waiting_for} from {missing}")
     return heard
 
 
@@ -152,7 +152,7 @@ class Desk:
         self._door = Door(listener, secret=self.invitation.secret)
 
     def welcome(self, deadline: Wait) -> tuple[dict[str, Line], dict[str, dict[str, Any]]]:
-        """Wait for all receivers. Return a line to each of them, and their hellos."""
+        """Wait for all receivers to connect. Return a line to each of them, and their hellos."""
         lines: dict[str, Line] = {}
         hellos: dict[str, dict[str, Any]] = {}
         while missing := [name for name in self._receivers if name not in lines]:
@@ -178,7 +178,7 @@ class Desk:
             lines[name], hellos[name] = line, hello
             if hello.get("gone"):
                 _close_all(lines)
-                raise MissingPeerError(f"{name} is lost and will not receive its weights")
+                raise MissingPeerError(f"{name} was lost and will not receive its weights")
         return {name: lines[name] for name in self._receivers}, hellos
 
     def close(self) -> None:
@@ -197,7 +197,7 @@ def call(invitation: Invitation, *, name: str, deadline: Wait, about: Mapping[st
     except OSError as error:
         where = "this host" if invitation.local else f"{invitation.host}:{invitation.port}"
         raise MissingPeerError(
-            f"{name} cannot reach {invitation.sender}, which sends weights, on {where}: {error}"
+            f"{name} cannot reach {invitation.sender}, the sender of its weights, on {where}: {error}"
         ) from None
     line = Line(connection, peer=invitation.sender)
     try:
@@ -214,7 +214,7 @@ def call(invitation: Invitation, *, name: str, deadline: Wait, about: Mapping[st
 
 
 def decline(invitation: Invitation, *, name: str, timeout_s: float) -> None:
-    """Tell a sender that a lost receiver will not come. Called on behalf of that receiver."""
+    """Tell a sender that a lost receiver will not connect. Another process calls this on behalf of that receiver."""
     call(invitation, name=name, deadline=Wait(timeout_s), about={"gone": True}).close()
 
 

@@ -2,11 +2,12 @@
 
 A sender (``exchange.StreamSender``) gets ``Parts`` (``layout.py``): blocks of the model's tensors, each converted to the engines' dtype
 when it is sent. A receiver has a line to every sender (``PartsReceiver``) and assembles the blocks, one tensor at a time, in the
-order in which all senders send. So both sides need memory for a few buckets and about one tensor, however large the model is. The
-receiver need not know how the actor is divided, because each block contains its position.
+order in which all senders send. So both sides need memory for only a few buckets and about one tensor, however large the model is. The
+receiver need not know how the actor is sharded, because each block comes with its position.
 
-Who waits for whom: as in ``exchange.py``, for each sender. A receiver gives all its senders the same answer. If receivers share only
-some of their senders, a refusal ends the update. All receivers go through the senders in the same order, so they cannot deadlock.
+Who waits for whom: as in ``exchange.py``, for each sender. A receiver gives all its senders the same answer. If two receivers share only
+some of their senders, a refusal by one of them makes the update fail. All receivers go through the senders in the same order, so they
+cannot deadlock.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ class PartsReceiver(LineReceiver):
         self._take: Take | None = None
 
     def receive(self, take: Take, *, version: int) -> None:
-        """Wait for the update to this version. ``take`` gets its tensors one by one. If the update was torn, ``take`` is called again."""
+        """Wait for the update to this version. ``take`` gets an iterator over its tensors, and is called again if the update was torn."""
         self._take = take
         self._update(version)
 
@@ -121,7 +122,7 @@ class _Stream:
             self._place(self._buckets[len(self.sums) - 1])
 
     def finish(self) -> None:
-        """Exhaust the carrier's iterator, so that the carrier reaches its end."""
+        """Exhaust the carrier's iterator, so that the carrier can finish."""
         self.sums.extend(self._landed)
 
     def _bytes(self, index: int, room: Callable[[str, torch.dtype], Tensor]) -> Tensor:

@@ -1,11 +1,11 @@
 """The contract of every weight transport: one sender in the learner's process, and a receiver in each process with its own policy copy.
 
-An update has a version and checksums. A receiver refuses an update as stale if its version is not the one that is due, or is not newer
-than the receiver's. It refuses an update as torn if tensors differ in name, shape or type, or if checksums differ after it was
+An update has a version and checksums. A receiver refuses an update as stale if its version is not the expected one, or is not newer
+than the receiver's own. It refuses an update as torn if tensors differ in name, shape or type, or if checksums differ after it was
 applied. The sender then sends the full update again. A second refusal is an error that names the receiver. The contract test in
 tests/weights_contract.py checks each transport.
 
-Who waits for whom: ``send`` waits until all receivers are in ``receive``, and for their answers. ``receive`` waits for the
+Who waits for whom: ``send`` waits until all receivers are in ``receive``, and then for their answers. ``receive`` waits for the
 sender. Each wait has a deadline, and its error names the missing peers. An error closes the sender; create a new one and invite again.
 """
 
@@ -20,8 +20,8 @@ Carrying = Literal["shared_memory", "broadcast", "file"]  # how the bytes travel
 
 
 class RefusedUpdateError(WeightUpdateError):
-    """The update is stale (not newer than the receiver's version, or not the version that is due) or torn (it does not match the
-    receiver's tensors, or arrived damaged)."""
+    """The update is stale (not newer than the receiver's version, or not the expected version) or torn (it does not match the receiver's
+    tensors, or it arrived damaged)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,8 +38,8 @@ class Invitation:
 
 
 def refuse_stale(came: int, *, due: int, newest: int | None) -> None:
-    """Refuse a version that is not due, or not newer than ``newest``, the newest version that the receiver has had."""
+    """Refuse a version that is not the expected one (``due``), or not newer than the newest version that the receiver has had."""
     if came != due:
-        raise RefusedUpdateError(f"got version {came}, but version {due} is due")
+        raise RefusedUpdateError(f"got version {came}, but expected version {due}")
     if newest is not None and due <= newest:
-        raise RefusedUpdateError(f"version {due} is not newer than version {newest}, which the receiver has")
+        raise RefusedUpdateError(f"version {due} is not newer than version {newest}, which the receiver already has")

@@ -2,8 +2,8 @@
 
 In host memory, this uses a ring of a few buckets in an anonymous memory file. The sender fills the ring while each receiver empties it,
 so it stays in the cache and takes little memory. The file has no name, so nothing is left behind when a process dies. If all receivers
-can open the sender's GPU memory, they get handles to its tensors (CUDA IPC) and copy from them. With the ring, each bucket takes one
-byte on the line in each direction.
+can open the sender's GPU memory, they get handles to its tensors (CUDA IPC) and copy from them. For each bucket in the ring, both sides
+send one byte over the line: the sender when the bucket is ready, and the receiver when it has copied it.
 """
 
 from __future__ import annotations
@@ -132,7 +132,7 @@ class _IpcOutlet(Outlet):
         addresses = [span.data_ptr() for span in spans]
         handles = None
         if addresses != self._known:
-            # There is one handle per allocation with many offsets into it; torch counts its users.
+            # There is one handle per allocation, and each tensor is an offset into it; torch counts the allocation's users.
             handles = base64.b64encode(pickle.dumps([reduce_tensor(span)[1] for span in spans])).decode()
         for line in self._lines.values():
             line.tell({"handles": handles}, deadline)
@@ -163,7 +163,7 @@ class _IpcInlet(Inlet):
         return iter(sums)
 
     def _open(self, arguments: tuple[Any, ...]) -> Tensor:
-        """Open one of the sender's tensors. Its device index may differ from this process's."""
+        """Open one of the sender's tensors. The same GPU may have a different index in the sender's process."""
         import inspect
 
         from torch.multiprocessing.reductions import rebuild_cuda_tensor

@@ -85,7 +85,7 @@ class FanOut:
         return {name: invitation for sender in self._senders for name, invitation in sender.invitations.items()}
 
     def send(self, tensors: Mapping[str, Tensor] | Parts, *, version: int) -> None:
-        """Send these tensors to every receiver. Return when all receivers have them and have checked them."""
+        """Send these tensors to every receiver. Return when all receivers have applied and checked them."""
         if len(self._senders) == 1:
             self._senders[0].send(tensors, version=version)
             return

@@ -207,7 +207,7 @@ def paged_attention(
         WINDOW=window,
         SPLIT=num_splits > 1,
         TILE=tiles.tile,
-        GROUP_ROWS=max(triton.next_power_of_2(group), 16),  # the tensor cores' smallest side
+        GROUP_ROWS=max(triton.next_power_of_2(group), 16),  # the smallest matrix side for tensor cores
         DIMS=dims,
         num_warps=tiles.num_warps,
         num_stages=tiles.num_stages,
@@ -229,8 +229,8 @@ def paged_attention(
 
 
 def pick_num_splits(num_rows: int, *, num_kv_heads: int, max_blocks: int) -> int:
-    """Return how many splits give the GPU enough programs, without knowing the lengths: 1 for large batches. Rounded down, because
-    combining two halves takes longer than a few more programs save."""
+    """Return how many splits give the GPU enough programs, without knowing the lengths. For large batches, this is 1. The number is
+    rounded down, because combining two halves takes longer than a few more programs would save."""
     wanted = PROGRAMS_WANTED // (num_rows * num_kv_heads)
     return max(1, min(wanted, max_blocks, MAX_SPLITS))
 

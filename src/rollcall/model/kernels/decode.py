@@ -2,7 +2,7 @@
 # pyright: reportMissingImports=false, reportIndexIssue=false, reportArgumentType=false, reportCallIssue=false
 # pyright: reportOperatorIssue=false
 """The parts of a decode step between its matrix products, except attention (``attention.py``): norm, rotary embedding into
-the paged cache, and gated activation. One token per sequence.
+the paged cache, and gated activation. Each sequence contributes one token.
 
 Rounding follows transformers op by op (the model's dtype between ops, float32 inside them), so that the engine's
 log-probs stay close to the learner's. A row with a negative position is padding and does not touch the cache.

@@ -5,9 +5,9 @@
 
 - ``add``: adds half-precision gradients to float32 sums. torch's mixed-dtype kernel reaches only two thirds of the bandwidth.
 - ``SiluMul``: the derivative of ``silu(gate) * up`` for rows that contain both halves, in one pass. A compiler computes the halves
-  separately and concatenates them, reading the inputs once for each: nearly twice the memory traffic.
+  separately and concatenates them. It reads the inputs once for each half, so the memory traffic is nearly twice as large.
 - ``Shared``: copies the keys and values of shared tokens to each segment that reads them, and sums their gradients. torch sums
-  such gradients with atomics, in bfloat16 and in arbitrary order. Here each token sums its own in float32, in a fixed order.
+  such gradients with atomics, in bfloat16 and in arbitrary order. Here each token sums its own gradients in float32, in a fixed order.
 """
 
 from dataclasses import dataclass
@@ -94,7 +94,7 @@ def _sum_uses_kernel(grad_ptr, starts_ptr, uses_ptr, out_ptr, width, BLOCK: tl.c
 
 
 def sum_uses(grad: Tensor, starts: Tensor, uses: Tensor) -> Tensor:
-    """Compute the gradient of ``index_select``, from [uses, ...] to [tokens, ...]. Token n has ``uses[starts[n]:starts[n + 1]]``."""
+    """Compute the gradient of ``index_select``: [uses, ...] to [tokens, ...]. Token n is used at ``uses[starts[n]:starts[n + 1]]``."""
     grad = grad.contiguous()
     out = grad.new_empty(len(starts) - 1, *grad.shape[1:])
     width = grad[0].numel()

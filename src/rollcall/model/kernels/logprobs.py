@@ -1,6 +1,6 @@
 # Triton is not installed on most machines, and its decorator hides the kernel launch by subscript from the type checker.
 # pyright: reportMissingImports=false, reportIndexIssue=false, reportArgumentType=false, reportCallIssue=false
-"""The learner's log-probs over a large vocabulary, reading each chunk of logits only once per pass.
+"""Computes the learner's log-probs over a large vocabulary, reading each chunk of logits only once per pass.
 
 ``row_stats`` reads a chunk of logits. ``grad_logits`` reads it again and writes its gradient in the dtype that the following
 products need. All quantities refer to the scaled logits z = scale * logits, with scale = 1 / temperature.

@@ -2,9 +2,9 @@
 # pyright: reportMissingImports=false, reportIndexIssue=false, reportArgumentType=false, reportCallIssue=false
 """Samples one token per row by inverting the cumulative distribution at one uniform number.
 
-There are two kernels, so that many programs read a large vocabulary. The first stores each vocabulary block's maximum and
-sum of exponentials. The second finds the block, then the token inside it. A row's result depends only on that row,
-never on the rest of the batch. The caller applies top-k and top-p by setting excluded logits to -inf.
+There are two kernels, so that many programs can share the reading of a large vocabulary. The first stores each vocabulary
+block's maximum and sum of exponentials. The second finds the block, then the token inside it. A row's result depends only
+on that row, never on the rest of the batch. The caller applies top-k and top-p by setting excluded logits to -inf.
 
 Axes: B rows, V vocabulary, N vocabulary blocks per row.
 """
@@ -116,8 +116,8 @@ def sample(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Sample one token per row of ``logits`` [B, V], and compute its log-prob at the row's temperature.
 
-    ``uniforms`` [B] are float32 in [0, 1). A temperature of 0 in ``temperatures`` [B] picks the most likely token (the lowest
-    id on ties) and its log-prob at temperature 1. Returns tokens [B] int64 and log-probs [B] float32. A token with logit -inf
+    ``uniforms`` [B] are float32 in [0, 1). A temperature of 0 in ``temperatures`` [B] selects the most likely token (the lowest
+    id on ties) with its log-prob at temperature 1. Returns tokens [B] int64 and log-probs [B] float32. A token with logit -inf
     is never drawn. A row that contains NaN gets a valid id and a NaN log-prob.
     """
     num_rows, vocab = checks.rows(logits)

@@ -69,8 +69,8 @@ def _model_names(described: Mapping[str, Stub], paths: Mapping[str, Any], *, pat
     if len(prefixes) != 1:
         groups = ", ".join(sorted({str(route[0]) for route in routes.values()})[:8])
         raise StoredError(
-            f"{path}: it is not clear which tensors belong to the model; there are {groups}. Put the model's tensors under one key "
-            f"{' or '.join(MODEL_KEYS)}"
+            f"{path}: it is not clear which tensors belong to the model; the checkpoint contains {groups}. Put the model's tensors under "
+            f"one key: {' or '.join(MODEL_KEYS)}"
         )
     (prefix,) = prefixes
     return {

@@ -52,7 +52,9 @@ def open_stored(path: Path) -> Stored:
     """Open the tensors stored at ``path``. For a run directory or a ``checkpoints/`` folder, open the newest complete checkpoint."""
     if not path.is_dir():
         there = ", ".join(one.name for one in checkpoints_of(path.parent))
-        raise StoredError(f"{path} is not a directory; " + (f"its folder has {there}" if there else f"use {KNOWN}"))
+        raise StoredError(
+            f"{path} is not a directory; " + (f"its folder contains {there}" if there else f"use {KNOWN}")
+        )
     if not is_model_dir(path):
         if (checkpoint := checkpoint_of(path)) is not None:
             return open_checkpoint(checkpoint)

@@ -23,7 +23,7 @@ class Outline:
     written: dict[str, tuple[int, ...]]
 
     def like(self, names: Iterable[str]) -> Outline:
-        """Return the outline with a model directory's tensor names if ``names``, the stored names, use them."""
+        """Return the outline with a model directory's tensor names if the stored tensors (``names``) have those names."""
         apart = any(name in self.written and name not in self.shapes for name in names)
         return replace(self, shapes=self.written) if apart else self
 

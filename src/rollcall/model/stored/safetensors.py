@@ -1,7 +1,8 @@
 """Tensors in safetensors files: a plain model directory, or the parts of a sharded checkpoint.
 
-A file starts with its header length as u64 and the header, JSON padded to 8 bytes; the tensor data follows. A part contains blocks
-of tensors. The metadata key ``parts`` gives the tensor name, the block's start and the full shape for each key in the file.
+A file starts with the length of its header (u64) and the header, which is JSON padded to 8 bytes; the tensor data follows. A part
+contains blocks of tensors. For each key in the file, the metadata key ``parts`` gives the tensor name, the block's start and the full
+shape.
 """
 
 from __future__ import annotations
@@ -46,7 +47,9 @@ def open_model_dir(folder: Path) -> Stored:
     stored = open_parts(files, origin=str(folder), folder=folder, kind="model directory", named=named)
     if missing := next((name for name in named or () if name not in stored.tensors), None):
         file = folder / (named or {})[missing]
-        raise StoredError(f"{file} does not contain {missing}, although {folder / INDEX} says so; restore the file")
+        raise StoredError(
+            f"{file} does not contain {missing}, although {folder / INDEX} says it does; restore the file"
+        )
     return stored
 
 
@@ -107,7 +110,7 @@ def read_header(path: Path) -> tuple[dict[str, _Entry], dict[str, str]]:
     """Read a file's list of tensors and its metadata. Refuse an incomplete file."""
     entries: dict[str, _Entry] = {}
     refuse_pipe(path)
-    with plain_damage(f"{path} is not a whole safetensors file"):
+    with plain_damage(f"{path} is not a complete safetensors file"):
         with path.open("rb") as file:
             offset = 8 + int.from_bytes(file.read(8), "little")
         with safe_open(path, framework="np") as header:
@@ -155,6 +158,6 @@ def weight_files(folder: Path) -> tuple[list[Path], dict[str, str] | None]:
             there = len([one for one in paths if one.name.endswith(f"-of-{count}.safetensors")])
             if there != int(count):
                 raise StoredError(
-                    f"{folder} has {there} of the {int(count)} files that {path.name} belongs to; restore the missing files"
+                    f"{folder} has only {there} of the {int(count)} files that {path.name} belongs to; restore the missing files"
                 )
     return paths, None

@@ -19,7 +19,7 @@ from rollcall.model.stored.files import StoredError, StoredFile, read_fully
 if TYPE_CHECKING:
     import torch
 
-PIECE_BYTES = 64 << 20  # the most of a tensor that is in host memory at once
+PIECE_BYTES = 64 << 20  # at most this much of a tensor is in host memory at once
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,7 +186,7 @@ def read_into(file: Path, tensor: torch.Tensor, *, offset: int) -> None:
 def refuse_gaps(tensor: StoredTensor, *, origin: str) -> None:
     """Refuse pieces that do not cover their tensor exactly once."""
     if not tensor.pieces and prod(tensor.shape):
-        raise StoredError(f"{origin}: no file contains {tensor.name}; the set is incomplete")
+        raise StoredError(f"{origin}: no file contains {tensor.name}; a file is missing")
     for piece in tensor.pieces:
         rank_fits = len(piece.start) == len(piece.shape) == len(tensor.shape)
         if not rank_fits or any(
@@ -194,7 +194,7 @@ def refuse_gaps(tensor: StoredTensor, *, origin: str) -> None:
         ):
             raise StoredError(
                 f"{piece.file}: its block of {tensor.name} is {list(piece.shape)} at {list(piece.start)}, which is outside "
-                f"the tensor's {list(tensor.shape)}: the file belongs to another set"
+                f"the tensor's {list(tensor.shape)}: the file belongs to another set of files"
             )
     if twice := _overlapping(tensor.pieces):
         first, second = twice
@@ -206,7 +206,7 @@ def refuse_gaps(tensor: StoredTensor, *, origin: str) -> None:
         files = ", ".join(sorted({str(piece.file) for piece in tensor.pieces})[:3])
         raise StoredError(
             f"{origin}: the files contain only {held:,} of the {whole:,} elements of {tensor.name} ({files}, ...): a file is missing "
-            "or belongs to another set"
+            "or belongs to another set of files"
         )
 
 
@@ -225,7 +225,7 @@ def _overlapping(pieces: Iterable[Piece]) -> tuple[Piece, Piece] | None:
 
 
 def other_tensors(*, wanted: Mapping[str, Sequence[int]], found: Mapping[str, Sequence[int]]) -> str:
-    """Describe how the found tensors differ from the model's in names and shapes; empty if they match.
+    """Describe how the found tensors differ from the model's in names and shapes. Return an empty string if they match.
 
     >>> other_tensors(wanted={"norm": (7,), "head": (7,)}, found={"head": (9,)})
     '1 tensor is missing (norm); 1 tensor is of a different shape (head is [9], not [7])'
@@ -253,17 +253,18 @@ def first_tensors(names: Collection[str], fault: str) -> str:
 
 
 def refuse_whole_numbers(types: Mapping[str, DType], names: Iterable[str], *, origin: str) -> None:
-    """Refuse weights that are not floating-point (int8, bool, complex). They would be cast, but are quantised, damaged or not weights.
+    """Refuse weights that are not floating-point (int8, bool, complex). Such tensors are quantised, damaged or not weights at all, but
+    would be cast without an error.
 
     >>> from rollcall.model.stored.tensors import DTYPES
     >>> refuse_whole_numbers({"norm": DTYPES["int8"], "step": DTYPES["int64"]}, ["norm"], origin="model.path=m")
     Traceback (most recent call last):
-    rollcall.model.stored.files.StoredError: model.path=m stores norm as int8; weights must be floating-point numbers: give ...
+    rollcall.model.stored.files.StoredError: model.path=m stores norm as int8; weights must be floating-point numbers: save ...
     """
     if strange := [name for name in names if name in types and not types[name].is_floating_point]:
         more = f" (and {len(strange) - 1:,} more tensors)" if len(strange) > 1 else ""
         raise StoredError(
-            f"{origin} stores {strange[0]} as {types[strange[0]].name}{more}; weights must be floating-point numbers: give the model in "
+            f"{origin} stores {strange[0]} as {types[strange[0]].name}{more}; weights must be floating-point numbers: save the model in "
             "float32, bfloat16 or float16"
         )
 

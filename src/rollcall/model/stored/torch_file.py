@@ -168,7 +168,7 @@ class TorchFile:
         row_major = [prod(shape[dim + 1 :]) for dim in range(len(shape))]
         if num_bytes and any(n > 1 and a != b for n, a, b in zip(shape, stride, row_major, strict=True)):
             raise StoredError(
-                f"{self.what}: {name} is stored with strides {list(stride)}, not row by row; save it as contiguous tensors"
+                f"{self.what}: {name} is stored with strides {list(stride)}, not row by row; save it as a contiguous tensor"
             )
         crc32 = record.crc32 if record.crc32 and (begin, num_bytes) == (0, record.size) else None
         return TorchTensor(dtype=dtype, shape=shape, file=self.path, offset=record.offset + begin, crc32=crc32)
@@ -179,7 +179,7 @@ def dtype_of(value: Any) -> DType | None:
 
 
 def whole_numbers(value: Any) -> tuple[int, ...]:
-    """Convert a shape or an offset, given as a tuple, a list, or a ``torch.Size`` call."""
+    """Convert a shape or an offset to integers. It may be a tuple, a list or a ``torch.Size`` call."""
     return tuple(map(int, value.args[0] if is_named(value, "Size") else value))
 
 
@@ -189,7 +189,7 @@ def open_torch_file(path: Path, *, offset: int = 0, length: int | None = None) -
     refuse_pipe(path)
     with (
         plain_damage(
-            f"{what} is not a complete torch.save file in its zip format",
+            f"{what} is not a complete torch.save file in the zip format",
             advice="it is truncated or has a different format; restore the file",
         ),
         path.open("rb") as file,
@@ -238,7 +238,7 @@ class _Rest:
 
 
 def _record(data: mmap.mmap, info: zipfile.ZipInfo, *, offset: int) -> CheckedRange:
-    """Locate a record's data. It follows the record's local header, and only that header gives its own length."""
+    """Locate a record's data. The data follows the record's local header, and only that header says how long it is."""
     if info.compress_type != zipfile.ZIP_STORED or info.file_size != info.compress_size:
         raise ValueError(f"its record {info.filename} is compressed, which torch.save never does")
     header = offset + info.header_offset

@@ -31,7 +31,7 @@ Mesh = tuple[tuple[int, int], ...]  # for each dimension, its size and one proce
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Cut:
-    """How a tensor is sharded over a mesh, as one process sees it."""
+    """How a tensor is sharded across a mesh, as one process sees it."""
 
     mesh: Mesh
     # For each mesh dimension, the tensor dimension and the split factor (1: none), or None if the tensor is replicated.
@@ -42,8 +42,8 @@ class _Cut:
         """Return the start and the shape of the process's block.
 
         Several mesh dimensions may cut the same tensor dimension. The outer one cuts first, unless it has a split factor: then it
-        cuts last. Example: both dimensions of a 2 x 3 mesh cut six rows. Process (1, 0) has row 3. If the first has a split factor
-        of 3 (as FSDP uses over tensor parallel), it has row 1.
+        cuts last. Example: both dimensions of a 2 x 3 mesh cut six rows. Process (1, 0) has row 3. If the first mesh dimension has a
+        split factor of 3 (as with FSDP on top of tensor parallelism), this process has row 1.
         """
         start, shape = [0] * len(self.shape), list(self.shape)
         for strided in (False, True):
@@ -152,7 +152,9 @@ def _locals(file: TorchFile, content: Any, *, rank: int) -> Iterable[tuple[str, 
                 spec, value = fields["_spec"].fields, fields["_local_tensor"]
                 mesh = spec["mesh"]
                 if (own := mesh.fields.get("_rank", rank)) != rank:
-                    raise StoredError(f"{file.path} contains the shard of rank {own}; restore the file of rank {rank}")
+                    raise StoredError(
+                        f"{file.path} should contain the shard of rank {rank}, but contains that of rank {own}; restore the correct file"
+                    )
                 if id(mesh) not in meshes:
                     meshes[id(mesh)] = _mesh_of(mesh.fields, rank=rank, file=file)
                 cut = _cut(spec["placements"], meshes[id(mesh)], shape=whole_numbers(shape))
@@ -193,7 +195,7 @@ def _joined(name: str, locals_: list[_Local]) -> StoredTensor:
 
 
 def _mesh_of(mesh: dict[str, Any], *, rank: int, file: TorchFile) -> Mesh:
-    """Build the mesh from these fields, as ``rank`` sees it. Fields that cannot be read raise any kind of error."""
+    """Build the mesh from these fields, as ``rank`` sees it. Fields that cannot be read may raise any kind of error."""
     ranks: Any = mesh.get("mesh", mesh.get("_rank_map", mesh.get("_flatten_rank_map")))
     if tensor := file.tensor(ranks, name="a mesh"):
         ranks = tensor.numbers()
@@ -222,21 +224,21 @@ def _pairs(shape: Any, stride: Any) -> tuple[tuple[int, int], ...]:
     if not isinstance(shape, int):
         return tuple(pair for one in zip(shape, stride, strict=True) for pair in _pairs(*one))
     if shape < 1 or not isinstance(stride, int) or stride < 1:
-        raise ValueError(f"a mesh of {shape} processes")
+        raise ValueError(f"a mesh dimension with shape {shape} and stride {stride} is not possible")
     return ((shape, stride),)
 
 
 def _cut(placements: Any, mesh: Mesh, *, shape: tuple[int, ...]) -> _Cut:
-    """Build the cut from pickled ``placements``. Placements that cannot be read raise any kind of error."""
+    """Build the cut from pickled ``placements``. Placements that cannot be read may raise any kind of error."""
     cuts = tuple(_placement(one, num_dims=len(shape)) for one in placements)
     if len(cuts) != len(mesh):
-        raise ValueError(f"{len(cuts)} placements for a mesh of {len(mesh)} dimensions")
+        raise ValueError(f"there are {len(cuts)} placements, but the mesh has {len(mesh)} dimensions")
     for number, cut in enumerate(cuts):
         if cut is not None and cut[1] > 1:
             rest = list(zip(mesh, cuts, strict=True))[number + 1 :]
             parts = prod(size for (size, _), other in rest if other is not None and other[0] == cut[0])
             if cut[1] != parts:
-                raise ValueError(f"a split factor of {cut[1]} over {parts} parts")
+                raise ValueError(f"the split factor is {cut[1]}, but the later mesh dimensions make {parts} parts")
     return _Cut(mesh=mesh, cuts=cuts, shape=shape)
 
 
@@ -244,9 +246,9 @@ def _placement(placement: Any, *, num_dims: int) -> tuple[int, int] | None:
     if is_named(placement, "Replicate"):
         return None
     if not is_named(placement, "Shard") and not is_named(placement, "_StridedShard"):
-        raise ValueError(f"a placement {type(placement).__name__}, which is not a share of the numbers")
+        raise ValueError(f"the placement {type(placement).__name__} means neither a shard nor a copy")
     dim = int(placement.fields["dim"] if "dim" in placement.fields else placement.args[0])
     dim += num_dims if dim < 0 else 0
     if not 0 <= dim < num_dims:
-        raise ValueError(f"a cut along dimension {dim} of {num_dims}")
+        raise ValueError(f"a shard along dimension {dim} is not possible for a tensor with {num_dims} dimensions")
     return dim, int(placement.fields.get("split_factor") or 1)
