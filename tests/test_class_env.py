@@ -30,7 +30,7 @@ def player(path: str | None, *functions: str, call_format: Any = "text", is_chat
         (f"{MODULE}:Needs", "set environment.kwargs to the arguments of its __init__"),
         (f"{MODULE}:add", "not a class"),
         (f"{MODULE}:GuessPlainly", "needs type: step"),
-        (MODULE, "is not module:Class; write for example my_env:Game"),
+        (MODULE, "does not have the form module:Class; write for example my_env:Game"),
     ],
 )
 def test_a_class_that_cannot_be_used_is_refused_with_what_to_do(path: str, why: str) -> None:

@@ -1,4 +1,4 @@
-"""Prints messages for the user (``say``), and reports regularly during a wait what the process waits for.
+"""Prints messages for the user (``say``), and reports regularly during a wait what the process is waiting for.
 
 A process has one output channel (voice). It is stderr, unless a block changes it with ``speaking``; a run's console, for example, prints
 through its panel. Messages that the user needs even in a quiet run are warnings (``warn``). They go to the logger ``rollcall``, which the
@@ -19,7 +19,7 @@ from contextlib import contextmanager
 from weakref import WeakSet
 
 Say = Callable[[str], None]
-SHORTEST_S = 0.001  # a socket takes a timeout of 0 as "do not wait"
+SHORTEST_S = 0.001  # a socket treats a timeout of 0 as "do not wait"
 
 
 def on_stdout(text: str) -> None:
@@ -95,7 +95,7 @@ class Wait:
 
     @property
     def until_word_s(self) -> float:
-        """Seconds until ``tell`` prints the next message or the time is over."""
+        """Seconds until ``tell`` prints the next message or the time is up."""
         return max(min(self._next - time.monotonic(), self.left_s), SHORTEST_S)
 
     def excuse(self, seconds: float) -> None:
@@ -110,7 +110,7 @@ class Wait:
             _waits.add(self)
 
     def tell(self, text: str) -> None:
-        """Print what this process waits for, if a message is due."""
+        """Print what this process is waiting for, if a message is due."""
         if self._stalls and (self.is_word_due or self.what):
             self.note(text)
         if self.is_word_due:
@@ -119,7 +119,7 @@ class Wait:
             say(f"{text} ({waited_s} s)" if waited_s else text)
 
     def again(self, text: str, *, after_s: float) -> bool:
-        """Sleep before another check, and print the wait if a message is due. Returns False at once if the time is over."""
+        """Sleep before another check, and print the wait if a message is due. Returns False at once if the time is up."""
         if self.is_over:
             return False
         self.tell(text)

@@ -135,7 +135,7 @@ class GroupMaker:
             del self._unwritten[draw]
 
     def _given(self, step: int, draw: int, prompt: Prompt) -> dict[str, Any]:
-        # With the draw included, a prompt that occurs twice in one step (small data, refills) gets different seeds.
+        # The draw is included so that a prompt that occurs twice in one step (small data, refills) gets different seeds.
         seeds = sampling_seeds(
             self._config.run.seed, step, f"{prompt.id}#{draw}", self._config.rollout.samples_per_prompt
         )
@@ -155,8 +155,8 @@ class GroupMaker:
 
 class OpenGroups:
     """Passes finished completions of unfinished groups to ``write``, in one batch at most once a second. After a kill, the resumed run
-    makes only the missing completions. A completion waits for the second batch after it has finished, because most groups are written
-    whole before that."""
+    generates only the missing completions. A finished completion is written with the second batch that follows, because most groups
+    are finished and written as a whole before then."""
 
     def __init__(self, write: Callable[[list[tuple[int, Group]]], Awaitable[Any]]) -> None:
         self._write = write

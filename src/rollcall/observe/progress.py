@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from rollcall.observe.headline import headline_of
 
-STEPS_COUNTED = 20  # only recent steps, because lengths drift
+STEPS_COUNTED = 20  # only recent steps determine the pace, because completion lengths drift
 
 
 class Doing(NamedTuple):

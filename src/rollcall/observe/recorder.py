@@ -117,5 +117,5 @@ class Recorder:
             if not self._has_warned:
                 self._has_warned = True
                 warn(
-                    f"{self._run_dir}: the state of its processes cannot be written: {error.strerror}; the run continues"
+                    f"{self._run_dir}: cannot write the state of the run's processes: {error.strerror}; the run continues"
                 )

@@ -219,7 +219,7 @@ def _name_the_last(phases: Sequence[TimeSpan], lanes: Iterable[Sequence[TimeSpan
 
 
 def _waits(lane: str, spans: Sequence[TimeSpan], places: _Places, *, marks: Sequence[Mark]) -> list[TimeSpan]:
-    """Return a worker's pauses, including times when it was lost and its seat was empty."""
+    """Return a worker's pauses, including the times when it was lost and had not been replaced yet."""
     ends = (ATTEMPT_LOST, CONTROLLER_ENDED)
     lost = [one.at_s for one in marks if one.name in ends or (one.lane == lane and one.name == WORKER_LOST)]
     found = []
@@ -282,7 +282,7 @@ def chrome_trace(timeline: Timeline, *, name: str) -> dict[str, Any]:
             {"name": mark.name, "cat": mark.kind, "ph": "i", "s": scope, "ts": _micros(mark.at_s - first_s),
              "pid": pid, "tid": tid, "args": {"note": mark.note}}
         )  # fmt: skip
-    # If two begin together, put the longer one first, so that it is drawn around the other.
+    # If two spans begin together, put the longer one first, so that it is drawn around the other.
     events.sort(key=lambda event: (event["ts"], -event.get("dur", 0)))
     return {
         "traceEvents": [*_names(places, name), *events],
