@@ -151,7 +151,7 @@ def test_the_builtin_task_has_disjoint_splits() -> None:
         ([{"prompt": "a"}, "\n", "[1]\n"], {}, "train.jsonl, row 3 is a list"),
         ([{"prompts": "a", "x": 1}], {}, "row 1 has no column 'prompt'; its columns are prompts, x; did you mean 'prompts'?"),
         ([{"question": "a", "solution": 1}], {}, "did you mean 'question'? set data.prompt_key=question"),
-        ([{"q": "a"}], {}, "its columns are q; set data.prompt_key to the right one"),
+        ([{"q": "a"}], {}, "its columns are q; set data.prompt_key to the right column"),
         ([{"prompt": "a"}, {"prompt": 5}], {}, "row 2: the prompt is int (5)"),
         ([{"prompt": None}], {}, "row 1: the prompt is NoneType"),
         ([{"prompt": []}], {}, "row 1: the prompt is an empty list"),
@@ -208,7 +208,7 @@ def test_a_value_that_would_fail_later_is_refused_by_row_and_column(tmp_path: Pa
     [
         ({"ground_truth": "1"}, {"answer": "exact"}, "did you mean 'ground_truth'? set data.answer_key=ground_truth"),
         ({"label": "1", "answers": "2"}, {"answer": "exact"}, "set data.answer_key=label"),
-        ({"x": "1"}, {"answer": "exact"}, "its columns are prompt, x; set data.answer_key to the right one"),
+        ({"x": "1"}, {"answer": "exact"}, "its columns are prompt, x; set data.answer_key to the right column"),
         ({"answer": None}, {"answer": "math"}, "row 1: answer is empty, but the reward math needs it"),
         ({"answer": " "}, {"answer": "math"}, "row 1: answer is empty, but the reward math needs it"),
         ({"answer": "\u200b"}, {"answer": "math"}, "row 1: answer is empty, but the reward math needs it"),

@@ -68,8 +68,8 @@ class AppendFile:
             raise
 
     def begin_sync(self, kept: ExitStack) -> Callable[[], None]:
-        """Return a function that flushes everything appended so far to disk. Call the function again if it raises. It works even after
-        this object is closed, because ``kept`` holds its file descriptor."""
+        """Return a function that flushes everything appended so far to disk. If the function raises, call it again. It works even after
+        this object is closed, because ``kept`` holds a separate file descriptor."""
         records, self._unsynced = self._unsynced, []
         new, self._new = self._new, False
         fd = os.dup(self._fd) if records else None

@@ -40,7 +40,7 @@ class TrainedStep:
 
 
 class _Ledger:
-    """The steps trained so far. Raises for an entry that trains a draw twice or replays a step differently."""
+    """The steps trained so far. Raises JournalError for an entry that trains a draw twice or replays a step differently."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -261,7 +261,9 @@ class StepFile:
 
     path: Path
     step: int
-    draws: tuple[int, ...]  # of all complete records, in order and with repeats, except groups that were scored again
+    draws: tuple[
+        int, ...
+    ]  # of all complete records in order, with repeats; records of groups scored again are left out
     places: tuple[tuple[int, int], ...]  # of attempts: draw and index in the group, with repeats
     num_bad_bytes: int  # torn or damaged
 

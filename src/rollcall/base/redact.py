@@ -67,7 +67,7 @@ def is_secret(name: str) -> bool:
 
 
 def remember(values: Iterable[str]) -> None:
-    """Redact these values in this process from now on. If a value is a URL, its password is also redacted by itself."""
+    """Redact these values in this process from now on. If a value is a URL, its password is also redacted outside the URL."""
     for value in values:
         passwords = (match[0][len(match[1]) : -1] for match in _URL_PASSWORD.finditer(value))
         _remembered.update(each for each in (value, *passwords) if len(each) >= SHORTEST and each != REDACTED)

@@ -135,7 +135,7 @@ class Stop:
             import asyncio
 
             loop, task = asyncio.get_running_loop(), asyncio.current_task()
-            assert task is not None, "called by a task"
+            assert task is not None, "must be called by a task"
             self._cancel = lambda: loop.call_soon_threadsafe(task.cancel)
             try:
                 yield

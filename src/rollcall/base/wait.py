@@ -4,7 +4,7 @@ A process has one output channel (voice). It is stderr, unless a block changes i
 through its panel. Messages that the user needs even in a quiet run are warnings (``warn``). They go to the logger ``rollcall``, which the
 calling program may redirect.
 
-A process records what it is waiting for (``waiting``), and its lease file shows it to `rollcall status`.
+A process records what it is waiting for (``waiting``). A controller copies this to its lease file, from which `rollcall status` reads it.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def warn(text: str) -> None:
 
 @contextmanager
 def speaking(voice: Say) -> Iterator[None]:
-    """While the block runs, send what any thread in this process says to ``voice``."""
+    """While the block runs, send the messages of all threads in this process to ``voice``."""
     global _voice
     before, _voice = _voice, voice
     try:
@@ -99,7 +99,7 @@ class Wait:
         return max(min(self._next - time.monotonic(), self.left_s), SHORTEST_S)
 
     def excuse(self, seconds: float) -> None:
-        """Do not count this many seconds, because a debugger had stopped the awaited process."""
+        """Exclude this many seconds from the wait, because a debugger had stopped the awaited process."""
         self._began += seconds
         self._next += seconds
 

@@ -68,8 +68,8 @@ def run_attempts(
     reached: Callable[[], object],
     note: Callable[[Exception], None],
 ) -> T:
-    """Return the result of the first successful attempt. Attempts are numbered from 1. ``note`` gets the reason for another attempt: a
-    loss or ``Regrow``. ``reached`` is passed to ``Budget.spend``."""
+    """Return the result of the first successful attempt. Attempts are numbered from 1. ``note`` is called with the reason for another
+    attempt: a loss or ``Regrow``. ``reached`` is passed to ``Budget.spend``."""
     number = 1
     while True:
         try:

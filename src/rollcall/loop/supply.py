@@ -99,7 +99,7 @@ class Supply(ABC):
         self._changed = asyncio.Condition()
 
     async def announce(self, version: int) -> None:
-        """Announce that rollouts started from now on sample from this version or a later one."""
+        """Announce that all rollouts that start from now on sample from this version or a later one."""
         async with self._changed:
             self._version = version
             self._changed.notify_all()

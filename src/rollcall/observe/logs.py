@@ -1,8 +1,8 @@
 """Collects what processes print.
 
-The output of child processes goes to stderr (``ChildPrints``), redacted and above the live panel if there is one. This process prints
-through ``sys.stdout`` and ``sys.stderr``, which the command redacts and a panel redirects. A child and its own children write to a
-file descriptor instead. So they get a pipe, and a thread in this process prints what comes out of it.
+The output of child processes goes to stderr (``ChildPrints``). It is redacted, and appears above the live panel if there is one. This
+process prints through ``sys.stdout`` and ``sys.stderr``, which the command redacts and a panel redirects. A child and its own children
+write to a file descriptor instead. So they get a pipe, and a thread in this process prints what comes out of it.
 
 The last lines of each worker go to ``run_dir/logs/``, one short file per timeline lane. On a cluster, a worker's full output is in a
 file on its own node (``ProcessState.log``). The controller gets the newest lines with the worker's regular status. They are redacted

@@ -16,7 +16,7 @@ class Metric(NamedTuple):
 
 
 METRICS: dict[str, Metric] = {
-    "train/loss": Metric("", "Policy loss of the step with its KL and entropy terms, mean over updates."),
+    "train/loss": Metric("", "Policy loss of the step with its KL and entropy terms, averaged over the updates."),
     "train/reward_mean": Metric(
         "", "Mean reward over the completions of the step, including those of masked and dropped episodes."
     ),
@@ -29,7 +29,7 @@ METRICS: dict[str, Metric] = {
     "train/approx_kl": Metric(
         "nats/token", "Mean of old log-prob minus new log-prob: how far the updates moved the policy."
     ),
-    "train/grad_norm": Metric("", "Global gradient norm before clipping, mean over updates."),
+    "train/grad_norm": Metric("", "Global gradient norm before clipping, averaged over the updates."),
     "train/lr": Metric("", "Learning rate of the step's last update."),
     "train/skipped_fraction": Metric(
         "share", "Updates with a zero gradient. They change neither the weights, nor the momentum, nor the schedule."
@@ -110,7 +110,9 @@ METRICS: dict[str, Metric] = {
         "Held-out completions whose reward is neither 0 nor 1. If an evaluation has any such completion, the run's headline "
         "is `eval/reward_mean`, otherwise `eval/accuracy`.",
     ),
-    "eval/pass_at_k": Metric("share", "Held-out prompts with a correct completion among `eval.samples_per_prompt`."),
+    "eval/pass_at_k": Metric(
+        "share", "Held-out prompts with at least one correct completion among `eval.samples_per_prompt`."
+    ),
     "eval/reward_mean": Metric("", "Mean reward on the held-out prompts."),
     "eval/response_length_mean": Metric(
         "tokens",
@@ -129,12 +131,14 @@ METRICS: dict[str, Metric] = {
     "time/score_s": Metric(
         "s", "Computing the learner's and the reference's log-probs and the critic's values, before the update."
     ),
-    "time/update_s": Metric("s", "Forward, backward and optimizer."),
+    "time/update_s": Metric("s", "Forward pass, backward pass and optimizer."),
     "time/sync_s": Metric("s", "Sending the new weights to the engines."),
     "time/save_s": Metric("s", "How long training waited while a checkpoint was copied to host memory."),
     "time/eval_s": Metric("s", "Evaluation."),
     "perf/train_tokens_per_s": Metric("tokens/s", "`train/tokens` per second of scoring and update."),
-    "perf/peak_memory_gib": Metric("GiB", "Peak memory so far: of the CUDA allocator, or of the process on a CPU."),
+    "perf/peak_memory_gib": Metric(
+        "GiB", "Peak memory so far: that of the CUDA allocator or, on a CPU, that of the process."
+    ),
 }
 
 _GROUPS = {

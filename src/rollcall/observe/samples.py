@@ -81,7 +81,7 @@ def sample_rows(groups: Iterable[Group], *, limit: int) -> list[tuple[str, str, 
 
 
 def asked(text: str, metadata: Mapping[str, Any]) -> str:
-    """Return a prompt's last user message, without chat template and system message."""
+    """Return a prompt's last user message, without the chat template and the system message."""
     said = [message["content"] for message in metadata.get("prompt_messages") or () if message["role"] == "user"]
     return str(said[-1]) if said else text
 

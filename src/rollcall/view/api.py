@@ -35,7 +35,7 @@ from rollcall.view.summary import no_signal
 
 MOST_CURVES = 100
 MOST_RUNS = 12  # per request
-LOOK_EVERY_S = 3.0  # between two searches for new runs in a folder
+LOOK_EVERY_S = 3.0  # time between two searches for new runs in a folder
 READ_S = 2.0  # longest time to read a growing file before answering
 INDEX_S = 1.0  # longest time to index the journal before answering
 

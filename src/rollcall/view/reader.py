@@ -162,7 +162,9 @@ class RunReader:
         if phase.result is not None and phase.result.startswith("failed: ") and "Cancelled" not in phase.result:
             why = phase.result.removeprefix("failed: ")
             return RunState(word="failed", text=f"{why} during {where}", since_s=at_s)
-        return RunState(word="stopped", text=f"stopped after step {step}; the same command continues it", since_s=at_s)
+        return RunState(
+            word="stopped", text=f"stopped after step {step}; the same command continues the run", since_s=at_s
+        )
 
     def standing(self, state: RunState) -> dict[str, Any]:
         """Return the run's progress. The time left is only known while ``state`` is running."""

@@ -213,7 +213,7 @@ def said_of(group: Group, *, completion: int | None) -> list[tuple[str, str]]:
 
 def _known_completion(group: Group, number: int) -> int:
     if not 0 <= number < len(group.completions):
-        raise NoGroupError(f"the group has {len(group.completions)} completions, but no number {number}")
+        raise NoGroupError(f"the group has {len(group.completions)} completions, but no completion number {number}")
     return number
 
 
@@ -314,7 +314,7 @@ def show_tokens(
         columns["mismatch"] = short(np.where(one.mask, difference, 0.0))
         columns["ratio"] = short(np.where(one.mask, np.exp(np.clip(difference, -20, 20)), 1.0))
     whole_prompt = one.prompt_ids(group.prompt.token_ids)
-    prompt = whole_prompt[-2000:].tolist()  # the completion answers the end of the prompt
+    prompt = whole_prompt[-2000:].tolist()  # the end of the prompt, which the completion answers
     return {
         "step": group.step,
         "draw": group.draw,

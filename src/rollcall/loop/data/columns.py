@@ -127,7 +127,9 @@ def nearest(key: str, columns: Mapping[str, Any], option: str) -> str:
         hint = f"rename one of them, for example with data.columns: {{{near[0] if near else 'NAME'}: {key}}}"
     else:
         hint = (
-            f"did you mean {near[0]!r}? set data.{option}={near[0]}" if near else f"set data.{option} to the right one"
+            f"did you mean {near[0]!r}? set data.{option}={near[0]}"
+            if near
+            else f"set data.{option} to the right column"
         )
     return f"its columns are {listed(columns)}; {hint}"
 
