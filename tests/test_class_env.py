@@ -25,7 +25,7 @@ def player(path: str | None, *functions: str, call_format: Any = "text", is_chat
 @pytest.mark.parametrize(
     ("path", "why"),
     [
-        (f"{MODULE}:Gone", "has no 'Gone'; it has"),
+        (f"{MODULE}:Gone", "has no 'Gone'; it defines"),
         (f"{MODULE}:NoReset", "has no reset; give a class"),
         (f"{MODULE}:Needs", "set environment.kwargs to the arguments of its __init__"),
         (f"{MODULE}:add", "not a class"),

@@ -261,9 +261,7 @@ class StepFile:
 
     path: Path
     step: int
-    draws: tuple[
-        int, ...
-    ]  # of all complete records in order, with repeats; records of groups scored again are left out
+    draws: tuple[int, ...]  # of all complete records except those of groups scored again, in order and with repeats
     places: tuple[tuple[int, int], ...]  # of attempts: draw and index in the group, with repeats
     num_bad_bytes: int  # torn or damaged
 
