@@ -91,7 +91,7 @@ def test_a_malformed_row_is_named(tmp_path: Path) -> None:
 
 def test_a_row_without_a_prompt_is_named(tmp_path: Path) -> None:
     config = make_run(tmp_path, rows=[*letter_rows(3), {"question": "a=", "answer": "a"}])
-    with pytest.raises(DataError, match=r"row 4 has no column 'prompt'; it has question, answer"):
+    with pytest.raises(DataError, match=r"row 4 has no column 'prompt'; its columns are question, answer"):
         finish(config)
 
 
@@ -106,7 +106,7 @@ def test_a_row_without_the_answer_that_a_reward_takes_is_refused_before_the_mode
     rewards = [{"type": "function", "path": "takes_answer:score"}]
     config = make_run(tmp_path, f"{key}={tmp_path}/other.jsonl", reward=rewards)
     wanted = (
-        r"other\.jsonl, row 2 has no column 'answer', which the reward score needs; it has prompt, solution; did you mean "
+        r"other\.jsonl, row 2 has no column 'answer', which the reward score needs; its columns are prompt, solution; did you mean "
         r"'solution'\? set data\.answer_key=solution"
     )
     with pytest.raises(DataError, match=wanted):
@@ -324,7 +324,9 @@ def test_a_run_that_may_open_few_files_is_refused_before_anything_is_loaded(
     monkeypatch.setattr("resource.getrlimit", lambda kind: (64, 64))
     config = parse_config({"run": {"dir": str(tmp_path / "run")}})
     for begin in (train, partial(try_run, num_rows=1)):
-        with pytest.raises(ValueError, match=r"allows a process 64 open files \(ulimit -Hn\), but a run needs 256"):
+        with pytest.raises(
+            ValueError, match=r"allows only 64 open files per process \(ulimit -Hn\), but a run needs 256"
+        ):
             begin(config)
     assert not (tmp_path / "run").exists()
 

@@ -25,12 +25,12 @@ def player(path: str | None, *functions: str, call_format: Any = "text", is_chat
 @pytest.mark.parametrize(
     ("path", "why"),
     [
-        (f"{MODULE}:Gone", "has no 'Gone'; it has"),
+        (f"{MODULE}:Gone", "has no 'Gone'; it defines"),
         (f"{MODULE}:NoReset", "has no reset; use a class"),
         (f"{MODULE}:Needs", "set environment.kwargs to the arguments of its __init__"),
         (f"{MODULE}:add", "not a class"),
         (f"{MODULE}:GuessPlainly", "needs type: step"),
-        (MODULE, "is not module:Class; write for example my_env:Game"),
+        (MODULE, "does not have the form module:Class; write for example my_env:Game"),
     ],
 )
 def test_a_class_that_cannot_be_used_is_refused_with_what_to_do(path: str, why: str) -> None:

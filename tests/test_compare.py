@@ -52,4 +52,4 @@ def test_a_run_without_its_settings_is_refused_with_what_is_missing(tmp_path: Pa
 @pytest.mark.parametrize("place", ["nowhere", "."])
 def test_what_is_no_run_is_refused(tmp_path: Path, place: str) -> None:
     shown = CliRunner().invoke(app, ["compare", str(tmp_path / place), str(tmp_path)])
-    assert shown.exit_code == 1 and "give the directory of a run (run.dir)" in shown.output
+    assert shown.exit_code == 1 and "pass the directory of a run (run.dir)" in shown.output

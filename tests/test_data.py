@@ -149,9 +149,9 @@ def test_the_builtin_task_has_disjoint_splits() -> None:
         (["\n\n"], {}, "train.jsonl has no rows"),
         ([{"prompt": "a"}, "{nope\n"], {}, "train.jsonl, row 2 is not valid JSON"),
         ([{"prompt": "a"}, "\n", "[1]\n"], {}, "train.jsonl, row 3 is a list"),
-        ([{"prompts": "a", "x": 1}], {}, "row 1 has no column 'prompt'; it has prompts, x; did you mean 'prompts'?"),
+        ([{"prompts": "a", "x": 1}], {}, "row 1 has no column 'prompt'; its columns are prompts, x; did you mean 'prompts'?"),
         ([{"question": "a", "solution": 1}], {}, "did you mean 'question'? set data.prompt_key=question"),
-        ([{"q": "a"}], {}, "it has q; set data.prompt_key to the right one"),
+        ([{"q": "a"}], {}, "its columns are q; set data.prompt_key to the right column"),
         ([{"prompt": "a"}, {"prompt": 5}], {}, "row 2: the prompt is int (5)"),
         ([{"prompt": None}], {}, "row 1: the prompt is NoneType"),
         ([{"prompt": []}], {}, "row 1: the prompt is an empty list"),
@@ -164,7 +164,7 @@ def test_the_builtin_task_has_disjoint_splits() -> None:
         ([{"prompt": "a"}], {"answer_key": "solution"}, "row 1 has no column 'solution'"),
         ([{"prompt": "a", "answer": [1]}], {}, "row 1: the answer is list ([1])"),
         ([{"prompt": "a", "prompt_messages": 1}], {}, "row 1 has a column 'prompt_messages', a name that Rollcall reserves; rename the "
-         "column, such as data.columns: {prompt_messages: own_prompt_messages}"),
+         "column, for example with data.columns: {prompt_messages: own_prompt_messages}"),
         ([{"prompt": "a", "x": 1}], {"columns": {"x": "prompt_text"}}, "row 1 has a column 'prompt_text', a name that Rollcall reserves"),
         (['{"prompt": "a", "x": ' + "9" * 9000 + "}"], {}, "row 1 is not valid JSON: Exceeds the limit (4300 digits)"),
         ([{"prompt": "abcdef"}], {"max_prompt_tokens": 4}, "the only prompt is longer than data.max_prompt_tokens=4; the shortest has 7"),
@@ -208,12 +208,12 @@ def test_a_value_that_would_fail_later_is_refused_by_row_and_column(tmp_path: Pa
     [
         ({"ground_truth": "1"}, {"answer": "exact"}, "did you mean 'ground_truth'? set data.answer_key=ground_truth"),
         ({"label": "1", "answers": "2"}, {"answer": "exact"}, "set data.answer_key=label"),
-        ({"x": "1"}, {"answer": "exact"}, "it has prompt, x; set data.answer_key to the right one"),
+        ({"x": "1"}, {"answer": "exact"}, "its columns are prompt, x; set data.answer_key to the right column"),
         ({"answer": None}, {"answer": "math"}, "row 1: answer is empty, but the reward math needs it"),
         ({"answer": " "}, {"answer": "math"}, "row 1: answer is empty, but the reward math needs it"),
         ({"answer": "\u200b"}, {"answer": "math"}, "row 1: answer is empty, but the reward math needs it"),
-        ({"number": [1]}, {"numbers": "countdown"}, "row 1 has no column 'numbers', which the reward countdown needs; it has prompt, number; "
-         "rename one of them, such as with data.columns: {number: numbers}"),
+        ({"number": [1]}, {"numbers": "countdown"}, "row 1 has no column 'numbers', which the reward countdown needs; its columns are prompt, number; "
+         "rename one of them, for example with data.columns: {number: numbers}"),
     ],
 )  # fmt: skip
 def test_a_row_without_what_a_reward_needs_is_refused(
@@ -294,7 +294,7 @@ def test_a_pipe_a_device_and_an_endless_line_are_refused(tmp_path: Path, monkeyp
             load(str(tmp_path / name))
     monkeypatch.setattr("rollcall.loop.data.rows.MAX_ROW_BYTES", 1 << 20)
     (tmp_path / "long.jsonl").write_bytes(b'{"prompt": "1"}\n' + bytes(1 << 21))
-    with pytest.raises(DataError, match=r"long\.jsonl, row 2 has more than 1 MiB"):
+    with pytest.raises(DataError, match=r"long\.jsonl, row 2 is larger than 1 MiB"):
         load(str(tmp_path / "long.jsonl"))
 
 
@@ -397,7 +397,7 @@ def test_rows_are_tokenised_in_batches_of_so_many_characters(tmp_path: Path, mon
 def test_a_parquet_row_larger_than_a_line_may_be_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("rollcall.loop.data.rows.MAX_ROW_BYTES", 1 << 20)
     rows = [{"prompt": "a" * size} for size in (900_000, 900_000, 1 << 21)]
-    with pytest.raises(DataError, match=r"rows\.parquet, row 3 has more than 1 MiB"):
+    with pytest.raises(DataError, match=r"rows\.parquet, row 3 is larger than 1 MiB"):
         load(a_file(tmp_path, *rows, name="rows.parquet"))
 
 
@@ -415,7 +415,9 @@ def test_a_parquet_row_is_measured_as_it_is_when_unpacked(
     monkeypatch.setattr("rollcall.loop.data.rows.MAX_ROW_BYTES", 1 << 20)
     lists = pyarrow.ListArray.from_arrays([0, 1, len(values)], values)
     pyarrow.parquet.write_table(pyarrow.table({"prompt": ["1", "2"], "note": lists}), tmp_path / "rows.parquet")
-    with pytest.raises(DataError, match=r"rows\.parquet, row 2 has more than 1 MiB when unpacked; shorten it"):
+    with pytest.raises(
+        DataError, match=r"rows\.parquet, row 2 is larger than 1 MiB when unpacked; shorten or remove it"
+    ):
         load(str(tmp_path / "rows.parquet"))
 
 
@@ -468,14 +470,14 @@ def test_a_token_id_that_no_model_has_is_refused(tmp_path: Path, monkeypatch: py
 def test_files_that_cannot_be_read_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="nothing.jsonl does not exist"):
         load(str(tmp_path / "nothing.jsonl"))
-    with pytest.raises(ValueError, match="is not a data file: their names end in .jsonl"):
+    with pytest.raises(ValueError, match="is not a data file: the name must end in .jsonl"):
         load(a_file(tmp_path, "a,b\n", name="rows.csv"))
     with pytest.raises(ValueError, match="bad.parquet cannot be read past row 0: Parquet"):
         (tmp_path / "bad.parquet").write_text("no")
         load(str(tmp_path / "bad.parquet"))
-    with pytest.raises(ValueError, match="is a directory; give one file"):
+    with pytest.raises(ValueError, match="is a directory; name a file in it"):
         load(str(tmp_path))
-    with pytest.raises(ValueError, match="those are builtin:arithmetic and"):
+    with pytest.raises(ValueError, match="the built-in tasks are builtin:arithmetic and"):
         load("builtin:algebra")
     with pytest.raises(ValueError, match="row 1 is not valid JSON"):
         (tmp_path / "latin.jsonl").write_bytes('{"prompt": "é"}'.encode("latin-1"))

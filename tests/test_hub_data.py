@@ -68,10 +68,10 @@ def test_a_split_and_a_subset_of_a_dataset_are_prompts_with_columns_by_their_new
         ({"subset": "other"}, r"\(data.subset=other, split train\): ValueError: .*other.* not found"),
         (
             {"columns": {"questoin": "prompt"}},
-            "no column 'questoin', which data.columns renames; it has question, answer",
+            "no column 'questoin', which data.columns renames; its columns are question, answer",
         ),
         ({"columns": {"question": "answer"}}, "already has a column 'answer'"),
-        ({"columns": {}}, "has no column 'prompt'; it has question, answer, level"),
+        ({"columns": {}}, "has no column 'prompt'; its columns are question, answer, level"),
     ],
 )
 def test_what_a_dataset_does_not_have_is_named(tmp_path: Path, fields: dict[str, Any], message: str) -> None:

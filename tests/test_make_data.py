@@ -114,7 +114,7 @@ def test_rows_without_a_marked_result_are_named() -> None:
         list(gsm8k([Row("g, row 4", "g:4", {"question": "q", "answer": "5"})]))
     with pytest.raises(ValueError, match=r"m, row 2: the solution has no \\boxed"):
         list(make.math([Row("m, row 2", "m:2", {"problem": "q", "solution": "5"})]))
-    with pytest.raises(ValueError, match="no text in column 'question'; it has a, b"):
+    with pytest.raises(ValueError, match="no text in column 'question'; its columns are a, b"):
         list(gsm8k([Row("g, row 1", "g:1", {"a": 1, "b": 2})]))
 
 

@@ -124,7 +124,7 @@ def test_status_shows_the_phases_of_a_run_and_who_has_it(killed: Config) -> None
     assert {event["step"] for event in shown["phases"]} == {2, 3, 4}
     plain = CliRunner().invoke(app, ["status", str(killed.run.dir)]).stdout
     assert (
-        "last     killed; its controller ended in rollout of step 4 (begun at" in plain
+        "last     killed; its controller ended during rollout of step 4 (begun at" in plain
         and "has ended" in plain
         and "waited for local" in plain
     )
@@ -160,7 +160,7 @@ def test_status_of_a_folder_without_a_runs_files_is_refused(
     monkeypatch.chdir(tmp_path)
     done = CliRunner().invoke(app, ["status", folder])
     assert (
-        done.exit_code == 1 and f"{folder} is not a run directory; give the directory of a run (run.dir)" in done.stderr
+        done.exit_code == 1 and f"{folder} is not a run directory; pass the directory of a run (run.dir)" in done.stderr
     )
 
 

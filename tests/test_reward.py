@@ -423,9 +423,9 @@ def test_reasoning_gym_scores_its_reference_and_gives_zero_where_its_scorer_rais
     ("path", "message"),
     [
         ("no_such_module:f", "reward.1.path='no_such_module:f': there is no module 'no_such_module'"),
-        ("my_rewards:wlid", "has no 'wlid'; it has loud, slow, where, wild"),
+        ("my_rewards:wlid", "has no 'wlid'; it defines loud, slow, where, wild"),
         ("my_rewards:constant", "is int, not a function"),
-        ("my_rewards", "is not module:function"),
+        ("my_rewards", "does not have the form module:function"),
         ("broken:f", "ZeroDivisionError"),
         ("needs_more:f", "No module named 'not_there_either'"),
     ],

@@ -90,7 +90,7 @@ def test_a_save_that_never_ends_is_not_waited_for_without_an_end(monkeypatch: py
     saves, disk = Saves(nobody), Disk()
     saves.begin(4, disk.save)
     try:
-        with pytest.raises(CheckpointError, match="the checkpoint of step 4 is still not written after"):
+        with pytest.raises(CheckpointError, match="the checkpoint of step 4 has still not been written after"):
             saves.settle()
     finally:
         disk.go.set()

@@ -76,7 +76,7 @@ def test_a_run_that_starts_is_shown_before_it_has_a_directory(
     shown = capsys.readouterr().out
     assert f"held by  process {os.getpid()} on host" in shown and "now      starting; no phase has begun yet" in shown
     assert not run_dir.exists()
-    with pytest.raises(ValueError, match="run does not exist. A run creates it some seconds after its start"):
+    with pytest.raises(ValueError, match="run does not exist. A run creates it a few seconds after it starts"):
         show_run(run_dir, as_json=False)
 
 

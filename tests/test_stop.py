@@ -454,7 +454,7 @@ def test_sigterm_to_every_process_of_a_run_ends_it_with_one_line_and_a_status_of
     status, errors = process.wait(), process.stderr
     step = len(column(config, "train/loss"))
     assert status == STOPPED, errors
-    assert errors == f"stopped by SIGTERM after step {step} of 9; saved; the same command continues\n"
+    assert errors == f"stopped by SIGTERM after step {step} of 9, which is saved; the same command continues the run\n"
     assert saved(config) == [f"step-{step:06d}"]
     (tmp_path / "go").touch()
     monkeypatch.chdir(tmp_path)

@@ -54,8 +54,10 @@ def test_a_run_on_ray_saves_when_its_job_is_stopped_and_when_its_node_is() -> No
             assert "is STOPPED" in stopped.stdout, stopped.stderr
             trained, saved = newest_steps(run_dir)
             said = rollcall("job", "logs", cwd=user, **node.node).stdout
-            assert trained == saved >= 2 and said.rstrip().endswith("the same command continues")
-            assert f"stopped by SIGTERM after step {saved} of 100000; saved" in said and "*** SIGTERM" not in said
+            assert trained == saved >= 2 and said.rstrip().endswith("the same command continues the run")
+            assert (
+                f"stopped by SIGTERM after step {saved} of 100000, which is saved" in said and "*** SIGTERM" not in said
+            )
 
             submitted = rollcall("submit", "run.yaml", "--no-wait", cwd=user, **node.node)
             assert submitted.returncode == 0, submitted.stderr

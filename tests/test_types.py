@@ -52,7 +52,7 @@ def sample(num_tokens: int = 3, /, **changes: Any) -> Sample:
 
 
 def test_a_prompt_without_tokens_is_refused_by_its_id() -> None:
-    with pytest.raises(ValueError, match="prompt 'empty' has no tokens; give it at least one"):
+    with pytest.raises(ValueError, match="prompt 'empty' has no tokens, but needs at least one"):
         prompt(id="empty", token_ids=np.zeros(0, dtype=np.int32))
 
 

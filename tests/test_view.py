@@ -195,7 +195,7 @@ def test_a_run_that_was_killed_failed_or_has_finished_says_so(tmp_path: Path) ->
     assert {name: row["state"] for name, row in rows.items()} == {
         "killed": "killed", "failed": "failed", "finished": "finished"
     }  # fmt: skip
-    assert rows["failed"]["text"] == "ValueError in update of step 3" and rows["failed"]["no_signal"] is None
+    assert rows["failed"]["text"] == "ValueError during update of step 3" and rows["failed"]["no_signal"] is None
     assert rows["finished"]["no_signal"] == "no step had a signal: nothing was learned in 2 steps"
 
 
@@ -220,7 +220,7 @@ def test_a_folder_shows_runs_that_appear_later_and_no_links(tmp_path: Path, monk
     assert places.all() == []
     write_run(folder / "deeper", "one", steps=1)
     assert [place.name for place in places.all()] == ["deeper/one"]
-    with pytest.raises(ConfigError, match=r"none does not exist; give a run directory"):
+    with pytest.raises(ConfigError, match=r"none does not exist; pass a run directory"):
         ShownRuns([tmp_path / "none"])
 
 

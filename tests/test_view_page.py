@@ -264,7 +264,7 @@ def test_a_sample_is_found_by_search_and_its_tokens_show_their_numbers(page: Any
         assert "5 of 19" in numbers and '"n"' in numbers and "log-prob" in numbers and "probability" in numbers
         page.click(".t[data-place='1']")
         page.hover(".t[data-place='4']")
-        assert "not the policy's" in page.inner_text("#numbers")  # a click keeps a token
+        assert "not from the policy" in page.inner_text("#numbers")  # a click keeps a token
         page.select_option("select[aria-label='colour by']", "version")
         assert page.evaluate("document.querySelector('.t[data-place=\"4\"]').style.backgroundColor") != ""
         go(page, "tokens?step=61&draw=405&n=1&by=mismatch")

@@ -48,7 +48,7 @@ class AppendFile:
             try:
                 os.ftruncate(self._fd, self._end)
             except OSError as problem:
-                # This is harmless: the next record overwrites it, and readers treat it as a torn tail.
+                # A leftover partial record is harmless: the next record overwrites it, and readers treat it as a torn tail.
                 warn(f"{self.path}: a partial record remains after offset {self._end}: {problem.strerror}")
             raise
         self._unsynced.append((self._end, record))
@@ -58,7 +58,7 @@ class AppendFile:
         return os.open(self.path, os.O_RDWR | os.O_CREAT, 0o644)
 
     def sync(self) -> None:
-        """Sync all appended records. Raises if the disk refuses; all of them then count as unsynced."""
+        """Sync all appended records to disk. If this fails, raises OSError, and all of them still count as unsynced."""
         kept_records, kept_new = self._unsynced, self._new
         try:
             with ExitStack() as kept:
@@ -68,8 +68,8 @@ class AppendFile:
             raise
 
     def begin_sync(self, kept: ExitStack) -> Callable[[], None]:
-        """Return a function that flushes everything appended so far to disk. Call the function again if it raises. It works even after
-        this object is closed, because ``kept`` holds its file descriptor."""
+        """Return a function that flushes everything appended so far to disk. If the function raises, call it again. It works even after
+        this object is closed, because ``kept`` holds a separate file descriptor."""
         records, self._unsynced = self._unsynced, []
         new, self._new = self._new, False
         fd = os.dup(self._fd) if records else None
@@ -141,4 +141,4 @@ def _set_aside(path: Path, *, offset: int, tail: bytes) -> None:
     except OSError:
         target.unlink(missing_ok=True)
         raise
-    warn(f"{path}: torn tail of {len(tail)} bytes at offset {offset} moved to {target}")
+    warn(f"{path}: torn tail of {len(tail)} bytes at offset {offset} was moved to {target}")

@@ -1,7 +1,7 @@
 """Atomic writes: a reader sees either the old or the new content, never a partial file.
 
-Each write goes to a temporary file next to the target, whose name begins with ``TEMPORARY``. When complete, the file is renamed to the
-target. A failed write removes its temporary file; only a killed writer leaves one behind.
+Each write goes to a temporary file next to the target, with a name that begins with ``TEMPORARY``. When the file is complete, it is
+renamed to the target. A failed write removes its temporary file; only a killed writer leaves one behind.
 
 The module also has lock files, which only one process at a time can hold.
 """
@@ -25,7 +25,7 @@ _NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.E
 
 
 def write_atomic(path: Path, data: str | bytes, *, durable: bool = True, private: bool = False) -> None:
-    """Write the file atomically. ``durable``: it survives a power cut. ``private``: only the owner can ever read it."""
+    """Write the file atomically. ``durable``: the file survives a power cut. ``private``: only the owner can ever read it."""
     with replacing(path, durable=durable, private=private) as file:
         file.write(data.encode() if isinstance(data, str) else data)
 
@@ -59,7 +59,7 @@ def create_atomic(path: Path, data: bytes) -> bool:
         except OSError as error:
             if error.errno not in _NO_LINKS:
                 raise
-            # A file system without hard links, such as some object store mounts.
+            # The file system has no hard links, as is the case for some object store mounts.
             try:
                 with path.open("xb") as file:
                     file.write(data)
@@ -72,7 +72,7 @@ def create_atomic(path: Path, data: bytes) -> bool:
 
 @contextmanager
 def staging(final: Path) -> Iterator[Path]:
-    """Yield a new folder next to ``final``. The block fills it and moves it with ``swap_in``; otherwise it is removed."""
+    """Yield a new folder next to ``final``. If the block does not move it into place with ``swap_in``, it is removed."""
     tmp = _temporary(final)
     try:
         tmp.mkdir(parents=True)

@@ -45,7 +45,7 @@ _HEAD = struct.Struct("<8sQI")
 HEAD_BYTES = _HEAD.size
 _HEADER_LENGTH = struct.Struct("<I")
 LARGEST_RECORD = 1 << 30  # in bytes; a corrupt length must not fill a reader's memory
-_PIECE = 1 << 20  # bytes that are searched at a time for the next record
+_PIECE = 1 << 20  # number of bytes that are searched for the next record at a time
 
 # Errors that can occur when reading an intact record that another program wrote.
 NOT_A_GROUP = (
@@ -95,7 +95,7 @@ def encode(group: Group, *, again: bool = False, attempt: int | None = None) -> 
     except (TypeError, ValueError) as error:
         raise JournalError(
             f"prompt {group.prompt.id!r} cannot be journaled: {error}; keep only text, numbers, lists and maps in its "
-            f"columns (it has {', '.join(map(repr, group.prompt.metadata)) or 'no metadata'})"
+            f"columns (its metadata columns: {', '.join(map(repr, group.prompt.metadata)) or 'none'})"
         ) from None
     payload = [
         _HEADER_LENGTH.pack(len(text)),
@@ -173,7 +173,7 @@ class _Arrays:
         return np.split(found, np.cumsum(counts)[:-1]) if counts else []
 
     def rows(self, headers: Sequence[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-        """Read the fields that completions and branches share, for each header."""
+        """For each header, read the fields that completions and branches have in common."""
         counts = [row["num_tokens"] for row in headers]
         ids, logprobs = self.take(counts, np.int32, "<i4"), self.take(counts, np.float32, "<f4")
         masks = self.take(counts, np.bool_, "|b1")

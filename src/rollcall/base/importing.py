@@ -29,7 +29,7 @@ def calm_transformers() -> None:
 
     logging.set_verbosity_error()
     logging.disable_progress_bar()
-    enable_progress_bars()  # the line above turns these off too, but downloads take minutes
+    enable_progress_bars()  # the line above turns these off too, but downloads, which take minutes, need them
 
 
 def load_named(path: str, *, key: str, what: str, example: str) -> Any:
@@ -39,7 +39,7 @@ def load_named(path: str, *, key: str, what: str, example: str) -> Any:
     """
     module_name, colon, attribute = path.partition(":")
     if not colon or not module_name or not attribute:
-        raise ValueError(f"{key}={path!r} is not module:{what}; write for example {example}")
+        raise ValueError(f"{key}={path!r} does not have the form module:{what}; write for example {example}")
     try:
         target: Any = importlib.import_module(module_name)
     except BaseException as error:  # noqa: BLE001 - a module may raise anything, even SystemExit
@@ -55,7 +55,7 @@ def load_named(path: str, *, key: str, what: str, example: str) -> Any:
         if not hasattr(target, part):
             names = [name for name in dir(target) if callable(getattr(target, name, None)) and not name.startswith("_")]
             raise ValueError(
-                f"{key}={path!r}: module {module_name!r} has no {attribute!r}; it has {', '.join(names[:20]) or f'no {what}'}"
+                f"{key}={path!r}: module {module_name!r} has no {attribute!r}; it defines {', '.join(names[:20]) or f'no {what}'}"
             )
         target = getattr(target, part)
     return target

@@ -1,4 +1,4 @@
-"""Stores finished groups on disk before training uses them. The resume, the phases and the viewer read them from there.
+"""Stores finished groups on disk before training uses them. A resumed run, the phases and the viewer read them from there.
 
 There is one file per step, ``<step:06d>.groups``, with records (``group_record.py``) in the order in which the groups finished.
 ``append`` passes the record to the operating system before it returns, so a kill loses no appended group; ``sync`` also protects against
@@ -27,7 +27,7 @@ from rollcall.base.types import Group
 from rollcall.base.wait import warn
 
 GROUPS, ATTEMPTS = "groups", "attempts"
-_MAX_OPEN = 16  # files that rollout fills at the same time; the oldest is closed, and reopened if needed
+_MAX_OPEN = 16  # files that rollout can fill at the same time; then the oldest is closed, and reopened if needed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,7 +40,7 @@ class TrainedStep:
 
 
 class _Ledger:
-    """The steps trained so far. Raises for an entry that trains a draw twice or replays a step differently."""
+    """The steps trained so far. Raises JournalError for an entry that trains a draw twice or replays a step differently."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -113,8 +113,8 @@ class Journal(AbstractContextManager["Journal"]):
             self._append(self._path(step, ATTEMPTS), b"".join(found), what=what)
 
     def read_attempts(self, step: int) -> dict[int, dict[int, Group]]:
-        """Return draw -> index in the group -> the attempt, as a group of one completion. Skips damaged attempts, which are made
-        again."""
+        """Return draw -> index in the group -> the attempt, as a group of one completion. Skips damaged attempts, which will be
+        generated again."""
         found: dict[int, dict[int, Group]] = {}
         for payload in _scan_groups(_read_bytes(self._path(step, ATTEMPTS))).payloads:
             try:
@@ -153,7 +153,7 @@ class Journal(AbstractContextManager["Journal"]):
                     self._guard()
                     flush()
 
-                persist(guarded, path=path, what="buffered records to the disk", refuse=JournalError)
+                persist(guarded, path=path, what="the buffered records", refuse=JournalError)
 
     def read(self, step: int) -> list[Group]:
         """Read the step's groups in draw order. Stops at a torn tail, which the next ``append`` moves aside and reports. Skips and
@@ -193,13 +193,13 @@ class Journal(AbstractContextManager["Journal"]):
             if self._ledger is None:
                 self._ledger = self._read_trained()
             self._ledger.check(entry)
-        self._append(self._trained_path, line.encode(), what=f"that step {step} was trained")
+        self._append(self._trained_path, line.encode(), what=f"the record that step {step} was trained")
         self._sync(self._trained_path)
         with self._lock:
             self._ledger.add(entry)
 
     def trained(self) -> dict[int, TrainedStep]:
-        """Return every step that was ever trained, with its draws. Replays count once."""
+        """Return every step that was ever trained, with its draws. A replayed step appears once."""
         return self._read_trained().entries
 
     def _read_trained(self) -> _Ledger:
@@ -261,7 +261,7 @@ class StepFile:
 
     path: Path
     step: int
-    draws: tuple[int, ...]  # of all complete records, in order and with repeats, except groups that were scored again
+    draws: tuple[int, ...]  # of all complete records except those of groups scored again, in order and with repeats
     places: tuple[tuple[int, int], ...]  # of attempts: draw and index in the group, with repeats
     num_bad_bytes: int  # torn or damaged
 

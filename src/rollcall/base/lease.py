@@ -37,16 +37,16 @@ from rollcall.base.wait import waiting, warn
 
 BEAT_S = 2.0
 WATCH_S = 20.0
-LOOK_S = 0.5  # between two looks at another controller's counter
+LOOK_S = 0.5  # seconds between two checks of another controller's counter
 SURE_S = WATCH_S / 2  # for this long after a beat, no other controller can have taken over
-_LENGTH, _LONGEST_WAIT = 4096, 500  # bytes in a lease file; characters of the text that says what the holder waits for
+_LENGTH, _LONGEST_WAIT = 4096, 500  # bytes in a lease file; characters in its description of the holder's wait
 _KINDS = {"owner": str, "host": str, "pid": int, "place": str, "process_start": int, "since": str, "released": bool,
           "waits": str, "waits_since": int}  # fmt: skip
 
 
 class Heartbeat:
-    """Tells whether another process is alive by the counter that it advances in a shared file. Pass each reading to ``see``. A new owner
-    restarts the watch. Uses only this process's clock, because file times and other hosts' clocks cannot be trusted."""
+    """Detects whether another process is alive, from the counter that it advances in a shared file. Pass each reading to ``see``. A new
+    owner restarts the watch. Uses only this process's clock, because file times and other hosts' clocks cannot be trusted."""
 
     def __init__(self) -> None:
         self.has_moved = False  # since this owner was first seen
@@ -81,7 +81,7 @@ class Holder:
     number: int
     counter: int
     released: bool
-    waits: str = ""  # what the holder waits for; empty if it is not waiting
+    waits: str = ""  # what the holder is waiting for; empty if it is not waiting
     waits_since: int = 0  # unix time
 
     @property
@@ -156,10 +156,10 @@ class Lease:
 
     def _write(self, *, released: bool) -> None:
         os.pwrite(self._fd, _encode(self.me, counter=self._counter, released=released), 0)
-        os.fsync(self._fd)  # on a shared folder, so that other hosts see it
+        os.fsync(self._fd)  # so that other hosts see it if the folder is shared
 
     def _look(self) -> None:
-        """Check whether another controller has taken over and so removed this file. On a shared folder, opening the file shows
+        """Check whether another controller has taken over and thereby removed this file. On a shared folder, opening the file shows
         this at once, while a directory listing may be a minute old."""
         is_there = True
         try:
@@ -176,7 +176,7 @@ class Lease:
         by = f"by {newest}" if newest is not None else "(its lease file is gone)"
         self._lost = (
             f"run.dir={self.run_dir} was taken over {by} while this process ({self.me.pid} on {self.me.host}) gave no sign of "
-            "life; this process stops and leaves the directory to the other one"
+            "life; this process stops and leaves the directory to the other controller"
         )
 
 
@@ -219,7 +219,7 @@ def _take(run_dir: Path) -> Lease:
                 if number < me.number:
                     path.unlink(missing_ok=True)
             return Lease(run_dir, me)
-        # Another controller was faster, so look again.
+        # Another controller created the file first, so check again.
 
 
 def _watch(run_dir: Path, holder: Holder) -> None:
@@ -264,7 +264,7 @@ def _read(path: Path, number: int) -> Holder:
             raise TypeError("not what a holder writes")
         return Holder(**{**fields, "counter": int(fields["counter"]), "number": number})
     except (ValueError, KeyError, TypeError, RecursionError):
-        # Another version wrote this, or a power loss truncated it. We can only see whether it changes.
+        # Another version wrote this, or a power loss truncated it. We can only watch whether the file changes.
         return Holder(
             owner=text.hex(), host="unknown", pid=0, place="", process_start=0, since="unknown", number=number,
             counter=0, released=False,
@@ -305,7 +305,7 @@ def _myself(*, number: int) -> Holder:
 
 
 def _now() -> float:
-    """Read the clock. If the system has one, use a clock that also counts while the machine sleeps."""
+    """Read the clock that also counts while the machine sleeps, or the monotonic clock if the system has no such clock."""
     return time.clock_gettime(getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC))
 
 

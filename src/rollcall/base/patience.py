@@ -43,7 +43,8 @@ class NodeDiskError(OSError):
 
 
 def persist(action: Callable[[], T], *, path: Path, what: str, refuse: Callable[[str], Exception] = DiskError) -> T:
-    """Call ``action`` until the disk allows it, and return its result. ``path`` and ``what`` ("the group of draw 3") are for messages."""
+    """Call ``action`` until the disk accepts the write, and return its result. Messages contain ``path`` and ``what`` ("the group of
+    draw 3")."""
     disk: object = None  # the disk that refused the write, if any
     began, wait = time.monotonic(), Wait()
     while True:
@@ -66,16 +67,16 @@ def persist(action: Callable[[], T], *, path: Path, what: str, refuse: Callable[
             wait.note(why)
             if _is_word_due(disk):
                 free = None if on_node else free_bytes(path)
-                left = "" if free is None else f"; {free:,} bytes are left"
-                warn(f"{why}{left}; retrying until it succeeds: {_advice(fault)}")
+                left = "" if free is None else f"; {free:,} bytes are free"
+                warn(f"{why}{left}; retrying until it succeeds; meanwhile, {_advice(fault)}")
             time.sleep(RETRY_S)
         else:
             if disk is not None and _said.pop(disk, None) is not None:
-                warn(f"{path}: {what} was written after {time.monotonic() - began:.0f} s; continuing")
+                warn(f"{path}: wrote {what} after {time.monotonic() - began:.0f} s; continuing")
             return result
 
 
-_said: dict[object, float] = {}  # the time of the last warning for each disk; one write warns for all
+_said: dict[object, float] = {}  # the time of the last warning for each disk; one write warns on behalf of all
 _lock = threading.Lock()
 
 
@@ -109,7 +110,7 @@ def disk_fault(error: BaseException, *, near: Path) -> OSError | None:
         if found and (number := int(found[1] or errno.ENOSPC)) in PASSING:
             return OSError(number, os.strerror(number), str(near))
         link = link.__cause__ or (None if link.__suppress_context__ else link.__context__)
-    # A serialiser may hide the reason. A worker's error does not count, because free space does not bring back a dead worker.
+    # A serialiser may hide the reason. A worker's error does not count, because freeing space does not revive a dead worker.
     if isinstance(error, RuntimeError) and not isinstance(error, OSError) and not _is_a_report(error):
         if (free := free_bytes(near)) is not None and free < 4096:
             return OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(near))

@@ -87,7 +87,7 @@ def session_of(pid: int) -> int | None:
 def environment_of(pid: int) -> dict[str, str] | None:
     """Return the variables that the process was started with; None if it has exited or belongs to another user.
 
-    Does not use psutil, which stops at an empty entry, because ``redact.hide_from_proc`` leaves such entries.
+    Does not use psutil: it stops at an empty entry, and ``redact.hide_from_proc`` leaves such entries.
     """
     try:
         lines = os.fsdecode(Path(f"/proc/{pid}/environ").read_bytes()).split("\0")
@@ -110,5 +110,5 @@ def refuse_few_files() -> None:
     """Raise an error if the limit on open files is too low. Otherwise the run would fail later with an unclear error."""
     if (limit := allow_files(0)) < 256:  # a run with two reward processes opens 60
         raise ValueError(
-            f"this shell allows a process {limit} open files (ulimit -Hn), but a run needs 256; start it in a shell that allows more"
+            f"this shell allows only {limit} open files per process (ulimit -Hn), but a run needs 256; use a shell that allows more"
         )

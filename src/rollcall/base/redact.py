@@ -1,9 +1,9 @@
 """Keeps secrets out of everything that is printed, logged or saved.
 
-A secret is the value of a variable with a secret's name (``is_secret``), or a value passed to ``remember``: the cluster's token, a key in
-a run file, or a key that came with a job. A password or token in a URL is always a secret. ``guard_streams`` redacts everything that the
-``rollcall`` command writes to stdout and stderr, and also removes terminal control sequences. Code that writes files must call ``redact``
-or ``redact_env`` itself.
+A secret is the value of a variable whose name marks it as secret (``is_secret``), or a value passed to ``remember``: the cluster's token,
+a key in a run file, or a key that came with a job. A password or token in a URL is always a secret. ``guard_streams`` redacts everything
+that the ``rollcall`` command writes to stdout and stderr, and also removes terminal control sequences. Code that writes files must call
+``redact`` or ``redact_env`` itself.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _URL_TOKEN = re.compile(r"\b(https?://)[^\s/:@?#'\"]+@", re.IGNORECASE)
 _URL_QUERY = re.compile(r"(?<=[?&])([A-Za-z][A-Za-z0-9_.-]*)=[^\s&#'\"]+")
 _SIGNATURES = ("sig", "signature", "x-amz-signature", "x-goog-signature", "x-amz-security-token")  # in a signed URL
 # Escape sequences (CSI, OSC, others), control characters except tab, line feed and carriage return, lone surrogates, and invisible
-# Unicode characters that reorder text or hide in it. Soft hyphens and the joiners for scripts and emoji (200C, 200D) stay.
+# Unicode characters that reorder text or hide in it. Soft hyphens and the joiners for scripts and emoji (200C, 200D) are kept.
 _CONTROLS = re.compile(
     r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b\n]{0,200}(?:\x07|\x1b\\)|[ -~])?|[\0-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f"
     r"\ud800-\udfff\u061c\u180e\u200b\u200e\u200f\u202a-\u202e\u2060-\u206f\ufeff\ufff9-\ufffb\U0001bca0-\U0001bca3\U0001d173-\U0001d17a\U000e0001-\U000e007f]"
@@ -67,7 +67,7 @@ def is_secret(name: str) -> bool:
 
 
 def remember(values: Iterable[str]) -> None:
-    """Redact these values in this process from now on. If a value is a URL, its password is also redacted by itself."""
+    """Redact these values in this process from now on. If a value is a URL, its password is also redacted outside the URL."""
     for value in values:
         passwords = (match[0][len(match[1]) : -1] for match in _URL_PASSWORD.finditer(value))
         _remembered.update(each for each in (value, *passwords) if len(each) >= SHORTEST and each != REDACTED)

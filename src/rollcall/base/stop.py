@@ -31,8 +31,8 @@ T = TypeVar("T")
 STOPPED = 75
 INTERRUPTED = 130  # by Ctrl-C
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
-SAME_S = 2.0  # one request may arrive twice: sent to all processes in a job, and forwarded by their parent
-AGAIN_S = 5.0  # raise again, because Python drops an exception that is raised while an object is being destroyed
+SAME_S = 2.0  # one request may arrive twice: it is sent to all processes in a job, and their parent forwards it too
+AGAIN_S = 5.0  # then raise again, because Python drops an exception that is raised while an object is being destroyed
 
 
 def status_words(status: int) -> str:
@@ -67,7 +67,7 @@ class Stop:
         self.asked: str | None = None  # the signal's name
         self.is_interrupted = False  # by Ctrl-C
         self._asked_s = 0.0
-        self._grace_s: float | None = None  # None while no run trains
+        self._grace_s: float | None = None  # None while no run is training
         self._num_shields = 0
         self._num_prompts = 0  # debugger prompts open in the main thread
         self._is_over = False
@@ -91,7 +91,7 @@ class Stop:
 
     @contextmanager
     def waiting(self, grace_s: float) -> Iterator[None]:
-        """Wrap the training. After a signal, it gets ``grace_s`` seconds."""
+        """Wrap the training. After a signal, the training has ``grace_s`` seconds to finish its step."""
         self.check()
         self._grace_s = grace_s
         try:
@@ -129,13 +129,13 @@ class Stop:
 
     @contextmanager
     def noting_interrupts(self) -> Iterator[None]:
-        """Note Ctrl-C within ``asyncio.run``. asyncio's own handler cancels the running task, but a task in a blocking call does not
+        """Record Ctrl-C within ``asyncio.run``. asyncio's own handler cancels the running task, but a task in a blocking call does not
         notice that, so it checks ``is_late``. Outside the main thread, ``pass_on`` cancels the task."""
         if threading.current_thread() is not threading.main_thread():
             import asyncio
 
             loop, task = asyncio.get_running_loop(), asyncio.current_task()
-            assert task is not None, "called by a task"
+            assert task is not None, "must be called by a task"
             self._cancel = lambda: loop.call_soon_threadsafe(task.cancel)
             try:
                 yield
@@ -230,7 +230,7 @@ def heed_if_possible() -> Iterator[None]:
 
 def outside_loop(work: Callable[[], T]) -> T:
     """Return ``work()``. It may call ``asyncio.run``, so it runs in another thread if this one has an event loop."""
-    import asyncio  # not at the top: a command handles signals as early as it can
+    import asyncio  # imported late, so that a command can handle signals as early as possible
     from concurrent.futures import Future
 
     try:
@@ -274,8 +274,8 @@ def is_heeding() -> bool:
 
 @contextmanager
 def kept() -> Iterator[None]:
-    """Wrap a call that installs its own handlers, as ``ray.init`` does (2.60). Its SIGTERM exit counts as our signal, and our handlers
-    are restored. An ignored signal stays ignored."""
+    """Wrap a call that installs its own handlers, as ``ray.init`` does (2.60). If its handler exits on SIGTERM, that counts as a signal
+    for us. Our handlers are restored afterwards, and an ignored signal stays ignored."""
     ignored = [number for number in SIGNALS if signal.getsignal(number) is signal.SIG_IGN]
     try:
         yield

@@ -1,6 +1,6 @@
 """One type per stage of the data flow: Prompt -> Completion -> Group -> Sample -> MicroBatch.
 
-Fields without a default are required; a field allows ``None`` if a stage may lack the value. Lengths are checked
+Fields without a default are required; a field allows ``None`` if its value may be missing at some stage. Lengths are checked
 once, when the object is created, so later stages need not check them. Arrays are numpy arrays on the host; only the learner
 turns a MicroBatch into tensors.
 
@@ -43,7 +43,7 @@ class Prompt:
 
     def __post_init__(self) -> None:
         if len(self.token_ids) == 0:
-            raise ValueError(f"prompt {self.id!r} has no tokens; give it at least one")
+            raise ValueError(f"prompt {self.id!r} has no tokens, but needs at least one")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,7 +60,7 @@ class EndReason(StrEnum):
     DONE = "done"  # the environment ended it, or the model made no further tool call
     TURNS = "turns"  # the turn limit
     TOKENS = "tokens"  # the token limit
-    TIMEOUT = "timeout"  # the episode, or one call of its environment, took too long
+    TIMEOUT = "timeout"  # the episode, or one call to its environment, took too long
     ERROR = "error"  # the environment raised, died or returned something invalid
 
 
@@ -181,10 +181,10 @@ class Score:
 
     value: float  # the weighted sum that the algorithm uses
     parts: dict[str, float]  # reward name -> unweighted score
-    errors: dict[str, str]  # reward name -> why it could not score (raised, hung, NaN); its part is 0 then
+    errors: dict[str, str]  # reward name -> why it could not score (raised, hung or returned NaN); its part is then 0
     notes: dict[str, str] = field(default_factory=dict)  # reward name -> its service's note; optional in journals
     is_given: bool = (
-        True  # False: every reward declined to score it, so it is not compared or trained on; optional in journals
+        True  # False: every reward declined the completion, so it is not compared or trained on; optional in journals
     )
 
 

@@ -1,10 +1,10 @@
-"""Prints messages for the user (``say``), and reports regularly during a wait what the process waits for.
+"""Prints messages for the user (``say``), and reports regularly during a wait what the process is waiting for.
 
 A process has one output channel (voice). It is stderr, unless a block changes it with ``speaking``; a run's console, for example, prints
 through its panel. Messages that the user needs even in a quiet run are warnings (``warn``). They go to the logger ``rollcall``, which the
 calling program may redirect.
 
-A process records what it is waiting for (``waiting``), and its lease file shows it to `rollcall status`.
+A process records what it is waiting for (``waiting``). A controller copies this to its lease file, from which `rollcall status` reads it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from contextlib import contextmanager
 from weakref import WeakSet
 
 Say = Callable[[str], None]
-SHORTEST_S = 0.001  # a socket takes a timeout of 0 as "do not wait"
+SHORTEST_S = 0.001  # a socket treats a timeout of 0 as "do not wait"
 
 
 def on_stdout(text: str) -> None:
@@ -53,7 +53,7 @@ def warn(text: str) -> None:
 
 @contextmanager
 def speaking(voice: Say) -> Iterator[None]:
-    """While the block runs, send what any thread in this process says to ``voice``."""
+    """While the block runs, send the messages of all threads in this process to ``voice``."""
     global _voice
     before, _voice = _voice, voice
     try:
@@ -95,11 +95,11 @@ class Wait:
 
     @property
     def until_word_s(self) -> float:
-        """Seconds until ``tell`` prints the next message or the time is over."""
+        """Seconds until ``tell`` prints the next message or the time is up."""
         return max(min(self._next - time.monotonic(), self.left_s), SHORTEST_S)
 
     def excuse(self, seconds: float) -> None:
-        """Do not count this many seconds, because a debugger had stopped the awaited process."""
+        """Exclude this many seconds from the wait, because a debugger had stopped the awaited process."""
         self._began += seconds
         self._next += seconds
 
@@ -110,7 +110,7 @@ class Wait:
             _waits.add(self)
 
     def tell(self, text: str) -> None:
-        """Print what this process waits for, if a message is due."""
+        """Print what this process is waiting for, if a message is due."""
         if self._stalls and (self.is_word_due or self.what):
             self.note(text)
         if self.is_word_due:
@@ -119,7 +119,7 @@ class Wait:
             say(f"{text} ({waited_s} s)" if waited_s else text)
 
     def again(self, text: str, *, after_s: float) -> bool:
-        """Sleep before another check, and print the wait if a message is due. Returns False at once if the time is over."""
+        """Sleep before another check, and print the wait if a message is due. Returns False at once if the time is up."""
         if self.is_over:
             return False
         self.tell(text)

@@ -1,9 +1,9 @@
 """Runs the attempts of a run: each attempt builds its workers and continues from the newest checkpoint and the journal.
 
-An attempt ends when it loses a process or a node, and the next one begins: recovery is resuming. An error in a worker's own code would
-happen again, so it ends the run, unless it only reports that another worker is lost. The run also ends after more losses than the budget
-allows; the message contains the last reason and the first traceback. In one process nothing can be lost while this code runs, so there
-is only one attempt. If all ranks run a micro-batch together and it does not fit, the next attempt uses a smaller one.
+An attempt that loses a process or a node ends, and the next attempt resumes the run. An error in a worker's own code would happen
+again, so it ends the run, unless it only reports that another worker is lost. The run also ends after more losses than the budget
+allows; the message contains the last reason and the first traceback. If all roles are in this process, nothing can be lost while it runs,
+so there is only one attempt. If all ranks run a micro-batch together and it does not fit, the next attempt uses a smaller one.
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ class Budget:
         self._reached = reached
         if len(self._losses) >= self.most:
             raise RestartsSpentError(
-                f"{headline(loss)}; that is loss {len(self._losses) + 1} within {self.window_s:g} s or without a new "
-                f"checkpoint between them, but trainer.max_restarts is {self.most}. The files on disk are intact: fix the cause, then "
+                f"{headline(loss)}; this is loss {len(self._losses) + 1} within {self.window_s:g} s or without a new "
+                f"checkpoint in between, but trainer.max_restarts is {self.most}. The files on disk are intact: fix the cause, then "
                 "run the "
                 f"same command again. The first loss was:\n{''.join(traceback.format_exception(self._first, limit=-20)).rstrip()}"
             ) from loss
@@ -68,15 +68,15 @@ def run_attempts(
     reached: Callable[[], object],
     note: Callable[[Exception], None],
 ) -> T:
-    """Return the result of the first successful attempt. Attempts are numbered from 1. ``note`` gets the reason for another attempt: a
-    loss or ``Regrow``. ``reached`` is passed to ``Budget.spend``."""
+    """Return the result of the first successful attempt. Attempts are numbered from 1. ``note`` is called with the reason for another
+    attempt: a loss or ``Regrow``. ``reached`` is passed to ``Budget.spend``."""
     number = 1
     while True:
         try:
             return attempt(number)
         except Regrow as news:
             note(news)
-            say(f"{news}; the run continues with it from the checkpoint just made")
+            say(f"{news}; the run continues with it from the checkpoint that was just saved")
         except Exception as error:
             loss = loss_of(error)
             if loss is None or (number == 1 and isinstance(loss, NoRoomError)):
@@ -89,8 +89,8 @@ def run_attempts(
 
 @contextmanager
 def closing(workers: Workers) -> Iterator[None]:
-    """Close the workers at the end. After a failure, an error while closing is only reported, because the failure is the reason to
-    show."""
+    """Close the workers at the end. After a failure, an error while closing is only reported, because the failure is the error
+    that matters."""
     try:
         yield
     except BaseException:
@@ -108,7 +108,7 @@ def closing(workers: Workers) -> Iterator[None]:
 
 
 def loss_of(error: BaseException) -> BaseException | None:
-    """Return the loss that caused this error. None if nothing was lost, so that another attempt would not help."""
+    """Return the loss that caused this error, or None if nothing was lost and another attempt would not help."""
     kinds = WorkerLostError | NoRoomError | BatchTooLargeError
     return next((one for one in causes(error) if isinstance(one, kinds)), None)
 

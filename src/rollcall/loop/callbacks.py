@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class CallbackError(RuntimeError):
-    """A callback raised; ``__cause__`` is its exception."""
+    """A callback raised an exception, which is the ``__cause__``."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,11 +73,11 @@ class Callbacks:
             given = getattr(self, name)
             if given is not None and not callable(given):
                 raise ConfigError(
-                    f"{name}={given!r} is not callable; give a function with one parameter, or leave it out"
+                    f"{name}={given!r} is not callable; pass a function with one parameter, or leave it out"
                 )
             if inspect.iscoroutinefunction(given):
                 raise ConfigError(
-                    f"{name}={getattr(given, '__qualname__', given)} is async, but the run does not await callbacks; give a plain "
+                    f"{name}={getattr(given, '__qualname__', given)} is async, but the run does not await callbacks; pass a regular "
                     "function"
                 )
 

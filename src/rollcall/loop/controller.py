@@ -8,13 +8,13 @@
                  └───────────────── weights ────────────────────────────────────┘
 
 Two coroutines share one buffer (``loop/supply.py``). ``Supply.run`` starts rollouts as far ahead as ``trainer.staleness``
-allows. Groups that are in the journal come from there, all others from the engine (``loop/group_maker.py``).
-``_train`` waits for a step's groups, updates, and announces the new version. With staleness 0 the two take turns.
+allows. Groups that are already in the journal are read from it, and the engine generates all others (``loop/group_maker.py``).
+``_train`` waits for a step's groups, updates, and announces the new version. With staleness 0 the two coroutines take turns.
 
 If all roles are in this process, long calls (update, new weights) block the loop. On a cluster they run in a thread, so that rollout
 continues. For a checkpoint, the loop only waits for a copy, which is written while the run trains (``record.Saves``).
 With ``trainer.in_flight``, engines take new weights in the middle of completions. Without it, the controller first waits until they have
-finished all requests (``Engine.pause``). In both cases, nothing decodes from the time an update changes an engine's parameters until
+finished all requests (``Engine.pause``). In both cases, no engine decodes from the time an update changes its parameters until
 ``serve``.
 
 Step n is the n-th update. Its groups are sampled from version n - 1 (or up to ``staleness`` versions older), and it makes version n.
@@ -175,7 +175,7 @@ class Controller:
         if self.steps_ahead and self.version == self.start_step:
             raise RunError(
                 f"the journal of {self.config.run.dir} has no complete step after step {self.start_step}, so there is nothing to "
-                "train on; fill it with --phase rollout, or run --phase both"
+                "train on; generate groups with --phase rollout, or use --phase both"
             )
         if self.record.unsaved is not None:  # the journal contained no more steps
             await self._save(self.record.unsaved)
@@ -250,7 +250,7 @@ class Controller:
         )
 
     async def _announce(self, version: int) -> None:
-        """Send the new weights to the engine, and let rollouts start that waited for this version."""
+        """Send the new weights to the engine, and let the rollouts that waited for this version start."""
         is_last = version == self.config.trainer.steps
         with self.events.phase(StepPhase.FINAL_SYNC if is_last else StepPhase.SYNC, version):
             await self._pause()
@@ -312,7 +312,7 @@ class Controller:
         return AsCompleted(demand, cursor=self.cursor, recorded=self.maker.trained)
 
     async def _call(self, function: Callable[..., T], *args: Any) -> T:
-        """Make a long call: in a thread if it only waits for other processes, otherwise in this one."""
+        """Make a long call: in a thread if it only waits for other processes, otherwise in the current thread."""
         return await in_thread(function, *args) if self.workers.is_remote else function(*args)
 
     async def _admit(self, admit: Callable[[], Awaitable[None]]) -> None:

@@ -66,7 +66,7 @@ class GroupMaker:
         group = self._take_journaled(step, draw)
         if group is None:
             return SuppliedGroup(group=await self._generate(step, draw, prompt), from_journal=False)
-        if step in self._unscored and not self._is_trained(draw):  # its rewards failed, which ended an earlier process
+        if step in self._unscored and not self._is_trained(draw):  # its rewards failed, so the earlier process stopped
             group = await self._make_again(group, failed=self._unscored[step])
             await self._call(partial(self._journal.append, group, again=True))
         return SuppliedGroup(group=group, from_journal=True)
@@ -124,7 +124,7 @@ class GroupMaker:
         self.open_groups.close(step=step, draw=draw)
         self._unwritten[draw] = group
         async with self._writing:
-            if draw in self._unwritten:  # otherwise the last call included it
+            if draw in self._unwritten:  # otherwise an earlier call has written it
                 await self._call(self._write)
         return group
 
@@ -135,7 +135,7 @@ class GroupMaker:
             del self._unwritten[draw]
 
     def _given(self, step: int, draw: int, prompt: Prompt) -> dict[str, Any]:
-        # With the draw included, a prompt that occurs twice in one step (small data, refills) gets different seeds.
+        # The draw is included so that a prompt that occurs twice in one step (small data, refills) gets different seeds.
         seeds = sampling_seeds(
             self._config.run.seed, step, f"{prompt.id}#{draw}", self._config.rollout.samples_per_prompt
         )
@@ -155,8 +155,8 @@ class GroupMaker:
 
 class OpenGroups:
     """Passes finished completions of unfinished groups to ``write``, in one batch at most once a second. After a kill, the resumed run
-    makes only the missing completions. A completion waits for the second batch after it has finished, because most groups are written
-    whole before that."""
+    generates only the missing completions. A finished completion is written with the second batch that follows, because most groups
+    are finished and written as a whole before then."""
 
     def __init__(self, write: Callable[[list[tuple[int, Group]]], Awaitable[Any]]) -> None:
         self._write = write
@@ -165,7 +165,7 @@ class OpenGroups:
         self._groups: dict[tuple[int, int], tuple[Callable[..., Group], dict[int, Completion], set[int], set[int]]] = {}
 
     def open(self, prompt: Prompt, *, step: int, draw: int, done: dict[int, Completion]) -> None:
-        """Open a group. ``done`` contains the completions that are already written; the caller adds each one that finishes."""
+        """Open a group. ``done`` contains the completions that are already written; the caller adds each new one when it finishes."""
         make = partial(
             Group, step=step, draw=draw, prompt=prompt, scores=(UNSCORED,), started_s=time.time(), worker=LOCAL
         )

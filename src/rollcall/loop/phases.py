@@ -2,7 +2,7 @@
 
 ``rollout`` fills the journal with the groups that ``trainer.staleness`` allows from the newest checkpoint, and stops.
 ``update`` trains the steps whose groups are in the journal, saves, and stops. It can run later and on another cluster.
-Alternating both does the same as ``both``. A phase only bounds the loop (``loop/controller.py``); there are no separate loops.
+Alternating these two has the same effect as ``both``. A phase only limits the loop (``loop/controller.py``); there are no separate loops.
 """
 
 from __future__ import annotations

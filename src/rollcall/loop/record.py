@@ -63,7 +63,7 @@ class Saves:
 
     def begin(self, step: int, save: Callable[[], Path]) -> None:
         """Start ``save`` in a thread. It writes and commits the checkpoint."""
-        assert self._under_way is None, "settle comes first"
+        assert self._under_way is None, "call settle first"
         self._under_way = step, start(save)
 
     def poll(self) -> None:
@@ -76,7 +76,7 @@ class Saves:
             self._tell(step, path)
 
     def forget_failed(self) -> bool:
-        """Allow a new save if the last one failed. Returns whether it did."""
+        """Allow a new save if the last one failed. Returns whether the last one failed."""
         with self._lock:
             failed = (
                 self._under_way is not None and self._under_way[1].done() and self._under_way[1].exception() is not None
@@ -99,7 +99,7 @@ class Saves:
                 raise KeyboardInterrupt
             if time.monotonic() > deadline:
                 raise CheckpointError(
-                    f"the checkpoint of step {step} is still not written after {LONGEST_S / 3600:,.1f} hours: the disk, or a node "
+                    f"the checkpoint of step {step} has still not been written after {LONGEST_S / 3600:,.1f} hours: the disk, or a node "
                     "that writes a part of it, does not respond; check that checkpoint files can be written there, then run the same "
                     "command "
                     "again: it continues from the newest complete checkpoint"
@@ -127,7 +127,7 @@ class Record:
         self._row: Callable[[], dict[str, float]] | None = None  # for a step that is trained but not yet logged
         self.saves = Saves(self._tell_saved)
         self._evaluated_step = -1
-        self._scores: dict[str, float] = {}  # for that step, by the metrics that can rank checkpoints
+        self._scores: dict[str, float] = {}  # that step's scores, by the metric that can rank checkpoints
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
         for sink in (*self.sinks, self.console):
@@ -196,7 +196,7 @@ class Record:
 
     def save(self, batch: StepBatch) -> None:
         """Copy a step's checkpoint to host memory and start to write it; ``saves`` tracks it while the run continues. Samples are written
-        first, because after a kill they are written again with the checkpoint."""
+        first: if the process is killed before the checkpoint is complete, the resumed run writes both again."""
         step, trainer = batch.step, self.trainer
         self.saves.settle()
         self.write_samples(step, "train", batch.groups[:8])
@@ -243,7 +243,7 @@ class Record:
             found = next((cause for cause in causes(error) if isinstance(cause, NonFiniteError)), None)
             if found is None:
                 raise
-            with suppress(Exception):  # the divergence is what to report
+            with suppress(Exception):  # the divergence is the error to report
                 self.saves.settle()
             newest = self.store.latest()
             where = f"continues from {newest.path}" if newest else "begins at step 1, with the groups in the journal"

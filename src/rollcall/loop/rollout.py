@@ -139,7 +139,7 @@ class Rewards:
             self._count(generated=-1)
 
     def take_seconds(self) -> float:
-        """Return for how long, since the last call, groups were scored while none was generated."""
+        """Return the seconds since the last call during which groups were being scored and none was being generated."""
         self._count()
         seconds, self._seconds = self._seconds, 0.0
         return seconds
@@ -187,7 +187,7 @@ def player_of(
 
 
 def sampling_seeds(run_seed: int, step: int, prompt_id: str, count: int) -> tuple[int, ...]:
-    """Derive the seeds for a group's attempts. They depend only on run seed, step, prompt and attempt."""
+    """Derive the seeds for a group's attempts. They depend only on the run's seed, the step, the prompt and the attempt."""
     seeds: list[int] = []
     for attempt in range(count):
         digest = hashlib.blake2b(f"{run_seed}/{step}/{prompt_id}/{attempt}".encode(), digest_size=8).digest()

@@ -1,6 +1,6 @@
 """Turns groups into training rows with rewards, reference log-probs, values and advantages.
 
-A completion becomes one row, or one row for each branch of its episode. All rows of an attempt share its reward.
+A completion becomes one row, plus one row for each branch of its episode. All rows of an attempt share its reward.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ def _with_advantages(
 
 
 def _divided(attempt: list[Sample], tokens: TokenAdvantages) -> list[Sample]:
-    """Give each row its part of the advantages and returns that were computed for the whole attempt."""
+    """Assign to each row its part of the advantages and returns that were computed for the whole attempt."""
     if len(attempt) == 1:
         return [attempt[0].with_(advantages=tokens.advantages, returns=tokens.returns)]
     ends = np.cumsum([len(row.response_ids) for row in attempt])[:-1]

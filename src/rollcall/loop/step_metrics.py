@@ -57,7 +57,7 @@ def batch_metrics(
         metrics["rollout/tokens_per_s"] = stats.num_tokens / stats.busy_s
     for name in scores[0].parts:
         metrics[f"reward/{name}"] = float(np.mean([score.parts[name] for score in scores]))
-    # This includes failed environments, even if the run has no environment reward.
+    # These counts include failed environments, even if the run has no environment reward.
     for name, count in Counter(name for score in scores for name in score.errors).items():
         metrics[f"reward_errors/{name}"] = float(count)
     return (
@@ -105,7 +105,7 @@ def _episode_metrics(episodes: list[Episode]) -> dict[str, float]:
 
 
 def _staleness(batch: StepBatch, samples: list[Sample]) -> Counter[int]:
-    """Count the trained tokens by staleness: how many versions older they are than the policy that is updated."""
+    """Count the trained tokens by staleness: how many versions older they are than the policy that is being updated."""
     made = {
         (group.draw, attempt): rows_of(completion)
         for group in batch.groups

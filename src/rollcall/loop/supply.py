@@ -74,7 +74,7 @@ class StepBatch:
     cursor: Cursor  # where the next step begins in the data order
     num_refills: int
     num_from_journal: int
-    zero_variance: float  # fraction of the generated groups
+    zero_variance: float  # fraction of the generated groups that have no signal
     wall_s: float
 
 
@@ -99,7 +99,7 @@ class Supply(ABC):
         self._changed = asyncio.Condition()
 
     async def announce(self, version: int) -> None:
-        """Announce that rollouts started from now on sample from this version or a later one."""
+        """Announce that all rollouts that start from now on sample from this version or a later one."""
         async with self._changed:
             self._version = version
             self._changed.notify_all()
@@ -128,7 +128,7 @@ class InOrder(Supply):
                 fills.append(asyncio.create_task(self._fill(step, draws, self._cursor)))
                 self._fills.put_nowait(fills[-1])
                 if demand.max_refills:
-                    await asyncio.wait({fills[-1]})  # only then we know how many draws the step took
+                    await asyncio.wait({fills[-1]})  # we know only afterwards how many draws the step took
             await asyncio.gather(*fills, return_exceptions=True)
         finally:
             for fill in fills:
@@ -138,7 +138,7 @@ class InOrder(Supply):
 
     async def batch(self, step: int) -> StepBatch:
         batch = await (await self._fills.get())
-        assert batch.step == step, "steps are asked for in order"
+        assert batch.step == step, "batches must be requested in step order"
         return batch
 
     def _take(self, count: int) -> list[int]:
@@ -194,8 +194,8 @@ class Begun:
 class AsCompleted(Supply):
     """``recorded`` contains the draws of steps that were trained before a crash. These steps get the same draws again.
 
-    With staleness k, the groups of at most k steps (at least two, except for k = 0) are started and not yet trained. With k + 1, every
-    step would have to wait for exactly the oldest groups, so there would be nothing to choose.
+    With staleness k, the groups that are started and not yet trained fill at most k steps (2 for k = 1, and 1 for k = 0). If they filled
+    k + 1 steps, every step would have to wait for exactly the oldest groups, so there would be nothing to choose.
     """
 
     def __init__(self, demand: Demand, *, cursor: Cursor, recorded: Mapping[int, Sequence[int]]) -> None:
@@ -207,7 +207,7 @@ class AsCompleted(Supply):
         self._tasks: set[asyncio.Task[None]] = set()
         self._finished: list[SuppliedGroup] = []  # since the last step was assembled
         self._num_finished = 0
-        self._num_dropped = 0  # since then as well
+        self._num_dropped = 0  # number of groups dropped since then
         self._failure: Exception | None = None
         self._asked_s = time.perf_counter()
 
@@ -268,7 +268,7 @@ class AsCompleted(Supply):
 
     async def _make(self, begun: Begun) -> None:
         try:
-            # The step that this draw would belong to in order. It selects the journal file and is part of the seeds.
+            # The step that this draw would belong to if steps took draws in order. It selects the journal file and is part of the seeds.
             made = await self._demand.make(begun.draw // self._demand.wanted + 1, begun.draw)
         except NothingLeftError:
             begun.missing = True
@@ -305,7 +305,7 @@ class AsCompleted(Supply):
 
 
 def choose(begun: Iterable[Begun], *, step: int, wanted: int, staleness: int) -> list[int] | None:
-    """Choose a step's draws: those that finished first, provided every other group can still be trained before it is too old. Returns
+    """Choose a step's draws: those that finished first, provided every other group can still be trained before it gets too old. Returns
     None if too few groups have finished, or if a group that must be trained in this step has not finished.
 
     >>> late, *others = (Begun(draw=draw, version=draw // 2) for draw in range(4))  # staleness 1: 0 and 1 are due in step 2

@@ -21,7 +21,7 @@ T = TypeVar("T")
 K = TypeVar("K")
 _calls: weakref.WeakKeyDictionary[Future[Any], str] = weakref.WeakKeyDictionary()  # names of the functions
 _idle: list[_Thread] = []  # threads that wait for a call
-os.register_at_fork(after_in_child=_idle.clear)  # a forked child has none of them
+os.register_at_fork(after_in_child=_idle.clear)  # a forked child has none of these threads
 
 
 def start(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> Future[T]:
@@ -124,7 +124,7 @@ async def every(seconds: float, work: Callable[[], Awaitable[object]]) -> None:
 
 
 def wait_for_threads(*, timeout_s: float) -> list[str]:
-    """Wait until all calls have ended, including those whose callers have gone. Returns the names of calls still running at the
+    """Wait until all calls have ended, including those whose callers no longer wait. Returns the names of calls still running at the
     deadline."""
     wait(list(_calls), timeout=timeout_s)
     return [name for call, name in list(_calls.items()) if not call.done()]

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from rollcall.observe.live import Look
 
-if TYPE_CHECKING:  # a job's driver imports this module, and transformers would cost it seconds
+if TYPE_CHECKING:  # a job's driver imports this module, and importing transformers would take seconds
     from rollcall.base.types import Floats, Sample
     from rollcall.checkpoint.saving import Saving
     from rollcall.engine.protocol import Engine
@@ -58,11 +58,11 @@ class Workers:
     is_closed: bool = False
     # On a cluster:
     is_remote: bool = False  # calls only wait for other processes, so they may run in threads while the loop continues
-    # Returns what the processes are doing. Does not call them, except for the ``last`` look.
+    # Returns what the processes are doing. Does not query them, except for the ``last`` look.
     look: Callable[..., Look] = lambda **_: Look()
     # Sends the actor's current weights to new rollout processes, which replace lost ones, and lets them serve.
     admit: Callable[[], Awaitable[None]] | None = None
-    regrow: Callable[[], str | None] = lambda: None  # the reason if a new attempt could use more nodes
+    regrow: Callable[[], str | None] = lambda: None  # returns the reason why a new attempt could use more nodes, if any
 
     async def aclose(self) -> None:
         """Close the engine and the environments, which run in the event loop. A second call does nothing."""

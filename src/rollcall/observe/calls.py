@@ -59,7 +59,7 @@ class BusySpans:
         self._lock = threading.Lock()
 
     def note(self, is_busy: bool) -> None:
-        """Record that the work starts or stops now. Repeating the same state costs nothing."""
+        """Record that the work starts or stops now. Repeating the same state has no effect."""
         if is_busy == (self._since is not None):
             return
         now = time.time()
@@ -102,7 +102,7 @@ def read_calls(run_dir: Path, *, first_s: float = -math.inf, last_s: float = mat
             try:
                 row = _Line.model_validate_json(line)
             except ValidationError:
-                continue  # the process was killed while writing it
+                continue  # the process was killed while writing this line
             for lane, calls in row.calls.items():
                 for name, offset_s, took_s, count in calls:
                     start_s = row.time + offset_s

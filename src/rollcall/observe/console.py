@@ -45,7 +45,7 @@ class Console:
         self.progress.restart(step)
 
     def phase(self, text: str | None) -> None:
-        """Set the current phase, or None."""
+        """Set the current phase, or None between phases."""
         self.progress.phase(text)
 
     def note(self, text: str) -> None: ...
@@ -175,7 +175,7 @@ class LineConsole(Console):
             self.progress.phase(None)
 
     def _watch(self) -> None:
-        """Report phases that take long: all of them until the first step is done, later only while the log is silent."""
+        """Report long phases: all of them until the first step is done, and afterwards only while nothing else is printed."""
         said = None
         while not self._closed.wait(0.5):
             with self._lock:
@@ -189,7 +189,7 @@ class LineConsole(Console):
 
     def _print(self, text: str) -> None:
         encoding = sys.stdout.encoding or "utf-8"
-        # A log on a machine without a UTF-8 locale must not stop the run.
+        # Printing to a log on a machine without a UTF-8 locale must not stop the run.
         print(text.encode(encoding, errors="replace").decode(encoding), flush=True)
 
 
@@ -213,7 +213,7 @@ def samples_table(title: str, rows: Sequence[SampleRow]) -> Table:
     table.add_column("answer", ratio=1, overflow="fold")
     table.add_column("reward", justify="right", no_wrap=True)
     for prompt, completion, answer, reward in rows:
-        # Text, not str: model output must not be read as rich markup.
+        # Text, not str: model output must not be interpreted as rich markup.
         cells = [Text(_end(text.strip("\n"))) for text in (prompt, completion, answer)]
         table.add_row(*cells, Text(f"{reward:.2f}", style="green" if reward > 0 else "red"))
     return table

@@ -1,8 +1,9 @@
 """The phases of a run's steps, and marks, in ``run_dir/events.jsonl``.
 
 A phase writes a line when it begins and another when it ends. The second line repeats the first and adds the end, the duration and the
-worker that the phase waited for. A mark is one line: something was lost or is back. Times are this host's wall clock; durations are
-monotonic. The controller appends lines, and anyone may read them. Readers skip a torn last line; the next controller sets it aside.
+worker that the phase waited for. A mark is one line, which records that something was lost or has come back. Times are this host's wall
+clock; durations are monotonic. The controller appends lines, and anyone may read them. Readers skip a torn last line; the next controller
+sets it aside.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ _STEP = re.compile(rb'"step": (\d{1,15})\b')
 class StepPhase(StrEnum):
     SYNC = "sync"  # engines receive the weights
     ROLLOUT = "rollout"  # waiting for the step's groups
-    AGGREGATE = "aggregate"  # all groups are on disk
+    AGGREGATE = "aggregate"  # waiting until all groups are on disk
     EVALUATION_DECISION = "evaluation decision"
     EVALUATION = "evaluation"
     ENGINE_RELEASE = "engine release"  # engines that share the policy finish their requests
@@ -41,7 +42,7 @@ class StepPhase(StrEnum):
     CHECKPOINT = "checkpoint"
     ENGINE_RESTORE = "engine restore"  # engines receive requests again
     FINAL_SYNC = "final sync"  # the last step's weights
-    EXPORT = "export"  # the trained model is written
+    EXPORT = "export"  # writing the trained model
 
 
 @dataclass(slots=True, kw_only=True)
@@ -64,8 +65,8 @@ class PhaseEvent:
 
 
 class MarkKind(StrEnum):
-    FAULT = "fault"  # something is lost
-    RECOVERY = "recovery"  # something is back
+    FAULT = "fault"  # something was lost
+    RECOVERY = "recovery"  # something has come back
     NOTE = "note"
 
 
@@ -76,7 +77,7 @@ class Mark:
     at_s: float  # unix time
     name: str
     kind: str  # a MarkKind
-    lane: str | None  # in the timeline; None if it concerns the whole run
+    lane: str | None  # the lane in the timeline; None if the mark concerns the whole run
     note: str
 
 
@@ -191,7 +192,7 @@ def _phase_event(line: bytes) -> PhaseEvent | None:
 
 
 def _lines(run_dir: Path, *, most: int | None = None) -> Iterator[bytes]:
-    """Yield the lines that begin in the last ``most`` bytes, by default all."""
+    """Yield the lines that begin in the last ``most`` bytes, by default all lines."""
     try:
         file = (Path(run_dir) / EVENTS).open("rb")
     except FileNotFoundError:

@@ -1,8 +1,9 @@
 """The single number that says how good a run is: held-out accuracy, or the mean held-out reward.
 
-Accuracy counts the completions whose first reward reaches ``eval.threshold``, which makes sense only if rewards are
+Accuracy counts the completions whose first reward reaches ``eval.threshold``. This makes sense only if rewards are
 binary. Once an evaluation in a run has a reward other than 0 or 1, the run's headline is the mean reward.
-The rows in metrics.jsonl decide, so console, curve, summary, ``keep_best`` and `rollcall status` agree, even after a resume.
+The choice depends only on the rows in metrics.jsonl, so the console, the curve, the summary, ``keep_best`` and `rollcall status`
+agree, even after a resume.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ GRADED = "eval/graded_fraction"
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Headline:
     metric: str  # its name in metrics.jsonl
-    label: str  # for tight spaces
+    label: str  # a short name, for tight spaces
     words: str
 
     @property

@@ -1,6 +1,6 @@
 """The current state of every process in a run, in ``run_dir/live.json``. The controller replaces the file every two seconds.
 
-The file is small, and nothing in it matters after the run: where each process is, what it is doing since when, and its memory.
+The file is small, and nothing in it matters after the run: where each process is, what it has been doing and since when, and its memory.
 Times are unix times on the controller host's clock. If the file is older than ``STALE_S``, its controller has exited or is
 stopped.
 """
@@ -63,7 +63,7 @@ class Live:
 
     @property
     def under_way(self) -> list[tuple[str, RecordedCall]]:
-        """The calls that were still running when the controller last looked, each with its lane."""
+        """The calls that were still running when the controller last checked, each with its lane."""
         return [
             (one.lane, RecordedCall(one.doing, one.since_s, max(self.time_s, one.since_s)))
             for one in self.processes
@@ -80,7 +80,7 @@ _READER = TypeAdapter(Live)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Look:
-    """The state of a run's workers, and what has happened since the last look."""
+    """The state of a run's workers at one moment, and what has happened since the previous ``Look``."""
 
     processes: Sequence[ProcessState] = ()
     calls: Mapping[str, Sequence[RecordedCall]] = field(default_factory=dict)  # finished calls, by lane

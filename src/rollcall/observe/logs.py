@@ -1,8 +1,8 @@
 """Collects what processes print.
 
-The output of child processes goes to stderr (``ChildPrints``), redacted and above the live panel if there is one. This process prints
-through ``sys.stdout`` and ``sys.stderr``, which the command redacts and a panel redirects. A child and its own children write to a
-file descriptor instead. So they get a pipe, and a thread here prints what comes out of it.
+The output of child processes goes to stderr (``ChildPrints``). It is redacted, and appears above the live panel if there is one. This
+process prints through ``sys.stdout`` and ``sys.stderr``, which the command redacts and a panel redirects. A child and its own children
+write to a file descriptor instead. So they get a pipe, and a thread in this process prints what comes out of it.
 
 The last lines of each worker go to ``run_dir/logs/``, one short file per timeline lane. On a cluster, a worker's full output is in a
 file on its own node (``ProcessState.log``). The controller gets the newest lines with the worker's regular status. They are redacted
@@ -24,7 +24,7 @@ from rollcall.base.atomic import write_atomic
 from rollcall.base.redact import Redactor, redact
 
 LOGS = "logs"
-MOST_BYTES, KEPT_BYTES = 128 << 10, 64 << 10  # a file that exceeds the first is cut to the second
+MOST_BYTES, KEPT_BYTES = 128 << 10, 64 << 10  # a file that exceeds the first size is cut to the second
 LINES, LONGEST_LINE = 50, 2000  # lines to show, and characters per line
 
 
@@ -64,7 +64,7 @@ def _end(path: Path, count: int) -> bytes:
 
 
 class ChildPrints:
-    """Prints a child's output. ``fd`` is for its stdout and stderr. It goes to our stderr, because our stdout may carry JSON."""
+    """Prints a child's output. ``fd`` is for its stdout and stderr. The output goes to our stderr, as our stdout may contain JSON."""
 
     def __init__(self) -> None:
         read_fd, self.fd = os.pipe()

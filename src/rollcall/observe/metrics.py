@@ -16,23 +16,23 @@ class Metric(NamedTuple):
 
 
 METRICS: dict[str, Metric] = {
-    "train/loss": Metric("", "Policy loss of the step with its KL and entropy terms, mean over updates."),
+    "train/loss": Metric("", "Policy loss of the step with its KL and entropy terms, averaged over the updates."),
     "train/reward_mean": Metric(
         "", "Mean reward over the completions of the step, including those of masked and dropped episodes."
     ),
     "train/reward_std": Metric("", "Standard deviation of the reward over the same completions."),
     "train/accuracy": Metric("share", "Completions whose first reward is at least `eval.threshold`."),
-    "train/kl": Metric("nats/token", "KL to the frozen reference, by `algorithm.kl_estimator`."),
+    "train/kl": Metric("nats/token", "KL to the frozen reference, computed with `algorithm.kl_estimator`."),
     "train/entropy": Metric("nats/token", "Entropy of the policy over the tokens trained on."),
     "train/clip_fraction": Metric("share", "Tokens (GSPO: sequences) whose ratio is clipped."),
-    "train/ratio_mean": Metric("", "Mean ratio of the policy to the old policy."),
+    "train/ratio_mean": Metric("", "Mean probability ratio of the policy to the old policy."),
     "train/approx_kl": Metric(
         "nats/token", "Mean of old log-prob minus new log-prob: how far the updates moved the policy."
     ),
-    "train/grad_norm": Metric("", "Global gradient norm before clipping, mean over updates."),
+    "train/grad_norm": Metric("", "Global gradient norm before clipping, averaged over the updates."),
     "train/lr": Metric("", "Learning rate of the step's last update."),
     "train/skipped_fraction": Metric(
-        "share", "Updates with a zero gradient. They change neither weights, momentum nor schedule."
+        "share", "Updates with a zero gradient. They change neither the weights, nor the momentum, nor the schedule."
     ),
     "train/tis_weight_mean": Metric("", "Mean truncated importance weight (old / behaviour)."),
     "train/masked_fraction": Metric("share", "Response tokens left out of the loss by `algorithm.mismatch_mask`."),
@@ -45,8 +45,8 @@ METRICS: dict[str, Metric] = {
     "train/refills": Metric("count", "How many times the step drew more prompts for dynamic sampling."),
     "train/tokens": Metric(
         "tokens",
-        "Tokens that the updates ran through the policy. Tokens that rows of a micro-batch share count once. Rows that cannot change "
-        "the weights do not count.",
+        "Tokens that the updates ran through the policy. Tokens that several rows of a micro-batch share count once. Rows that "
+        "cannot change the weights do not count.",
     ),
     "train/value_loss": Metric("", "Loss of the critic (PPO)."),
     "train/value_explained_variance": Metric(
@@ -60,57 +60,63 @@ METRICS: dict[str, Metric] = {
         "tokens/s", "Response tokens that this process generated, per second of generation."
     ),
     "rollout/response_length_mean": Metric(
-        "tokens", "Mean number of sampled tokens in a completion; for an episode, in all its turns and branches."
+        "tokens",
+        "Mean number of sampled tokens per completion. For an episode, the tokens of all its turns and branches count.",
     ),
     "rollout/truncated_fraction": Metric("share", "Completions that hit the token limit."),
     "rollout/logprob_mismatch": Metric(
         "nats",
-        "Mean absolute difference of the learner's log-prob and the engine's, over the tokens that the step's first update learns from, "
-        "before that update. It includes the renormalisation of top-p and top-k, and the effect of `model.lora.dropout`.",
+        "Mean absolute difference between the learner's log-prob and the engine's, over the tokens that the step's first update learns "
+        "from, before that update. It includes the renormalisation of top-p and top-k, and the effect of `model.lora.dropout`.",
     ),
     "rollout/logprob_mismatch_max": Metric("nats", "Largest such difference."),
     "rollout/staleness_mean": Metric(
-        "versions", "How many versions older than the policy the trained tokens are, on average."
+        "versions", "Mean number of versions by which the trained tokens are older than the policy."
     ),
-    "rollout/staleness_max": Metric("versions", "The same for the oldest token; at most `trainer.staleness`."),
+    "rollout/staleness_max": Metric(
+        "versions", "The same number for the oldest trained token; at most `trainer.staleness`."
+    ),
     "rollout/preemptions": Metric(
-        "count", "Completions that were evicted from the KV cache, so that their part of it was computed again."
+        "count", "Completions that were evicted from the KV cache, so that their keys and values were computed again."
     ),
     "rollout/groups_from_journal": Metric(
-        "count", "Groups of the step that came from the journal, not from the engine."
+        "count", "Groups of the step that came from the journal rather than from the engine."
     ),
     "reward/<part>": Metric("", "Mean score of one reward, without its weight."),
     "reward_errors/<part>": Metric(
         "count", "Completions that this reward could not score (it raised, hung or returned NaN). They score 0."
     ),
     "episode/turns_mean": Metric(
-        "count", "Mean number of turns in an episode; if its program has several conversations, in the first one."
+        "count",
+        "Mean number of turns per episode. If its program has several conversations, only the first one counts.",
     ),
-    "episode/tool_calls_mean": Metric("count", "Mean number of tool calls in these turns."),
+    "episode/tool_calls_mean": Metric("count", "Mean number of tool calls per episode, in the same turns."),
     "episode/failed_fraction": Metric(
         "share", "Episodes whose environment raised, died or returned something invalid."
     ),
-    "episode/truncated_fraction": Metric("share", "Episodes that the limit of turns or tokens ended."),
+    "episode/truncated_fraction": Metric("share", "Episodes that ended at the turn limit or the token limit."),
     "episode/timed_out_fraction": Metric(
-        "share", "Episodes that took too long, or in which one call of the environment did."
+        "share", "Episodes that took too long, or in which a single call to the environment took too long."
     ),
     "episode/metrics_dropped": Metric(
         "count",
-        "Environment metrics that were left out: those without a name, with a name that looks like another one, beyond 100 per "
+        "Environment metrics that were left out: those without a name, with a name that looks like another metric's name, beyond 100 per "
         "episode, or beyond 500 per step.",
     ),
     "env/<part>": Metric("", "Mean of a metric from the environment, over the episodes that have it."),
     "eval/accuracy": Metric("share", "Held-out completions whose first reward is at least `eval.threshold`."),
     "eval/graded_fraction": Metric(
         "share",
-        "Held-out completions whose reward is neither 0 nor 1. If an evaluation has any, the run's headline is "
-        "`eval/reward_mean`, else `eval/accuracy`.",
+        "Held-out completions whose reward is neither 0 nor 1. If an evaluation has any such completion, the run's headline "
+        "is `eval/reward_mean`, otherwise `eval/accuracy`.",
     ),
-    "eval/pass_at_k": Metric("share", "Held-out prompts with a correct completion among `eval.samples_per_prompt`."),
+    "eval/pass_at_k": Metric(
+        "share", "Held-out prompts with at least one correct completion among `eval.samples_per_prompt`."
+    ),
     "eval/reward_mean": Metric("", "Mean reward on the held-out prompts."),
     "eval/response_length_mean": Metric(
         "tokens",
-        "Mean number of sampled tokens of a held-out completion, counted as in `rollout/response_length_mean`.",
+        "Mean number of sampled tokens per held-out completion, counted as in `rollout/response_length_mean`.",
     ),
     "eval/truncated_fraction": Metric("share", "Held-out completions that hit the token limit."),
     "eval/completions": Metric("count", "Held-out completions."),
@@ -118,28 +124,32 @@ METRICS: dict[str, Metric] = {
         "count", "Held-out completions that at least one reward could not score. They count as 0."
     ),
     "time/step_s": Metric(
-        "s", "The whole training step: rollout, reward, scoring, update, sync. Without evaluation and saving."
+        "s", "The whole training step: rollout, reward, scoring, update and sync, but not evaluation and saving."
     ),
     "time/rollout_s": Metric("s", "Generating the step's groups."),
     "time/reward_s": Metric("s", "Waiting for rewards, after generation."),
-    "time/score_s": Metric("s", "Before the update: log-probs of learner and reference, values of the critic."),
-    "time/update_s": Metric("s", "Forward, backward and optimizer."),
+    "time/score_s": Metric(
+        "s", "Computing the learner's and the reference's log-probs and the critic's values, before the update."
+    ),
+    "time/update_s": Metric("s", "Forward pass, backward pass and optimizer."),
     "time/sync_s": Metric("s", "Sending the new weights to the engines."),
     "time/save_s": Metric("s", "How long training waited while a checkpoint was copied to host memory."),
     "time/eval_s": Metric("s", "Evaluation."),
     "perf/train_tokens_per_s": Metric("tokens/s", "`train/tokens` per second of scoring and update."),
-    "perf/peak_memory_gib": Metric("GiB", "Peak memory so far: of the CUDA allocator, or of the process on a CPU."),
+    "perf/peak_memory_gib": Metric(
+        "GiB", "Peak memory so far: that of the CUDA allocator or, on a CPU, that of the process."
+    ),
 }
 
 _GROUPS = {
-    "train": "What the update saw and did.",
+    "train": "What the update was trained on, and what it changed.",
     "rollout": "What the engine sampled.",
-    "reward": "One line per reward of the run file.",
+    "reward": "One metric for each reward in the run file.",
     "reward_errors": "A reward that fails scores 0 and is counted. The run stops only if a reward fails on every completion of a step.",
-    "episode": "How episodes went. Only in runs with an `environment`.",
-    "env": "One line per metric of the environment.",
-    "eval": "Held-out prompts: before the first step, every `trainer.eval_every` steps, and after the last.",
-    "time": "Where the seconds go.",
+    "episode": "How episodes went. These metrics exist only in runs with an `environment`.",
+    "env": "One metric for each metric that the environment reports.",
+    "eval": "Evaluations on held-out prompts: before the first step, every `trainer.eval_every` steps, and after the last.",
+    "time": "How long each part of a step takes.",
     "perf": "Speed and memory.",
 }
 
@@ -159,8 +169,8 @@ def render_docs() -> str:
         "",
         "<!-- Written by `python -m rollcall.observe.metrics`; edit the table there. -->",
         "",
-        "`metrics.jsonl` in the run directory has one row per step: `step`, `time` (unix seconds) and those metrics below that",
-        "apply. TensorBoard and Weights & Biases use the same names. A value that is not finite is `null`. An evaluation has",
+        "`metrics.jsonl` in the run directory has one row per step: `step`, `time` (unix seconds) and the metrics below that apply",
+        "to the step. TensorBoard and Weights & Biases use the same names. A value that is not finite is `null`. An evaluation has",
         "the number of the step before it; step 0 is the model before training.",
         "",
     ]

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from rollcall.observe.headline import headline_of
 
-STEPS_COUNTED = 20  # only recent steps, because lengths drift
+STEPS_COUNTED = 20  # only recent steps determine the pace, because completion lengths drift
 
 
 class Doing(NamedTuple):
@@ -69,7 +69,7 @@ class Progress:
     @property
     def left_s(self) -> float | None:
         """Seconds until the last step at the recent pace, including evaluations and saves. None until a full step has been
-        measured, not counting the first after a start, which also loads, compiles and warms up."""
+        measured. The first step after a start does not count, because it includes loading, compilation and warm-up."""
         if len(self._marks) < 2 or self._marks[-1][0] <= self._marks[0][0]:
             return None
         (first, began), (last, ended) = self._marks[0], self._marks[-1]

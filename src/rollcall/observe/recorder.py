@@ -1,7 +1,7 @@
 """The controller's thread that records a run's processes: ``live.json``, ``calls.jsonl``, marks and logs.
 
-It asks the roles for a ``Look`` every ``EVERY_S``. They answer with what they already know, so a look sends no messages and no
-step waits for it. Only the last look of an attempt queries the workers.
+It asks the roles for a ``Look`` every ``EVERY_S``. They answer with what they already know, so this sends no messages and no
+step waits for it. Only the last ``Look`` of an attempt queries the workers.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ EVERY_S = 2.0
 
 
 class Recorder:
-    """Starts recording immediately. ``look`` takes the keyword ``last``, true for an attempt's last look. ``rewards`` records when this
-    process's reward functions are busy."""
+    """Starts recording immediately. ``look`` takes the keyword ``last``, which is true for an attempt's last ``Look``. ``rewards``
+    records when this process's reward functions are busy."""
 
     def __init__(self, run_dir: Path, *, events: Events, look: Callable[..., Look], rewards: BusySpans) -> None:
         self._run_dir = Path(run_dir)
@@ -45,7 +45,7 @@ class Recorder:
         self._thread.start()
 
     def close(self) -> None:
-        """Take the last look while the workers are still alive."""
+        """Record the last ``Look`` while the workers are still alive."""
         self._ended.set()
         self._thread.join()
         self._record(is_over=True)
@@ -56,7 +56,7 @@ class Recorder:
             self._record(is_over=False)
 
     def _finish_the_last(self) -> None:
-        """If an earlier controller was killed, record that the calls in its last look ended with it."""
+        """If an earlier controller was killed, record that the calls in its last ``Look`` ended with the controller."""
         last = read_live(self._run_dir)
         if last is None or last.is_over:
             return
@@ -67,7 +67,7 @@ class Recorder:
             self._calls.append(calls, time_s=last.time_s)
         doing = next((one.doing for one in last.processes if one.lane == CONTROLLER), "")
         ended_s, phase = last.time_s, last_phase(self._run_dir)
-        # Its events may be a few short phases ahead of its last look.
+        # The earlier controller's events may be a few short phases ahead of its last ``Look``.
         if phase is not None and (phase.end_s or phase.start_s) >= ended_s:
             doing = f"{phase.phase} of step {phase.step}" if phase.end_s is None else ""
             ended_s = phase.end_s or phase.start_s
@@ -110,12 +110,12 @@ class Recorder:
 
     @contextmanager
     def _noting_faults(self) -> Iterator[None]:
-        """Let the run continue if the disk is full or lost. Warns once; the next look tries again."""
+        """Let the run continue if the disk is full or lost. Warns once. The next recording tries again."""
         try:
             yield
         except OSError as error:
             if not self._has_warned:
                 self._has_warned = True
                 warn(
-                    f"{self._run_dir}: the state of its processes cannot be written: {error.strerror}; the run continues"
+                    f"{self._run_dir}: cannot write the state of the run's processes: {error.strerror}; the run continues"
                 )

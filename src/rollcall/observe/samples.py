@@ -24,8 +24,8 @@ from rollcall.base.words import counted
 TOKEN_SCORES = "token_scores"
 SCORED_GROUPS = 4  # per step: enough to look at, and cheap compared to the update
 _ENDS = {
-    EndReason.TURNS: "ended at the limit of turns",
-    EndReason.TOKENS: "ended at the limit of tokens",
+    EndReason.TURNS: "ended at the turn limit",
+    EndReason.TOKENS: "ended at the token limit",
     EndReason.TIMEOUT: "took too long",
     EndReason.ERROR: "the environment failed",
 }
@@ -81,7 +81,7 @@ def sample_rows(groups: Iterable[Group], *, limit: int) -> list[tuple[str, str, 
 
 
 def asked(text: str, metadata: Mapping[str, Any]) -> str:
-    """Return a prompt's last user message, without chat template and system message."""
+    """Return a prompt's last user message, without the chat template and the system message."""
     said = [message["content"] for message in metadata.get("prompt_messages") or () if message["role"] == "user"]
     return str(said[-1]) if said else text
 
@@ -117,7 +117,7 @@ def said_in(completion: Completion) -> list[tuple[str, str]]:
     if completion.episode is None:
         return [("", completion.text)]
     num, said = len(completion.episode.branches), said_in_row(episode_columns(completion))
-    return [*said, ("branches", f"{counted(num, 'more conversation')}, trained on too")] if num else said
+    return [*said, ("branches", f"{counted(num, 'more conversation')}, also trained on")] if num else said
 
 
 def said_in_row(row: dict[str, Any]) -> list[tuple[str, str]]:

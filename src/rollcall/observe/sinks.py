@@ -70,7 +70,7 @@ class TensorBoardSink:
                     writer.add_scalar(name, float(value), step)
                 writer.flush()
             except OSError:
-                self._writer = None  # the error ended its thread; the next writer adds another file
+                self._writer = None  # the error ended the writer's thread; the next writer adds another file
                 raise
 
         persist(write, path=self._dir, what=f"the TensorBoard curves of step {step}")
@@ -134,7 +134,7 @@ def _wandb() -> Any:
         return importlib.import_module("wandb")
     except ImportError:
         raise ValueError(
-            "trainer.loggers has wandb, which is not installed; run: pip install wandb, or remove it from trainer.loggers"
+            "trainer.loggers contains wandb, which is not installed; run: pip install wandb, or remove it from trainer.loggers"
         ) from None
 
 

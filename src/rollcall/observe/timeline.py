@@ -1,8 +1,8 @@
 """A run's timeline, read from its directory: what the controller and every worker did.
 
 The controller's lane shows the phases of its steps (``events.jsonl``). A worker's lane shows its calls (``calls.jsonl``) and, between
-them, its waits with the worker it waited for. Running calls come from ``live.json``. All times are unix times on the controller
-host's clock.
+them, its waits, with the worker that the controller waited for. Running calls come from ``live.json``. All times are unix times on the
+controller host's clock.
 """
 
 from __future__ import annotations
@@ -202,7 +202,7 @@ def _with_lane(phase: TimeSpan, lanes: Sequence[str]) -> TimeSpan:
 
 
 def _name_the_last(phases: Sequence[TimeSpan], lanes: Iterable[Sequence[TimeSpan]]) -> list[TimeSpan]:
-    """If a controller phase does not record which worker it waited for, set the worker that finished last."""
+    """If a controller phase does not record which worker it waited for, fill in the worker that finished last."""
     starts = [span.start_s for span in phases]
     last: dict[int, TimeSpan] = {}
     for span in (span for own in lanes for span in own):
@@ -219,7 +219,7 @@ def _name_the_last(phases: Sequence[TimeSpan], lanes: Iterable[Sequence[TimeSpan
 
 
 def _waits(lane: str, spans: Sequence[TimeSpan], places: _Places, *, marks: Sequence[Mark]) -> list[TimeSpan]:
-    """Return a worker's pauses, including times when it was lost and its seat was empty."""
+    """Return a worker's pauses, including the times when it was lost and had not been replaced yet."""
     ends = (ATTEMPT_LOST, CONTROLLER_ENDED)
     lost = [one.at_s for one in marks if one.name in ends or (one.lane == lane and one.name == WORKER_LOST)]
     found = []
@@ -254,7 +254,7 @@ def _order(lane: str) -> tuple[bool, list[tuple[int, str]]]:
 # Export as a Chrome trace
 
 _NODE = re.compile(r"(?P<worker>.+) @ node (?P<node>\d{1,9})")
-_CONTROLLER = 1  # the controller's process id in the trace; a node's is its rank + 2
+_CONTROLLER = 1  # the controller's process id in the trace; a node's process id is its rank + 2
 
 
 def chrome_trace(timeline: Timeline, *, name: str) -> dict[str, Any]:
@@ -282,7 +282,7 @@ def chrome_trace(timeline: Timeline, *, name: str) -> dict[str, Any]:
             {"name": mark.name, "cat": mark.kind, "ph": "i", "s": scope, "ts": _micros(mark.at_s - first_s),
              "pid": pid, "tid": tid, "args": {"note": mark.note}}
         )  # fmt: skip
-    # If two begin together, put the longer one first, so that it is drawn around the other.
+    # If two spans begin together, put the longer one first, so that it is drawn around the other.
     events.sort(key=lambda event: (event["ts"], -event.get("dur", 0)))
     return {
         "traceEvents": [*_names(places, name), *events],

@@ -35,9 +35,9 @@ from rollcall.view.summary import no_signal
 
 MOST_CURVES = 100
 MOST_RUNS = 12  # per request
-LOOK_EVERY_S = 3.0  # how often to look for new runs in a folder
-READ_S = 2.0  # at most, for reading a growing file before answering
-INDEX_S = 1.0  # at most, for indexing the journal before answering
+LOOK_EVERY_S = 3.0  # time between two searches for new runs in a folder
+READ_S = 2.0  # longest time to read a growing file before answering
+INDEX_S = 1.0  # longest time to index the journal before answering
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,7 +59,7 @@ class ShownRuns:
         for path in self._given if not is_one else []:
             if not path.is_dir():
                 problem = f"{path} is a file" if path.exists() else f"{path} does not exist"
-                raise ConfigError(f"{problem}; give a run directory (run.dir), or a folder of runs")
+                raise ConfigError(f"{problem}; pass a run directory (run.dir), or a folder of runs")
         self._lock = threading.Lock()
         self._found: dict[str, ShownRun] = {}
         self._looked = float("-inf")

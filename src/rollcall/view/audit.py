@@ -1,7 +1,7 @@
 """Counts errors in a run directory: draws that were skipped, trained twice or generated twice, and torn files.
 
 ``audit`` reads the journal, the record of trained steps, the checkpoints and the JSONL files. It changes nothing and recounts
-everything. A killed run's files may have torn ends until the run is resumed. When a run has finished, all counts are 0.
+everything. A killed run's files may have torn ends until the run is resumed. When a run has finished, all error counts are 0.
 """
 
 from __future__ import annotations
@@ -63,10 +63,10 @@ class Audit:
 def audit(run_dir: Path) -> Audit:
     run_dir = Path(run_dir)
     if not run_dir.is_dir():
-        raise ValueError(f"{run_dir} is not a directory; give the directory of a run (run.dir)")
+        raise ValueError(f"{run_dir} is not a directory; pass the directory of a run (run.dir)")
     if not (run_dir / "journal").is_dir():
         raise ValueError(
-            f"{run_dir} has no journal, so it is not a run directory; give the directory of a run (run.dir)"
+            f"{run_dir} has no journal, so it is not a run directory; pass the directory of a run (run.dir)"
         )
     files = inspect(run_dir / "journal")
     attempts = inspect(run_dir / "journal", ATTEMPTS)
@@ -109,7 +109,7 @@ def find_torn(run_dir: Path, *, files: Sequence[StepFile], checkpoints: Sequence
             torn.append(Torn(path=run_dir / name, why=f"{counted(bad, 'line')} {are(bad)} incomplete"))
     torn += [Torn(path=state.path, why=state.reason) for state in checkpoints if state.reason]
     torn += [
-        Torn(path=path, why="left by a write that was killed")
+        Torn(path=path, why="left over from a write that was killed")
         for folder in (run_dir, *(run_dir / name for name in ("checkpoints", *ATOMIC_FOLDERS)))
         for path in (sorted(folder.iterdir()) if folder.is_dir() else [])
         if path.name.startswith((".tmp-", ".trash-")) or _is_superseded(path)
@@ -131,7 +131,7 @@ def judge_file(path: Path) -> list[tuple[bytes, bool]]:
 
 
 def _is_superseded(path: Path) -> bool:
-    """Whether this is an old checkpoint that was replaced. Without a replacement, it still is the checkpoint."""
+    """Whether this is an old checkpoint that was replaced. Without a replacement, the old one is still the checkpoint."""
     return path.name.startswith(".old-") and path.with_name(path.name.removeprefix(".old-")).exists()
 
 
@@ -145,7 +145,7 @@ def _skipped(run_dir: Path, trained: set[int], journaled: set[int], checkpoints:
     if last > FARTHEST * (len(trained) + len(journaled)) + FARTHEST:
         raise ValueError(
             f"{run_dir / 'journal' / TRAINED} names draw {last}, but the run has only {len(trained)} trained draws; the file is "
-            "damaged: restore it, or remove that line if its step is trained again"
+            "damaged: restore it, or remove that line if its step will be trained again"
         )
     missing = set(range(last + 1)) - trained
     run = RunReader(run_dir)

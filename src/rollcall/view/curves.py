@@ -132,7 +132,7 @@ def thinned(values: Numbers, *, points: int) -> NDArray[np.intp]:
 
 
 def short(values: NDArray[np.floating]) -> list[float]:
-    """Round to six digits, which is more than a screen can show and half the bytes."""
+    """Round to six digits. This is more than a screen can show, and halves the size of an answer."""
     return [float(f"{value:.6g}") for value in values.tolist()]
 
 

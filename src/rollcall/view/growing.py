@@ -25,7 +25,7 @@ HEAD = 256  # bytes; a new file may reuse a removed file's inode, but its first 
 
 
 class GrowingFile(ABC):
-    """A file to which lines are added. If it is replaced or gets shorter, it is read from the start. ``read_s`` bounds the time of one
+    """A file to which lines are appended. If it is replaced or gets shorter, it is read from the start. ``read_s`` bounds the time of one
     ``refresh``; the next one reads the rest of a long file."""
 
     def __init__(self, path: Path, *, read_s: float = math.inf) -> None:
@@ -38,7 +38,7 @@ class GrowingFile(ABC):
 
     @abstractmethod
     def _forget(self) -> None:
-        """Forget all lines so far, because the file is read from the start."""
+        """Forget all lines so far, because the file will be read again from the start."""
 
     @abstractmethod
     def _take(self, lines: list[bytes]) -> None:
@@ -66,7 +66,7 @@ class GrowingFile(ABC):
             if self._file is not None:
                 self._start_over(None)
             return False
-        # Skip a line that is longer than a piece, because it is not ours; its rest does not parse as a row.
+        # Skip a line that is longer than a piece, because Rollcall did not write it. The rest of the line does not parse as a row.
         whole = len(data) if len(data) == PIECE and b"\n" not in data else data.rfind(b"\n") + 1
         self._read += whole
         self._take([line for line in data[:whole].split(b"\n") if line])

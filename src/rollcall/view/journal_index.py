@@ -1,7 +1,7 @@
-"""Indexes all groups in a journal, with the values that the page sorts and filters by and the place of each record.
+"""Indexes all groups in a journal, with the values that the page sorts and filters by and the position of each record.
 
 The index is an in-memory SQLite table. Each refresh updates it, for a bounded time, by reading only bytes after a file's ``end``. If a
-file got shorter, or was replaced by another, it is read again from the start.
+file got shorter or was replaced, it is read again from the start.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ class JournalIndex:
 
     def __init__(self, run_dir: Path) -> None:
         self._folder = run_dir / FOLDER
-        self._lock = threading.RLock()  # guards the one connection
+        self._lock = threading.RLock()  # guards the database connection
         self._reading = threading.Lock()  # one thread at a time reads the journal
         self._db = sqlite3.connect(":memory:", check_same_thread=False)
         self._db.executescript(_TABLES)
@@ -166,7 +166,7 @@ class JournalIndex:
         except FileNotFoundError:
             return True  # removed since the folder was listed; the next refresh drops it
         except OSError as error:
-            warn(f"{name} of the journal is not indexed: {error}")
+            warn(f"the journal's file {name} cannot be indexed: {error}")
             return True
         mark = (about.st_mtime_ns, about.st_size) if is_whole else None
         with self._lock:
@@ -214,7 +214,7 @@ class JournalIndex:
         return GroupRow(*found[0]) if found else None
 
     def before(self, *, step: int, draw: int, only: str | None, limit: int) -> list[GroupRow]:
-        """Return up to ``limit`` groups before this one, newest first, for a search in pieces."""
+        """Return up to ``limit`` groups before this one, newest first, so that a search can proceed in pieces."""
         more = f"and {FILTERS[only]}" if only else ""
         query = f"select * from groups where (step, draw) < (?, ?) {more} order by step desc, draw desc limit ?"
         return [GroupRow(*row) for row in self._rows(query, (step, draw, limit))]

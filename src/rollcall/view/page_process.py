@@ -1,7 +1,7 @@
 """Serves the page of a running run (`trainer.page`) in a separate process, so that it never disturbs the controller.
 
-The child process prints an address, and a new one whenever the last was used; the controller shows them. The child exits when its stdin
-closes, which also happens when the controller dies. If the child fails, the run continues.
+The child process prints an address, and a new one whenever the last one was used; the controller shows them. The child exits when its
+stdin closes, which also happens when the controller dies. If the child fails, the run continues.
 
 An address works only once. ``page.json`` in the run directory says where the page is served. It contains a secret, from which `rollcall
 tunnel` creates addresses to open the page from other machines. Only its owner can read the file.
@@ -97,7 +97,7 @@ def serving_page(run_dir: Path, *, tell: Callable[[str], None]) -> Iterator[None
     """Serve the page of this run directory while the block runs."""
     refuse_without_packages()
     record, is_over = run_dir / PAGE_FILE, threading.Event()
-    # The child needs no secrets, and its environment can be read in /proc. Its own session keeps Ctrl-C for the controller.
+    # The child needs no secrets, and its environment can be read in /proc. In its own session, it does not get Ctrl-C.
     env = {name: value for name, value in os.environ.items() if not is_secret(name)}
     child = subprocess.Popen(
         [sys.executable, "-m", "rollcall.view.server", str(run_dir)],
@@ -111,7 +111,9 @@ def serving_page(run_dir: Path, *, tell: Callable[[str], None]) -> Iterator[None
             tell(line.rstrip())
         if child.wait() and not is_over.is_set():
             record.unlink(missing_ok=True)  # nobody listens on its port any more
-            warn(f"the page of {run_dir} has ended with status {child.returncode}; the run continues without it")
+            warn(
+                f"the process that serves the page of {run_dir} exited with status {child.returncode}; the run continues without it"
+            )
 
     threading.Thread(target=listen, name="page", daemon=True).start()
     try:

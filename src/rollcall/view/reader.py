@@ -155,14 +155,16 @@ class RunReader:
         if mark is not None and mark.name == RUN_FAILED:
             return RunState(word="failed", text=mark.note, since_s=mark.at_s)
         if phase is None:
-            return RunState(word="new", text="nothing was trained yet")
+            return RunState(word="new", text="nothing has been trained yet")
         where = f"{phase.phase} of step {phase.step}"
         if phase.end_s is None:
-            return RunState(word="killed", text=f"its controller ended in {where}", since_s=phase.start_s)
+            return RunState(word="killed", text=f"its controller ended during {where}", since_s=phase.start_s)
         if phase.result is not None and phase.result.startswith("failed: ") and "Cancelled" not in phase.result:
             why = phase.result.removeprefix("failed: ")
-            return RunState(word="failed", text=f"{why} in {where}", since_s=at_s)
-        return RunState(word="stopped", text=f"stopped after step {step}; the same command continues it", since_s=at_s)
+            return RunState(word="failed", text=f"{why} during {where}", since_s=at_s)
+        return RunState(
+            word="stopped", text=f"stopped after step {step}; the same command continues the run", since_s=at_s
+        )
 
     def standing(self, state: RunState) -> dict[str, Any]:
         """Return the run's progress. The time left is only known while ``state`` is running."""
@@ -191,14 +193,14 @@ class RunReader:
 
 
 def open_run(run_dir: Path) -> RunReader:
-    """Open a run directory. Raises if it is not one. It may be missing if the run has just started."""
+    """Open a run directory. Raises ConfigError if it is not one. The directory may be missing if the run has just started."""
     run = RunReader(run_dir)
     holder = run.holder()
     if not run_dir.is_dir() and (holder is None or holder.is_gone):
-        problem = "is a file" if run_dir.exists() else "does not exist. A run creates it some seconds after its start"
-        raise ConfigError(f"{run_dir} {problem}; give the directory of a run (run.dir)")
+        problem = "is a file" if run_dir.exists() else "does not exist. A run creates it a few seconds after it starts"
+        raise ConfigError(f"{run_dir} {problem}; pass the directory of a run (run.dir)")
     if holder is None and not is_run(run_dir):
-        raise ConfigError(f"{run_dir} is not a run directory; give the directory of a run (run.dir)")
+        raise ConfigError(f"{run_dir} is not a run directory; pass the directory of a run (run.dir)")
     return run
 
 

@@ -2,7 +2,7 @@
 
 ``look`` changes nothing and may be used while the run is running. ``repair`` moves torn files to ``RUN_DIR/set-aside/`` and
 deletes nothing: if part of a file is intact, it moves the original there and keeps the intact part in its place. A run repairs
-itself when it is resumed. Use this to look first, or if something other than a crash damaged the directory.
+itself when it is resumed. Use this module to look first, or if something other than a crash damaged the directory.
 """
 
 from __future__ import annotations
@@ -136,7 +136,7 @@ def _set_aside(torn: Torn, target: Path) -> None:
         whole = whole_records(path)
     else:
         whole = b"".join(line for line, good in judge_file(path) if good)
-    # Copy instead of move, so that the run is never without the file, even if this process is killed.
+    # Copy the file instead of moving it, so that the run is never without the file, even if this process is killed.
     shutil.copy2(path, target)
     fsync(target)
     write_atomic(path, whole)

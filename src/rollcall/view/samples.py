@@ -39,7 +39,7 @@ class NoGroupError(LookupError):
 
 
 def preview(root: Path, row: GroupRow) -> str:
-    """Return the end of a group's prompt, because prompts with a chat template all begin alike."""
+    """Return the end of a group's prompt, because all prompts with the same chat template begin alike."""
     data = _header_bytes(root, row)
     try:
         return "" if data is None else _asked(json.loads(data))[-SHORT:]
@@ -113,7 +113,7 @@ def _hit(root: Path, row: GroupRow, wanted: str, raw: bytes | None) -> str | Non
 
 
 def read_group(root: Path, index: JournalIndex, *, step: int, draw: int) -> Group:
-    """Read a group at its indexed place. If it is not indexed yet, search the step's file."""
+    """Read a group at its indexed position. If it is not indexed yet, search the step's file."""
     row = index.get(step=step, draw=draw)
     for start in [*([] if row is None else [row.start]), 0]:
         for group in _groups_in(root / FOLDER / f"{step:06d}.groups", start=start):
@@ -121,7 +121,7 @@ def read_group(root: Path, index: JournalIndex, *, step: int, draw: int) -> Grou
                 return group
             if start:
                 break
-    raise NoGroupError(f"step {step} has no group of draw {draw} in the journal")
+    raise NoGroupError(f"step {step} of the journal contains no group of draw {draw}")
 
 
 def _groups_in(path: Path, *, start: int) -> Iterator[Group]:
@@ -178,7 +178,7 @@ def _no_advantages(config: Config | None) -> str:
     if config is None:
         return "the run file cannot be read, so the algorithm is unknown"
     if isinstance(config.algorithm, GroupAlgorithm) and config.algorithm.advantage == "turn":
-        return "with advantage: turn, each turn of an attempt has its own advantage, and these are not stored"
+        return "with algorithm.advantage=turn, each turn of an attempt has its own advantage, and these are not stored"
     return f"with {config.algorithm.name} and these settings, an advantage depends on more than the group and is not stored"
 
 
@@ -202,7 +202,8 @@ def _show_completion(completion: Completion, *, number: int, group: Group) -> di
 
 
 def said_of(group: Group, *, completion: int | None) -> list[tuple[str, str]]:
-    """Return a completion's messages with their speakers, without the one shown as the prompt. For None, return the prompt."""
+    """Return a completion's messages with their speakers, without the message shown as the prompt. If ``completion`` is None, return the
+    prompt."""
     prompt = _prompt_text(group)
     if completion is None:
         return [("", prompt)]
@@ -212,7 +213,7 @@ def said_of(group: Group, *, completion: int | None) -> list[tuple[str, str]]:
 
 def _known_completion(group: Group, number: int) -> int:
     if not 0 <= number < len(group.completions):
-        raise NoGroupError(f"the group has {len(group.completions)} completions, but no number {number}")
+        raise NoGroupError(f"the group has {len(group.completions)} completions, but no completion number {number}")
     return number
 
 
@@ -238,7 +239,7 @@ class Vocabulary:
     """Turns token ids into text with the tokenizer in a run directory."""
 
     def __init__(self, data: bytes) -> None:
-        # The tokenizer library of transformers, which loads in a tenth of a second without torch.
+        # This is the tokenizer library that transformers uses. Without torch, it loads in a tenth of a second.
         from tokenizers import Tokenizer
 
         self._tokenizer = Tokenizer.from_buffer(data)
@@ -247,7 +248,7 @@ class Vocabulary:
         }
 
     def texts(self, ids: list[int]) -> list[str]:
-        """Return each token's text. If several tokens form one character, the last one gets it and the others are empty."""
+        """Return each token's text. If several tokens form one character, only the last of them has a text."""
         from tokenizers.decoders import DecodeStream
 
         stream = DecodeStream(skip_special_tokens=False)
@@ -313,7 +314,7 @@ def show_tokens(
         columns["mismatch"] = short(np.where(one.mask, difference, 0.0))
         columns["ratio"] = short(np.where(one.mask, np.exp(np.clip(difference, -20, 20)), 1.0))
     whole_prompt = one.prompt_ids(group.prompt.token_ids)
-    prompt = whole_prompt[-2000:].tolist()  # the completion answers the end of the prompt
+    prompt = whole_prompt[-2000:].tolist()  # the end of the prompt, which the completion answers
     return {
         "step": group.step,
         "draw": group.draw,

@@ -161,12 +161,12 @@ class PageServer:
 
 
 def serve(shown: ShownRuns, *, port: int, open_browser: bool, tell: Callable[[str], None]) -> None:
-    """Serve the page for a user at a terminal: print an address, and a new one whenever the last was used."""
+    """Serve the page for a user at a terminal: print an address, and a new one whenever the last one was used."""
     server = PageServer(shown, port=port)
     tell(f"showing {counted(len(shown.all()), 'run')}; stop with Ctrl-C")
     address = server.new_address()
     print(address, flush=True)
-    server.on_open = lambda: tell(f"opened; to use another browser: {server.new_address()}")
+    server.on_open = lambda: tell(f"the page was opened; to open it in another browser: {server.new_address()}")
     if open_browser and not webbrowser.open(address):
         tell("no browser was found; open the address yourself")
     server.run()

@@ -24,7 +24,7 @@ from rollcall.observe.progress import STEPS_COUNTED, format_duration
 from rollcall.view.growing import MetricsTable
 
 ADVANTAGE = "train/advantage_abs_mean"
-WORTH_SAYING = 0.1  # fraction of the steps
+WORTH_SAYING = 0.1  # the fraction of steps without signal that is worth a message
 ADVICE = (
     "In such a step, all completions of each group scored alike or were left out of the loss, so the model had nothing to learn. Use "
     "prompts that the model solves sometimes but not always, raise rollout.samples_per_prompt, or use a reward with more values than "
@@ -93,7 +93,7 @@ def trained(num_steps: int) -> str:
 
 
 def no_signal(counts: Mapping[str, int]) -> str | None:
-    """Say in how many steps every advantage was 0, so that nothing was learned. Returns None if these are few.
+    """Say in how many steps every advantage was 0, so that nothing was learned. Returns None if there are few such steps.
 
     >>> no_signal({"steps": 11, "of": 12}), no_signal({"steps": 12, "of": 12}), no_signal({"steps": 1, "of": 12})
     ('11 of 12 steps had no signal', 'no step had a signal: nothing was learned in 12 steps', None)
@@ -140,12 +140,14 @@ def interrupted(run_dir: Path, *, num_steps: int, by: str, fresh: bool) -> str:
         return f"stopped by {by} before anything was trained; {run_dir} was not created"
     metrics, saved = MetricsTable(run_dir), newest_step(run_dir)
     metrics.refresh()
-    same = "the same command without --fresh continues" if fresh else "the same command continues"
+    same = "the same command without --fresh continues the run" if fresh else "the same command continues the run"
     if metrics.step == saved:
-        return f"stopped by {by} after step {saved} of {num_steps}; saved; {same}"
-    kept = "every finished group" if saved is None else f"a checkpoint of step {saved} and every group finished since"
+        return f"stopped by {by} after step {saved} of {num_steps}, which is saved; {same}"
+    kept = (
+        "every finished group" if saved is None else f"a checkpoint of step {saved} and every group finished since then"
+    )
     return (
-        f"stopped by {by} after step {metrics.step} of {num_steps}; {run_dir} has {kept}: "
+        f"stopped by {by} after step {metrics.step} of {num_steps}; {run_dir} contains {kept}: "
         f"{same}, and so does `rollcall train {run_dir}`"
     )
 
@@ -154,7 +156,7 @@ def say_result(run_dir: Path, summary: dict[str, Any], curve: Path | None) -> No
     if course := _headline_course(summary):
         say(f"{course} in {summary['seconds']:.0f} s")
     if summary["reward_errors"]:
-        say(f"{counted(summary['reward_errors'], 'completion')} could not be scored and counted as 0; the first are:")
+        say(f"{counted(summary['reward_errors'], 'completion')} could not be scored and count as 0; the first are:")
         for failure in summary["reward_failures"][:3]:
             say(f"  {failure['reward']} {failure['kind']} on {failure['prompt']}: {failure['why'].splitlines()[-1]}")
     if told := _no_signal(run_dir, summary):

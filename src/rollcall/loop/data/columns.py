@@ -35,7 +35,7 @@ class DataError(ValueError):
 
 
 class ColumnError(ValueError):
-    """A value cannot be used; the message follows the name of its column."""
+    """A value cannot be used; the message continues a sentence that begins with the name of its column."""
 
 
 def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -73,7 +73,7 @@ def plain(value: Any) -> Any:
         return value
     if isinstance(value, float):
         if math.isinf(value):
-            raise ColumnError("is infinite; give a number, or leave the column out")
+            raise ColumnError("is infinite; use a finite number, or leave the column out")
         return None if math.isnan(value) else value
     if isinstance(value, list | tuple):
         return [plain(each) for each in value]
@@ -108,7 +108,7 @@ def answer_text(value: Any) -> str:
 
 
 def row_name(value: Any) -> str:
-    """Convert the id that a row contains to a string."""
+    """Convert a row's id to a string."""
     if isinstance(value, float) and not math.isfinite(value):
         raise ColumnError(f"is {value}; give every row an id, or leave the column out")
     if isinstance(value, bool):
@@ -124,12 +124,14 @@ def nearest(key: str, columns: Mapping[str, Any], option: str) -> str:
     near = [name for name in _OTHER_NAMES.get(option, ()) if name in names]
     near += difflib.get_close_matches(key, names, n=1, cutoff=0.5)
     if option == "columns":
-        hint = f"rename one of them, such as with data.columns: {{{near[0] if near else 'NAME'}: {key}}}"
+        hint = f"rename one of them, for example with data.columns: {{{near[0] if near else 'NAME'}: {key}}}"
     else:
         hint = (
-            f"did you mean {near[0]!r}? set data.{option}={near[0]}" if near else f"set data.{option} to the right one"
+            f"did you mean {near[0]!r}? set data.{option}={near[0]}"
+            if near
+            else f"set data.{option} to the right column"
         )
-    return f"it has {listed(columns)}; {hint}"
+    return f"its columns are {listed(columns)}; {hint}"
 
 
 def listed(columns: Mapping[str, Any]) -> str:

@@ -36,7 +36,7 @@ _IN_TEMPLATE = " with the model's chat template"
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromptSet:
     prompts: list[Prompt]
-    num_overlong: int  # left out because they exceed data.max_prompt_tokens
+    num_overlong: int  # number of prompts left out because they exceed data.max_prompt_tokens
     source: str
 
     @property
@@ -71,7 +71,7 @@ def load_prompts(
     if source == NO_DATA:
         for column, reward in needs.items():
             raise DataError(
-                f"rows of {NO_DATA} have no column {column!r}, which the reward {reward} needs; give a data file, or a reward that does "
+                f"rows of {NO_DATA} have no column {column!r}, which the reward {reward} needs; use a data file, or a reward that does "
                 "not need it"
             )
         return _without_data(data, tokenizer, split=split, limit=limit)
@@ -100,12 +100,12 @@ def load_prompts(
             f"data.max_prompt_tokens={data.max_prompt_tokens}{known}"
         )
     if not prompts:
-        raise DataError(f"{source} has no rows; give at least one")
+        raise DataError(f"{source} has no rows, but needs at least one")
     return PromptSet(prompts=prompts, num_overlong=num_overlong, source=source)
 
 
 def _without_data(data: DataSection, tokenizer: Any, *, split: str, limit: int | None) -> PromptSet:
-    """Build rows that contain only an index. Their tokens are never read, because the environment says how an episode begins."""
+    """Build rows that contain only an index. Their tokens are never read, because the environment determines how an episode begins."""
     is_chat = data.chat if data.chat is not None else bool(tokenizer.chat_template)
     system = [{"role": "system", "content": data.system}] if data.system is not None else []
     chat = {"prompt_messages": [*system, {"role": "user", "content": ""}]} if is_chat else {}
@@ -188,7 +188,7 @@ def _messages(row: Row, data: DataSection, *, has_template: bool) -> list[dict[s
         if not has_template:
             raise DataError(
                 f"{row.where} contains chat messages, but the tokenizer has no chat template; "
-                "set model.chat_template, or give the prompt as text"
+                "set model.chat_template, or write the prompt as text"
             )
     if data.system is not None and messages[0]["role"] != "system":  # a row's own system message takes precedence
         messages = [{"role": "system", "content": data.system}, *messages]
@@ -229,7 +229,7 @@ def _render(batch: list[_Asked], tokenizer: Any) -> None:
         raise DataError(f"{where}: the chat template rejects the messages: {error}") from None
     for asked, text in zip(chats, texts, strict=True):
         asked.text = text
-        of_column(asked.row, "what the chat template writes", check_texts, text)
+        of_column(asked.row, "the text that the chat template renders", check_texts, text)
 
 
 def _refuse_same_text(asked: _Asked, seen: dict[str, tuple[str, int]]) -> None:
@@ -291,7 +291,7 @@ def _encode(batch: list[_Asked], tokenizer: Any) -> None:
                 encoded = tokenizer([asked.text for asked in some], add_special_tokens=not is_chat)["input_ids"]
             except Exception as error:  # the tokenizers library raises nothing more specific
                 raise DataError(
-                    f"the tokenizer cannot encode the prompts from {some[0].row.where} on: {error}; see its tokenizer.json"
+                    f"the tokenizer cannot encode the prompts from {some[0].row.where} on: {error}; check its tokenizer.json"
                 ) from error
             for asked, ids in zip(some, encoded, strict=True):
                 asked.token_ids = ids
@@ -304,12 +304,12 @@ def _prompt(asked: _Asked, token_ids: list[int], data: DataSection) -> Prompt:
     own = {data.prompt_key, "id"}
     metadata = {key: of_column(row, key, plain, value) for key, value in row.columns.items() if key not in own}
     if metadata.get("answer") == asked.answer:
-        del metadata["answer"]  # a number, or an answer under another name, stays because TRL's functions expect it
+        del metadata["answer"]  # a number, or an answer under another name, is kept because TRL's functions expect it
     for name in _OURS:
         if name in metadata:
             raise DataError(
-                f"{row.where} has a column {name!r}, a name that Rollcall reserves; rename the column, such as "
-                f"data.columns: {{{name}: own_{name}}}"
+                f"{row.where} has a column {name!r}, a name that Rollcall reserves; rename the column, for example "
+                f"with data.columns: {{{name}: own_{name}}}"
             )
     if asked.messages is not None:
         metadata["prompt_messages"] = asked.messages  # a reward model renders them with its own template

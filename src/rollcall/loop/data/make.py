@@ -140,7 +140,9 @@ def gsm8k(rows: Iterable[Row]) -> Iterator[RowDict]:
         question, solution = _text(row, "question"), _text(row, "answer")
         reasoning, mark, answer = solution.rpartition("####")
         if not mark:
-            raise MakeError(f"{row.where}: the answer has no '####' before its result; GSM8K rows end in '#### 72'")
+            raise MakeError(
+                f"{row.where}: the answer has no '####' before its result; GSM8K rows end with one, such as '#### 72'"
+            )
         prompt = f"{question}\n\nThink step by step and end with the result after ####."
         yield {"prompt": prompt, "answer": answer.strip().replace(",", ""), "solution": reasoning.strip()}
 
@@ -169,7 +171,7 @@ def _text(row: Row, key: str) -> str:
     value = row.columns.get(key)
     if not isinstance(value, str) or not value.strip():
         raise MakeError(
-            f"{row.where} has no text in column {key!r}; it has {', '.join(map(str, row.columns)) or 'none'}"
+            f"{row.where} has no text in column {key!r}; its columns are {', '.join(map(str, row.columns)) or 'none'}"
         )
     return value.strip()
 
@@ -209,11 +211,11 @@ def _hub_rows(task: str, split: str) -> Iterator[Row]:
         files = [hf_hub_download(repository, name, repo_type="dataset") for name in wanted]
     except Exception as error:  # noqa: BLE001 - the hub client raises its own errors, its HTTP library's and the system's
         raise MakeError(
-            f"dataset {repository} cannot be fetched from the hub ({in_one_line(error)}); get its files elsewhere and give "
+            f"dataset {repository} cannot be fetched from the hub ({in_one_line(error)}); get its files elsewhere and pass "
             "--source FILE (or a folder with train.jsonl and test.jsonl), or name a mirror in HF_ENDPOINT"
         ) from None
     if not files:
-        raise MakeError(f"dataset {repository} has no {folder}{split}*.parquet; give its files with --source")
+        raise MakeError(f"dataset {repository} has no {folder}{split}*.parquet; pass its files with --source")
     for file in files:
         yield from read_rows(file)
 

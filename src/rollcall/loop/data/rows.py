@@ -1,7 +1,7 @@
 """Reads rows as Python objects, numbered from 1, from a JSONL or Parquet file, a dataset (``hub:openai/gsm8k``, ``hub:./my_dataset``)
 or a built-in task.
 
-Files may come from a hub, so a row larger than ``MAX_ROW_BYTES`` is refused before it is parsed. Every error names file and row.
+Files may come from a hub, so a row larger than ``MAX_ROW_BYTES`` is refused before it is parsed. Every error names the file and the row.
 """
 
 from __future__ import annotations
@@ -49,13 +49,13 @@ def read_rows(source: str, *, split: Split = "train") -> Iterator[Row]:
             yield Row(f"{source}, row {number}", f"arithmetic-{split}:{number}", columns)
         return
     if source.startswith("builtin:"):
-        raise DataError(f"{source} is not a built-in task; those are builtin:arithmetic and {NO_DATA}")
+        raise DataError(f"{source} is not a built-in task; the built-in tasks are builtin:arithmetic and {NO_DATA}")
     path = Path(source)
     if path.is_dir():
         found = ", ".join(sorted(each.name for each in path.iterdir() if each.suffix in READERS)) or "no data file"
-        raise DataError(f"{source} is a directory; give one file (it contains {found})")
+        raise DataError(f"{source} is a directory; name a file in it (it contains {found})")
     if path.suffix not in READERS:
-        raise DataError(f"{source} is not a data file: their names end in .jsonl, .json (JSON lines) or .parquet")
+        raise DataError(f"{source} is not a data file: the name must end in .jsonl, .json (JSON lines) or .parquet")
     try:
         if not stat.S_ISREG(os.stat(path).st_mode):  # a pipe would block, and a device has no end
             raise DataError(f"data file {source} is a pipe or a device; write the rows to a regular file")
@@ -65,14 +65,14 @@ def read_rows(source: str, *, split: Split = "train") -> Iterator[Row]:
             yield row
     except FileNotFoundError:
         raise DataError(
-            f"data file {source} does not exist; `rollcall data arithmetic --out DIR` makes one to try"
+            f"data file {source} does not exist; `rollcall data arithmetic --out DIR` creates a small one"
         ) from None
     except OSError as error:
         raise DataError(f"data file {source} cannot be read: {error}") from None
 
 
 def section_rows(source: str, *, data: DataSection, split: Split) -> Iterator[Row]:
-    """Read the rows that the data section selects, and rename their columns as it says."""
+    """Read the rows that the data section selects, and rename their columns as ``data.columns`` says."""
     rows = _dataset_rows(source, data=data, split=split) if is_hub(source) else read_rows(source, split=split)
     for row in rows:
         yield replace(row, columns=_renamed(row, data.columns)) if data.columns else row
@@ -86,12 +86,12 @@ def _renamed(row: Row, names: Mapping[str, str]) -> dict[str, Any]:
             continue  # this row already has the new name, because data.train and data.val may differ
         if before not in row.columns:
             raise DataError(
-                f"{row.where} has no column {before!r}, which data.columns renames; it has {listed(row.columns)}"
+                f"{row.where} has no column {before!r}, which data.columns renames; its columns are {listed(row.columns)}"
             )
         if after in columns:
             raise DataError(
-                f"{row.where} already has a column {after!r}, but data.columns renames {before!r} to the same name; rename the first one "
-                f"as well, such as {after}: {after}_before"
+                f"{row.where} already has a column {after!r}, but data.columns renames {before!r} to the same name; rename the existing "
+                f"column as well, for example {after}: {after}_before"
             )
         columns[after] = row.columns[before]
     return columns
@@ -142,7 +142,7 @@ def _dataset_rows(source: str, *, data: DataSection, split: Split) -> Iterator[R
 
 
 def _check_name(name: str, source: str) -> None:
-    """Refuse a name that is neither a folder with a name nor valid on the hub. For ``..``, every file below would be read."""
+    """Refuse a name that is neither a named folder nor valid on the hub. With ``..``, the library would read every file below."""
     from huggingface_hub.utils import validate_repo_id
 
     try:
@@ -167,7 +167,7 @@ def _read_jsonl(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
                 continue
             if len(line) > MAX_ROW_BYTES:
                 raise DataError(
-                    f"{path}, row {number} has more than {MAX_ROW_BYTES >> 20} MiB; each line must contain one JSON object"
+                    f"{path}, row {number} is larger than {MAX_ROW_BYTES >> 20} MiB; each line must contain one JSON object"
                 )
             try:
                 columns = json.loads(line, object_pairs_hook=unique_keys)
@@ -202,13 +202,13 @@ def _read_parquet(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
                     raise DataError(
                         f"{path} unpacks to more than {most >> 20:,} MiB by row {number + 1}, because it repeats a long text in many "
                         "rows and each "
-                        "would be a copy; leave that column out, or put a text that all prompts share in data.system"
+                        "row would get its own copy; leave that column out, or put a text that all prompts share in data.system"
                     )
                 step = _ROWS_PER_READ if size <= MAX_ROW_BYTES else 1
                 for rows in (batch.slice(first, step) for first in range(0, batch.num_rows, step)):
                     if step == 1 and _unpacked_bytes(rows.to_struct_array()) > MAX_ROW_BYTES:
                         raise DataError(
-                            f"{path}, row {number + 1} has more than {MAX_ROW_BYTES >> 20} MiB when unpacked; shorten it, or leave it out"
+                            f"{path}, row {number + 1} is larger than {MAX_ROW_BYTES >> 20} MiB when unpacked; shorten or remove it"
                         )
                     for cells in zip(*rows.columns, strict=True):
                         number += 1
@@ -222,7 +222,7 @@ def _read_parquet(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
 
 
 def _unpacked_bytes(array: Any) -> int:
-    """Estimate the least memory that the array's Python objects need: 8 bytes per reference, plus each value's own bytes.
+    """Estimate the minimum memory that the array's Python objects need: 8 bytes per reference, plus each value's own bytes.
     Arrow's ``nbytes`` would count a shared string once, a boolean as a bit and a null as nothing."""
     import pyarrow
     from pyarrow.compute import call_function

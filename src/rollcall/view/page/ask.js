@@ -21,7 +21,7 @@ export async function ask(name, parameters = {}, signal = undefined) {
     throw new Refused(0, "The server does not answer. Is `rollcall view` still running?");
   }
   if (answer.status === 401) {
-    throw new Refused(401, "This server does not know this browser. Open the newest address that Rollcall printed.");
+    throw new Refused(401, "This server does not recognise this browser. Open the newest address that Rollcall printed.");
   }
   let body;
   try {
@@ -30,6 +30,6 @@ export async function ask(name, parameters = {}, signal = undefined) {
     if (error.name === "AbortError") throw error;
     throw new Refused(answer.status, `The server could not answer (status ${answer.status}).`);
   }
-  if (!answer.ok) throw new Refused(answer.status, body.error || `The server answered ${answer.status}.`);
+  if (!answer.ok) throw new Refused(answer.status, body.error || `The server answered with status ${answer.status}.`);
   return body;
 }

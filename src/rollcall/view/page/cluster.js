@@ -71,8 +71,8 @@ export async function show(page, context) {
     const isNow = answer.live !== null && !answer.live.is_over && !answer.live.is_stale;
     const isAlive = answer.state === "running" || answer.state === "waiting";
     const said = answer.live === null
-      ? "This run has not written what its processes do. The map shows where the run file places its roles."
-      : isNow ? `as of ${duration(Math.max(answer.now_s - answer.live.time_s, 0))} ago, by the controller on ${answer.live.host}` : `the last report of the controller on ${answer.live.host}, ${duration(Math.max(answer.now_s - answer.live.time_s, 0))} ago; ${isAlive ? "the run continues, but has written no report since" : "nothing is running now"}`;
+      ? "This run has not recorded what its processes are doing. The map shows where the run file places its roles."
+      : isNow ? `reported ${duration(Math.max(answer.now_s - answer.live.time_s, 0))} ago by the controller on ${answer.live.host}` : `the controller on ${answer.live.host} last reported ${duration(Math.max(answer.now_s - answer.live.time_s, 0))} ago; ${isAlive ? "the run continues, but has written no report since then" : "nothing is running now"}`;
     replace(page,
       el("div", { class: "bar" }, el("h1", {}, "Cluster"), el("span", { class: "soft" }, shown(said))),
       answer.problem ? el("p", { class: "bad-text" }, shown(answer.problem)) : null,

@@ -9,7 +9,7 @@ import { address } from "./route.js";
 const SHOWN = ["eval/accuracy", "eval/reward_mean", "train/reward_mean", "rollout/response_length_mean", "train/entropy", "train/kl", "rollout/logprob_mismatch", "time/step_s"];
 const NUMBERS = [
   ["state", (row) => row.state], ["step", (row) => number(row.step)], ["held-out, first", (row) => number(row.headline.first)], ["held-out, last", (row) => number(row.headline.last)],
-  ["held-out, best", (row) => number(row.headline.best)], ["training reward, last", (row) => number(row.reward)], ["time of a step", (row) => duration(row.step_s)], ["rollout tokens/s", (row) => number(row.tokens_per_s === null ? null : Math.round(row.tokens_per_s))],
+  ["held-out, best", (row) => number(row.headline.best)], ["training reward, last", (row) => number(row.reward)], ["step time", (row) => duration(row.step_s)], ["rollout tokens/s", (row) => number(row.tokens_per_s === null ? null : Math.round(row.tokens_per_s))],
 ];
 
 function heads(names) {
@@ -23,7 +23,7 @@ function heads(names) {
 export async function show(page, context) {
   const ids = context.asked.getAll("run").filter((id) => context.runs.some((run) => run.id === id));
   if (ids.length < 2) {
-    replace(page, message("Nothing to compare", "Choose two or more runs in the list of runs."), el("p", {}, el("a", { href: "#/runs" }, "to the runs")));
+    replace(page, message("Nothing to compare", "Choose two or more runs in the list of runs."), el("p", {}, el("a", { href: "#/runs" }, "Go to the list of runs")));
     return null;
   }
   const names = ids.map((id) => context.runs.find((run) => run.id === id).name);

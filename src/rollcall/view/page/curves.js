@@ -43,13 +43,13 @@ function marked(marks, settings) {
   return { shapes, trace };
 }
 
-// One chart of one metric. Plotly draws when the chart is near the screen.
+// One chart of one metric. Plotly draws it only when it is near the screen.
 class Chart {
   constructor(metric, context, large) {
     this.metric = metric;
     this.context = context;
     this.place = el("div", { class: large ? "plot large" : "plot" });
-    this.empty = el("div", { class: "soft small pad" }, "no value yet");
+    this.empty = el("div", { class: "soft small pad" }, "no values yet");
     const link = large
       ? el("a", { href: changed({ one: null }), class: "small" }, "all metrics")
       : el("a", { href: address("curves", { ...context.kept(), run: context.ids, one: metric.name }), class: "small", title: "show only this metric" }, "enlarge");
@@ -166,7 +166,7 @@ export async function show(page, context) {
   const { metrics } = await ask("metrics", { run: ids }, aborter.signal);
   if (!context.current()) return null;
   if (metrics.length === 0) {
-    replace(page, message("No metrics yet", "This run has not finished an evaluation or a step. Its curves appear here when it has."));
+    replace(page, message("No metrics yet", "This run has not finished an evaluation or a step. Its curves will appear here once it has."));
     return { refresh: async () => { if ((await ask("metrics", { run: ids })).metrics.length) window.dispatchEvent(new Event("hashchange")); } };
   }
   const say = el("span", { class: "bad-text" });

@@ -66,7 +66,7 @@ async function show() {
     if (view !== "runs" && view !== "compare" && ids.length) chosen = ids[0];
     drawTop(view, ids);
     if (!make) {
-      replace(page, message("No such view", "This address names a view that does not exist. Choose one above."));
+      replace(page, message("No such view", "This address names a view that does not exist. Choose a view above."));
     } else if (known.length === 0) {
       replace(page, message("No runs yet", "The folder contains no runs yet. A new run appears here within seconds."));
     } else {

@@ -63,13 +63,13 @@ function completion(run, group, one, place, range) {
   return el("article", { class: "card completion", "data-completion": String(place) },
     el("div", { class: "entry-head" },
       badge(`reward ${number(one.reward)}`, tone(one.reward, ...range)),
-      one.advantage === null ? null : el("span", { class: "small", title: "advantage: how much better than the group's expectation" }, `advantage ${one.advantage > 0 ? "+" : ""}${number(one.advantage)}`),
+      one.advantage === null ? null : el("span", { class: "small", title: "advantage: how much better than expected for this group" }, `advantage ${one.advantage > 0 ? "+" : ""}${number(one.advantage)}`),
       el("span", { class: "grow" }),
       one.finish === "stop" ? null : badge(one.finish === "length" ? "truncated" : one.finish, "warn"),
       el("a", { href: address("tokens", { ...which, n: place || null }), title: "token by token" }, "tokens")),
     el("div", { class: "soft small" }, `#${place + 1} · ${counted(one.tokens, "token")} · mean log-prob ${number(one.logprob)} · weights ${one.versions.join(", ") || "–"}`, one.masked ? ` · ${one.masked} masked` : ""),
     Object.keys(one.parts).length > 1 || failed.length ? parts(one) : null,
-    Object.entries(one.notes).map(([name, said]) => el("details", { class: "small" }, el("summary", {}, shown(`what ${name} said`)), el("pre", {}, shown(said)))),
+    Object.entries(one.notes).map(([name, said]) => el("details", { class: "small" }, el("summary", {}, shown(`note from ${name}`)), el("pre", {}, shown(said)))),
     failed.map(([name, why]) => el("details", { class: "bad-text small" }, el("summary", {}, shown(`${name} failed`)), el("pre", {}, shown(why)))),
     cut(one.said, one.length, () => ask("text", { ...which, completion: place })));
 }
@@ -131,7 +131,7 @@ async function showHeldOut(page, context, run, tabs) {
   const found = await ask("held_out", { run, step: asked.get("step"), search: asked.get("q") });
   if (!context.current()) return null;
   if (!found.steps.length) {
-    replace(page, tabs, message("No held-out samples yet", "An evaluation writes its first completions here. This run has not finished one, or has no held-out prompts."));
+    replace(page, tabs, message("No held-out samples yet", "The first completions of each evaluation appear here. This run has not finished an evaluation, or has no held-out prompts."));
     return null;
   }
   const step = choice("after step", found.steps.map((one) => [String(one), String(one)]), String(found.step), (value) => go(changed({ step: value })));
@@ -201,7 +201,7 @@ export async function show(page, context) {
   function draw() {
     replace(list, rows.length
       ? rows.map((row) => listed(row, open !== null && String(row.step) === String(open.step) && String(row.draw) === String(open.draw)))
-      : message(wanted.q || wanted.only || wanted.step || wanted.prompt ? "Nothing found" : "No groups yet", wanted.q || wanted.only || wanted.step || wanted.prompt ? "No group matches. Change the search or the filter." : "The journal has no finished group so far."));
+      : message(wanted.q || wanted.only || wanted.step || wanted.prompt ? "Nothing found" : "No groups yet", wanted.q || wanted.only || wanted.step || wanted.prompt ? "No group matches. Change the search or the filter." : "The journal contains no finished groups yet."));
     if (!open && rows.length) {
       open = { step: rows[0].step, draw: rows[0].draw };
       list.firstChild.classList.add("on");

@@ -51,7 +51,7 @@ function tables(answer) {
     el("tbody", {}, answer.lanes.map((lane) => el("tr", {}, el("td", {}, shown(lane)), el("td", { class: "number" }, answer.idle[lane] === undefined ? "" : `${(100 * answer.idle[lane]).toFixed(0)} %`), kinds.map((kind) => el("td", { class: "number" }, busy.get(lane).get(kind) ? duration(busy.get(lane).get(kind)) : "")))))));
   const waited = waitedFor(answer);
   const whom = el("section", { class: "card scroll" }, el("h3", {}, "Workers that others waited for"), waited.length
-    ? el("table", {}, el("thead", {}, el("tr", {}, ["worker", "times", "in phases of"].map((text) => el("th", {}, text)))), el("tbody", {}, waited.slice(0, 20).map(([lane, one]) => el("tr", {}, el("td", {}, shown(lane)), el("td", { class: "number" }, one.times), el("td", { class: "number" }, duration(one.seconds))))))
+    ? el("table", {}, el("thead", {}, el("tr", {}, ["worker", "times", "phase time"].map((text) => el("th", {}, text)))), el("tbody", {}, waited.slice(0, 20).map(([lane, one]) => el("tr", {}, el("td", {}, shown(lane)), el("td", { class: "number" }, one.times), el("td", { class: "number" }, duration(one.seconds))))))
     : el("p", { class: "soft" }, "No phase recorded a worker that others waited for."));
   const happened = el("section", { class: "card scroll", id: "marks" }, el("h3", {}, "Faults and recoveries"), answer.marks.length
     ? el("table", {}, el("tbody", {}, answer.marks.map((mark) => el("tr", {}, el("td", { class: "soft small" }, clock(mark.at_s)), el("td", {}, badge(mark.kind, mark.kind === "fault" ? "bad" : mark.kind === "recovery" ? "good" : "")), el("td", {}, el("b", {}, shown(mark.name)), mark.lane ? [" ", ...shown(mark.lane)] : "", mark.note ? el("div", { class: "soft small" }, shown(mark.note)) : "")))))
@@ -75,7 +75,7 @@ export async function show(page, context) {
   function draw() {
     const found = answer.spans.length > 0;
     plot.hidden = below.hidden = !found;
-    replace(empty, found ? [] : message("Nothing to show", "These steps have no recorded events. Choose other steps, or wait for the first one."));
+    replace(empty, found ? [] : message("Nothing to show", "These steps have no recorded events. Choose other steps, or wait for the first events."));
     if (!found) return;
     const { shapes, trace } = marks(answer);
     const lanes = [...answer.lanes].reverse().map(plain);

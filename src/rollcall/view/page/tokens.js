@@ -1,4 +1,5 @@
-// Tokens: one completion, with each token coloured by one of its numbers. One listener serves all tokens, so thousands stay fast.
+// Tokens: one completion, with each token coloured by one of its numbers. One listener serves all tokens, so the page stays fast with
+// thousands of them.
 
 import { ask } from "./ask.js";
 import { isDark } from "./chart.js";
@@ -8,12 +9,12 @@ import { tone } from "./samples.js";
 
 // How a number becomes a colour: share of the strongest colour, from -1 to 1.
 const SHADES = {
-  logprob: { title: "log-prob", share: (value) => -Math.min(-value / 6, 1), low: "sure (0)", high: "unlikely (−6 and less)" },
-  entropy: { title: "entropy", share: (value) => -Math.min(value / 4, 1), low: "0", high: "4 nats and more" },
+  logprob: { title: "log-prob", share: (value) => -Math.min(-value / 6, 1), low: "certain (0)", high: "unlikely (−6 or less)" },
+  entropy: { title: "entropy", share: (value) => -Math.min(value / 4, 1), low: "0", high: "4 nats or more" },
   mismatch: { title: "mismatch (learner − engine)", share: (value) => Math.max(-1, Math.min(1, value / 0.5)), low: "−0.5", high: "+0.5" },
   ratio: { title: "ratio (learner / engine)", share: (value) => Math.max(-1, Math.min(1, Math.log(Math.max(value, 1e-6)) / Math.log(1.5))), low: "1/1.5", high: "1.5" },
   advantage: { title: "advantage", share: (value) => Math.max(-1, Math.min(1, value / 2)), low: "−2", high: "+2" },
-  mask: { title: "mask", share: (value) => (value ? 0 : -1), low: "trained on", high: "not the policy's" },
+  mask: { title: "mask", share: (value) => (value ? 0 : -1), low: "trained on", high: "not from the policy" },
   version: { title: "weight version", classes: true },
 };
 const NAMES = { id: "token id", logprob: "log-prob", learner: "learner's log-prob", mask: "mask", version: "weight version", advantage: "advantage", entropy: "entropy", mismatch: "mismatch", ratio: "ratio" };
@@ -72,7 +73,7 @@ function numbers(answer, place) {
   if (pieces[id] !== undefined) rows.push(row("piece", shown(pieces[id])));
   for (const [name, values] of Object.entries(columns)) {
     const value = values[place];
-    if (name === "mask") rows.push(row("mask", value ? "trained on" : "not the policy's"));
+    if (name === "mask") rows.push(row("mask", value ? "trained on" : "not from the policy"));
     else rows.push(row(NAMES[name] || name, value === null ? "–" : name === "id" || name === "version" ? String(value) : number(value, 5)));
     if (name === "logprob" && value !== null) rows.push(row("probability", `${(100 * Math.exp(value)).toPrecision(3)} %`));
   }
@@ -83,7 +84,7 @@ export async function show(page, context) {
   const { asked } = context;
   const run = context.ids[0];
   if (asked.get("draw") === null) {
-    replace(page, message("Choose a completion", "Open a group under Samples and follow the link “tokens” of a completion."), el("p", {}, el("a", { href: address("samples", { run }) }, "to the samples")));
+    replace(page, message("Choose a completion", "Open a group under Samples and follow the “tokens” link of a completion."), el("p", {}, el("a", { href: address("samples", { run }) }, "Go to the samples")));
     return null;
   }
   const which = { run, step: asked.get("step"), draw: asked.get("draw") };
@@ -96,7 +97,7 @@ export async function show(page, context) {
   const modes = Object.entries(SHADES).filter(([name]) => columns[name]).map(([name, shade]) => [name, shade.title]);
   let by = modes.some(([name]) => name === asked.get("by")) ? asked.get("by") : "logprob";
   const legend = el("span", { class: "key" });
-  const side = el("div", { class: "card numbers", id: "numbers" }, el("p", { class: "soft" }, "Point at a token to see its numbers. A click keeps them."));
+  const side = el("div", { class: "card numbers", id: "numbers" }, el("p", { class: "soft" }, "Point at a token to see its numbers. Click it to keep them on the screen."));
   const stream = el("div", { class: "tokens", dir: "ltr" });
   const promptSpecial = new Set(answer.prompt.special);
   const prompt = answer.prompt.ids.map((id, place) => token(answer.prompt.texts === null ? null : answer.prompt.texts[place], { id, place, isSpecial: promptSpecial.has(place), isPrompt: true }));
@@ -105,7 +106,7 @@ export async function show(page, context) {
 
   function lay() {
     const left = answer.prompt.left_out ? el("span", { class: "soft" }, `${counted(answer.prompt.left_out, "earlier prompt token")} left out … `) : null;
-    replace(stream, showPrompt.checked ? [left, ...prompt, el("span", { class: "seam", title: "the completion begins" })] : [], boxes);
+    replace(stream, showPrompt.checked ? [left, ...prompt, el("span", { class: "seam", title: "the completion begins here" })] : [], boxes);
   }
 
   function repaint() { replace(legend, key(by, paint(boxes, columns, by))); }
@@ -132,7 +133,7 @@ export async function show(page, context) {
   };
   const missing = [];
   if (!answer.has_text) missing.push("The run directory has no tokenizer, so tokens are shown by their ids.");
-  if (!columns.mismatch) missing.push("The learner's numbers (entropy, ratio, mismatch) are kept for the first groups of each saved step; this group is not one of them.");
+  if (!columns.mismatch) missing.push("The learner's numbers (entropy, ratio, mismatch) are kept only for the first groups of each saved step; this group is not one of them.");
   replace(page,
     el("div", { class: "bar" }, el("h1", {}, "Tokens"), el("span", {}, `step ${answer.step}, draw ${answer.draw}, completion ${completion + 1} of ${answer.of}`), badge(`reward ${number(answer.reward)}`, tone(answer.reward)), answer.finish === "length" ? badge("truncated", "warn") : null,
       el("span", { class: "grow" }), step(-1, "‹ previous"), step(1, "next ›"), el("a", { class: "button", href: address("samples", { run, s: answer.step, draw: answer.draw }) }, "the group")),
