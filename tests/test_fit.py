@@ -204,7 +204,7 @@ def test_ranks_that_run_together_end_the_attempt_with_half_the_size() -> None:
     assert str(carried) == str(error), "no traceback"
     (alone,) = packing.batches([0], 10_000)
     last = too_large(learner.body, learner.fit, alone, packing, torch.OutOfMemoryError(WHY), optimizer=None)
-    assert type(last) is MemoryShortError and f"a row of {alone.num_tokens} tokens does not fit" in str(last)
+    assert type(last) is MemoryShortError and f"a row with {alone.num_tokens} tokens does not fit" in str(last)
 
 
 def test_the_ranks_of_a_gang_take_the_smallest_size() -> None:

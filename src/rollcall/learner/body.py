@@ -208,8 +208,8 @@ class Whole(BodyBase):
         context: int = 1,
         adapter: Adapter | None = None,
     ):
-        """``heads`` are a critic's heads, which replace the output head. The ``context`` neighbouring ranks split the tokens of their rows
-        among themselves. With an ``adapter``, only the adapter is trained."""
+        """``heads`` are a critic's heads, which replace the output head. The ``context`` neighbouring ranks split the tokens of their
+        rows among themselves. With an ``adapter``, only the adapter is trained."""
         group = join_context(gang, size=context)
         super().__init__(
             decoder, shape=decoder.shape, rope=decoder.rope, device=decoder.device, gang=gang, context=group,

@@ -101,7 +101,8 @@ class Optimizer:
         self._sums.clear()
 
     def step(self) -> dict[str, float]:
-        """Clip the gradients, update the weights, and clear the gradients. A zero gradient changes nothing. A non-finite gradient raises before anything changes."""
+        """Clip the gradients, update the weights, and clear the gradients. A zero gradient changes nothing. A non-finite gradient raises
+        before anything changes."""
         grad_norm = float(self._norm(self._sums))
         if not math.isfinite(grad_norm):
             self.discard()
@@ -209,7 +210,7 @@ class Optimizer:
 
     @torch.no_grad()
     def _lay_out_states(self) -> None:
-        """Give the state the memory layout of the weights. Other ranks may have saved it in another layout, and then every step is slow."""
+        """Give the state the memory layout of the weights. Ranks that saved it may use another layout, which makes steps slow."""
         for weight, entry in self.adamw.state.items():
             for key, value in entry.items():
                 if isinstance(value, Tensor) and value.shape == weight.shape and value.stride() != weight.stride():
