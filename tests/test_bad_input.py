@@ -428,7 +428,7 @@ def test_weights_that_diverge_in_the_last_step_are_neither_saved_nor_exported(
 def test_divergence_in_another_process_is_told_as_one_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def copy(self: Trained) -> None:
         told = WorkerError("actor rank 1 on node 0 raised", role="actor", ranks=[1], node_ranks=[0])
-        raise told from NonFiniteError("the actor's lm_head.weight contain NaN or infinite values")
+        raise told from NonFiniteError("there are NaN or infinite values in the actor's lm_head.weight")
 
     monkeypatch.setattr(Trained, "copy_parts", copy)
     with pytest.raises(

@@ -392,7 +392,7 @@ def test_a_disk_that_fills_up_leaves_no_model_and_the_next_start_goes_on(
     assert not out.exists()
     with monkeypatch.context() as patch:
         patch.setattr(staging, "free_bytes", lambda path: 1000)
-        with pytest.raises(StoredError, match="GB free, and the merge needs"):
+        with pytest.raises(StoredError, match="GB are free, and the merge needs"):
             merge(folder, out)
     assert merge(folder, out).continued_bytes > 0
     merged = merged_tensors(out)

@@ -1,4 +1,4 @@
-"""Run directories: tells new ones from started ones, cleans up after a killed process, and estimates the disk space of a run."""
+"""Distinguishes new run directories from started ones, cleans up after a killed process, and estimates a run's disk space."""
 
 from __future__ import annotations
 
@@ -128,8 +128,8 @@ def size_words(config: Config, *, checkpoint: int, model: int) -> str | None:
         return None
     count = f"{counted(min(saves, kept), 'checkpoint')} of {checkpoint / GIB:,.1f} GiB"
     text = (
-        f"{run_dir} will hold a model of {model / GIB:,.1f} GiB and {'each node its parts of ' if on_nodes else ''}{count}: up to "
-        f"{peak / GIB:,.1f} GiB in {run_dir} during a save, and {free / GIB:,.1f} GiB are available on its disk"
+        f"{run_dir} will store a model of {model / GIB:,.1f} GiB and {'each node will store its parts of ' if on_nodes else ''}{count}. "
+        f"This takes up to {peak / GIB:,.1f} GiB in {run_dir} during a save, and {free / GIB:,.1f} GiB are available on its disk"
     )
     if peak <= free:
         return text

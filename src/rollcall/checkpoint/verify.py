@@ -149,14 +149,14 @@ def _refuse_other_dtype(stored: Stored, *, wanted: str, trained: str, model_dir:
 
 
 def _load(model_dir: Path, stored: Stored) -> tuple[Any, str]:
-    """Load the model with plain transformers, in float32 if that fits in memory, otherwise as stored. Returns also the precision."""
+    """Load the model with plain transformers, in float32 if that fits in memory, otherwise as stored. Also returns the precision."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     elements = sum(math.prod(tensor.shape) for tensor in stored.tensors.values())
     fits = 4 * elements <= _SPARE * psutil.virtual_memory().available
     if code := own_code(str(model_dir)):
         raise VerifyError(
-            f"{model_dir} wants to run code from its own files ({', '.join(code)}), which verify does not do"
+            f"{model_dir} needs to run code from its own files ({', '.join(code)}), which verify does not allow"
         )
     if not (
         model_dir / "tokenizer_config.json"

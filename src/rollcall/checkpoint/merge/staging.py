@@ -54,7 +54,7 @@ class Staging:
         free = free_bytes(self._folder)
         if free is not None and free < needed:
             raise OSError(
-                errno.ENOSPC, f"it has {free / 1e9:,.2f} GB free, and the merge needs {needed / 1e9:,.2f} GB more"
+                errno.ENOSPC, f"only {free / 1e9:,.2f} GB are free, and the merge needs {needed / 1e9:,.2f} GB more"
             )
         if not same:
             self.model.mkdir()
