@@ -46,8 +46,8 @@ def export_model(
     """Write ``model`` and ``tokenizer`` to ``dir`` atomically.
 
     Replaces an existing model directory at ``dir``. ``stops`` are the tokens that end a generation; by default, they are those that
-    end a rollout of this model. ``probe`` is written next to the weights. If ``model`` is only an outline, pass the ``weights``. To write an
-    adapter in place of the weights, pass its files as ``adapter``.
+    end a rollout of this model. ``probe`` is written next to the weights. If ``model`` is only an outline, pass the ``weights``. To
+    write an adapter in place of the weights, pass its files as ``adapter``.
     """
     dir = Path(dir)
     ours = any((dir / name).exists() for name in ("config.json", PROBE))  # one of them may be missing

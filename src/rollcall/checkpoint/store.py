@@ -142,7 +142,7 @@ class CheckpointStore:
         return None
 
     def inspect(self, *, checksums: bool = True) -> list[Checkpoint]:
-        """Return all checkpoints, oldest first. Compares every file's checksum with the manifest, or without ``checksums`` only its size."""
+        """Return all checkpoints, oldest first. Compares the files with the manifest, by checksum or, without ``checksums``, by size."""
         entries = self._entries()
         return [replace(one, reason=one.reason or _changed_file(one)) for one in entries] if checksums else entries
 

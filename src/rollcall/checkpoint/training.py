@@ -1,4 +1,4 @@
-"""Saves and reads the trained models of a checkpoint. Each process of a gang writes its own part, and a gang of any size can read the parts.
+"""Saves and reads the trained models of a checkpoint. Each process of a gang writes a part, and a gang of any size can read the parts.
 
 ``model/`` contains the weights: ``part-*`` if the model is sharded, otherwise a model directory (or an adapter) that transformers (or
 peft) can open. ``actor/part-*`` contains the optimizer's moments and master weights; ``critic/part-*`` contains everything of the critic.
