@@ -346,8 +346,8 @@ def build_scorers(
     owned: ExitStack,
     num_workers: int = NUM_REWARD_WORKERS,
 ) -> tuple[Scorer, Scorer]:
-    """Build the scorers for training and for evaluation. They are the same unless all rewards come from models (``judges_of``). ``score`` is
-    the policy's scoring function; ``models`` maps a reward model's position in the run file to its function. ``owned`` closes the
+    """Build the scorers for training and for evaluation. They are the same unless all rewards come from models (``judges_of``). ``score``
+    is the policy's scoring function; ``models`` maps a reward model's position in the run file to its function. ``owned`` closes the
     scorers."""
     functions = dict(models)
     for index, reward in enumerate(rewards):

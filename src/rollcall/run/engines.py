@@ -3,7 +3,7 @@
     generate ──▶ router: which process? ──▶ its link: queued for the next call ──▶ ``exchange`` in that process
              ◀── finished completions return with a call's answer ◀──
 
-A completion does not get its own call. Each busy process has two ``exchange`` calls in flight, so that it never waits for the controller. A
+No completion gets its own call. Each busy process has two ``exchange`` calls in flight, so that it never waits for the controller. A
 call sends new requests and cancellations; its answer returns finished completions. One thread waits for answers. Everything else runs in
 the event loop's thread and does not block.
 

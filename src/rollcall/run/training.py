@@ -113,8 +113,8 @@ def train(
 
 @contextmanager
 def _examining() -> Iterator[None]:
-    """Open the debugger for exceptions in this process, if the user asked for it. Errors from another process have already been examined there. Each
-    error opens the debugger only once, so these blocks may be nested."""
+    """Open the debugger for exceptions in this process, if the user asked for it. Errors from another process have been examined there
+    already. Each error opens the debugger only once, so these blocks may be nested."""
     try:
         yield
     except Exception as error:
@@ -212,7 +212,7 @@ class _Run:
         return summary
 
     def _build(self) -> Workers:
-        """Build all roles, in this process or on the cluster's slots. Reduced sizes apply only here; the run file keeps the user's sizes."""
+        """Build all roles, in this process or on the cluster's slots. Reduced sizes apply only here, not in the run file."""
         smaller = {
             name: getattr(self.config, name).model_copy(update={"tokens_per_microbatch": tokens})
             for name, tokens in self.smaller.items()
