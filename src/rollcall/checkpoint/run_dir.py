@@ -113,7 +113,7 @@ def checkpoint_bytes(config: Config, sizes: ModelSizes, *, width: int) -> int:
 def size_words(config: Config, *, checkpoint: int, model: int) -> str | None:
     """Return a message about the disk space for checkpoints and model, given their sizes in bytes. None if little space is needed."""
     trainer, run_dir, on_nodes = config.trainer, config.run.dir, config.checkpoint.place == "local"
-    saves = -(-trainer.steps // trainer.save_every) if trainer.save_every else 1  # the last step included
+    saves = -(-trainer.steps // trainer.save_every) if trainer.save_every else 1  # including the last step
     kept = trainer.keep_last + (trainer.keep_best if config.data.val is not None else 0)
     held = sum(
         path.stat().st_size

@@ -1,7 +1,7 @@
 """Saves and reads the trained models of a checkpoint. Each process of a gang writes a part, and a gang of any size can read the parts.
 
 ``model/`` contains the weights: ``part-*`` if the model is sharded, otherwise a model directory (or an adapter) that transformers (or
-peft) can open. ``actor/part-*`` contains the optimizer's moments and master weights; ``critic/part-*`` contains everything of the critic.
+peft) can open. ``actor/part-*`` contains the optimizer's moments and master weights; ``critic/part-*`` contains all critic state.
 Tensors have their transformers names; moments are prefixed with their kind (``exp_avg/model.norm.weight``). ``optimizer.pt`` contains the
 optimizer's settings, and state that does not have the weight's shape, such as step counts. All ranks of a gang must call these functions.
 """

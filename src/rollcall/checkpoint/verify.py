@@ -43,7 +43,7 @@ class VerifyError(CheckpointError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verified:
-    """``difference`` is the largest difference of a token's log-prob. It must be at most ``tolerance``."""
+    """``difference`` is the largest difference in a token's log-prob. It must be at most ``tolerance``."""
 
     difference: float
     tolerance: float
@@ -206,7 +206,9 @@ def _tolerance(logprobs: np.ndarray, config: Any, *, trained: str, stored: str, 
     layers, width = config.num_hidden_layers, config.hidden_size
     sums = _unit("float32") * math.sqrt(width)
     share = sum(_unit(one) + sums for one in (trained, computed)) + (_unit(stored) if stored != trained else 0.0)
-    spread = float(logprobs.std()) + 1e-3 * float(np.abs(logprobs).max())  # the second term covers equal log-probs
+    spread = float(logprobs.std()) + 1e-3 * float(
+        np.abs(logprobs).max()
+    )  # the second term matters if all log-probs are equal
     return _FAR * math.sqrt(_ROUNDINGS * layers) * share * spread
 
 

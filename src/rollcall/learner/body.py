@@ -166,7 +166,7 @@ class BodyBase(ABC):
 
     @property
     def frozen_bytes(self) -> int:
-        """Memory for the model's own weights while only an adapter is trained, else 0."""
+        """Memory for the model's own weights while only an adapter is trained; otherwise 0."""
         return 0 if self.adapter is None else sum(self.local(name).nbytes for name in self.base_names)
 
     def non_finite(self) -> list[str]:

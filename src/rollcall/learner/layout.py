@@ -64,7 +64,7 @@ class WeightSplit:
         return part[rank * rows : (rank + 1) * rows]
 
     def tensor_part(self, whole: Tensor) -> Tensor:
-        """Return the part for this rank's index in the tensor group. All ranks with this index have it together."""
+        """Return the part for this rank's index in the tensor group. All ranks with this index share it."""
         if self.order is not None:
             whole = whole.index_select(0, self.order.to(whole.device))
         if self.dim is None or self.split.tensor == 1:

@@ -210,7 +210,7 @@ class Optimizer:
 
     @torch.no_grad()
     def _lay_out_states(self) -> None:
-        """Give the state the memory layout of the weights. Ranks that saved it may use another layout, which makes steps slow."""
+        """Give the state the memory layout of the weights. The ranks that saved it may have used one that makes steps slow."""
         for weight, entry in self.adamw.state.items():
             for key, value in entry.items():
                 if isinstance(value, Tensor) and value.shape == weight.shape and value.stride() != weight.stride():

@@ -184,7 +184,7 @@ class _Trees:
 
 
 def _common(one: Ints, other: Ints) -> int:
-    """Return how many tokens at the start of both are equal."""
+    """Return the length of the common prefix."""
     length = min(len(one), len(other))
     differ = one[:length] != other[:length]
     place = int(differ.argmax())

@@ -1,4 +1,4 @@
-"""A model whose weights are split across the ranks of a gang: FSDP2 across the data ranks, and tensor parallelism within each.
+"""A model whose weights are split across the ranks of a gang: FSDP2 across the data ranks, and tensor parallelism within each of them.
 
 Each decoder layer is a module that owns its fused weights (``ShardedLayer``). The root is a module with embeddings, final norm and output
 head (``ShardedRoot``). FSDP gathers a module's weights before its forward and its backward pass, and frees them afterwards. It gives

@@ -48,7 +48,7 @@ def cut_dim(field: str) -> int | None:
 
 
 def split_order(field: str, *, heads: int, kv_heads: int, dim: int, intermediate: int, tensor: int) -> Tensor | None:
-    """Return the row order in which equal slices of the weight are the ranks' parts, or None if that is the existing order.
+    """Return the order of rows in which consecutive equal slices are the ranks' parts, or None if that is the existing order.
 
     >>> split_order("qkv", heads=4, kv_heads=2, dim=1, intermediate=0, tensor=2).tolist()
     [0, 1, 4, 6, 2, 3, 5, 7]
@@ -117,7 +117,7 @@ class TensorGroup:
         return torch.cat((own, shared))
 
     def leave(self, x: Tensor) -> Tensor:
-        """Sum the results of products that are cut by heads or columns over ranks. Return the full sum, or this rank's part of it."""
+        """Sum over ranks the results of products that are cut by heads or columns. Return the full sum, or this rank's part of it."""
         if self.size == 1:
             return x
         if self.sequence_parallel:

@@ -113,7 +113,7 @@ class Passes:
     @property
     def kept_per_layer(self) -> int:
         """Bytes per token that a layer keeps until its backward pass if it keeps everything: the inputs to its norms and
-        products, queries, keys, values, and the attention output with its log-sum-exps."""
+        matrix products, queries, keys, values, and the attention output with its log-sum-exps."""
         sizes = self.sizes
         attention = (2 * sizes.heads + 2 * sizes.kv_heads) * sizes.head_dim * self.width + WIDE * sizes.heads
         if self.compiled:

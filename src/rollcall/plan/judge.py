@@ -80,7 +80,7 @@ class RunPlan:
 
 
 def plan_run(config: Config, *, card_gib: float | None = None, model_config: Path | None = None) -> RunPlan:
-    """Plan and judge a run. Raises PlacementError if no plan is possible; ``problems`` lists other faults."""
+    """Plan and check a run. Raises PlacementError if no plan is possible; ``problems`` lists other faults."""
     notes: list[str] = []
     problems: list[str] = []
     if config.cluster is None:

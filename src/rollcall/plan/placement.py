@@ -245,7 +245,7 @@ def _slots(nodes: Nodes, processes: Sequence[PlannedProcess]) -> tuple[Slot, ...
 
 
 def _environments(placed: _Spans, nodes: Nodes) -> tuple[PlannedProcess, ...]:
-    """Plan one environment process for each node that has environment slots, with these slots."""
+    """Plan one environment process for each node that has environment slots. It gets all of these slots."""
     on_node: dict[int, list[int]] = {}
     for span in placed.get(Role.ENVIRONMENT, ()):
         on_node.setdefault(nodes.node_of[span[0]], []).append(span[0])

@@ -266,7 +266,7 @@ def _engine_sentence(model: Any, why: str) -> str:
     return (
         f"the KV cache of the native engine does not fit ({why}); the model's weights take {size(weights)}, and the learner's state may "
         "be in "
-        "memory too. Lower rollout.kv_memory_fraction or rollout.kv_tokens, or give rollout slots without an actor"
+        "memory too. Lower rollout.kv_memory_fraction or rollout.kv_tokens, or place rollout on slots without an actor"
     )
 
 

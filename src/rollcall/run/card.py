@@ -156,7 +156,7 @@ def _chosen(fit: Fit, line: Line | None, *, room: int) -> str:
 
 
 def _kv_tokens(engine: EngineNeeds, *, device: torch.device, needs: Sequence[int]) -> int:
-    """Return the KV tokens that fit beside the learners. Engine and learners take turns with their memory, but CUDA graphs keep
+    """Return how many KV tokens fit next to the learners. Engine and learners take turns with their memory, but CUDA graphs keep
     theirs."""
     config = engine.config
     room = room_on(device) - engine.graphs - max([engine.filling, *needs])

@@ -3,7 +3,7 @@
     generate ──▶ router: which process? ──▶ its link: queued for the next call ──▶ ``exchange`` in that process
              ◀── finished completions return with a call's answer ◀──
 
-No completion gets its own call. Each busy process has two ``exchange`` calls in flight, so that it never waits for the controller. A
+No call is for a single completion. Each busy process has two ``exchange`` calls in flight, so that it never waits for the controller. A
 call sends new requests and cancellations; its answer returns finished completions. One thread waits for answers. Everything else runs in
 the event loop's thread and does not block.
 
@@ -290,7 +290,7 @@ class Engines:
         return done
 
     def _fail(self, error: Exception) -> None:
-        """Raise the error in all waiting callers, and in later ones."""
+        """Make all waiting callers, and later ones, raise the error."""
         self._failure = self._failure or error
         for done in [self._forget(request_id) for request_id in list(self._asked)]:
             if not done.cancelled():

@@ -85,11 +85,13 @@ class Router:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._weights: Mapping[int, float] = {0: 1.0}
-        self._num_given: dict[int, int] = {}  # batches by pool
+        self._num_given: dict[int, int] = {}  # number of batches by pool
         self._batches: dict[str, Batch] = {}  # by request
         self._open: dict[str, Batch] = {}  # by group; batches that are still queued
         self._arrivals = itertools.count()
-        self._sessions: dict[str, list[int]] = {}  # session -> the workers that had its requests, the latest last
+        self._sessions: dict[
+            str, list[int]
+        ] = {}  # session -> the workers that had its requests, the most recent one last
         self._seats: dict[int, RolloutWorker] = {}  # workers that can get requests
         self._by_node = node_weights is not None
         if node_weights is not None:
@@ -226,7 +228,7 @@ class _Pool:
         self._sessions = sessions
         # For all workers together, computed by ``_compare``:
         self._rate = 0.0
-        self._latency_s = 0.0  # the median worker's
+        self._latency_s = 0.0  # that of the median worker
         self._load = 0
 
     def wait(self, batch: Batch) -> None:
@@ -345,7 +347,7 @@ class _Pool:
         return seat.load + size <= self._room
 
     def _in_time(self, seat: RolloutWorker, size: int, *, waiting: int) -> bool:
-        """Whether this worker would finish a batch by about the time when the others finish everything."""
+        """Whether this worker would finish a batch by about the time that the other workers finish everything."""
         if len(self.seats) == 1 or not self._load:
             return True  # some worker has to start
         turns = 1 if self._has_place(seat, size) else 2  # 2: the batch starts after another one has finished

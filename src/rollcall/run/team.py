@@ -136,7 +136,7 @@ class Team:
 
     def forward(self, role: Role, method: str, samples: Sequence[Sample]) -> list[Any]:
         """Return one result per sample. Each process with the role gets a fair share of the tokens, and an attempt's rows stay together.
-        Processes that run every forward pass together all get all samples, and split them themselves."""
+        Processes that run every forward pass together all get all samples, and split them among themselves."""
         if role in self.together:
             return self.call_role(role, method, list(samples))[0]
         workers = self.members[role]

@@ -35,7 +35,9 @@ def train_as_master(
 
     config = with_folder(config, folder, num_nodes=num_nodes, rank_weights=rank_weights)
     with FolderBackend(folder, num_nodes=num_nodes, run=config.run.name, options=options) as backend:
-        say(f"master of {num_nodes} nodes, in {backend.folder}; run directory {config.run.dir}")
+        say(
+            f"this is the master of {num_nodes} nodes; their folder is {backend.folder}, and the run directory is {config.run.dir}"
+        )
         return train(config, fresh=fresh, quiet=quiet, bounds=bounds, backend=backend)
 
 

@@ -1,4 +1,4 @@
-"""Trains from a run file to a model directory: starts or resumes the run, runs the controller in attempts, and writes the summary."""
+"""Turns a run file into a trained model: starts or resumes the run, runs the controller in attempts, and writes the summary."""
 
 from __future__ import annotations
 

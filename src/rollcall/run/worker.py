@@ -239,7 +239,7 @@ class RoleWorker(Trained):
     def _load(
         self, gang: Gang, role: Role, *, in_roles: Collection[Role], whole: bool = False
     ) -> tuple[Any, Stored | None]:
-        """Load the model for ``role``, or only its outline and where its weights are: if the model is in parts, each process in the
+        """Load the model for ``role``, or only its outline and the location of its weights: if the model is in parts, each process in the
         gang later reads its own part. If the files do not allow that, the first process of the gang loads the model and sends the others
         their parts. ``whole`` means that something in this process needs the full model."""
         in_parts = role in self._in_parts and role in in_roles
@@ -338,7 +338,7 @@ class RoleWorker(Trained):
         return {} if self.learner is None else base_of(self.learner, self.tokenizer)
 
     def invite(self, receivers: Mapping[str, bool], host: str) -> Mapping[str, Invitation]:
-        """Open this process's sender, if it sends. Each value in ``receivers`` says whether the receiver is on this node."""
+        """Open a sender if this process sends weights. Each value in ``receivers`` says whether the receiver is on this node."""
         assert self.learner is not None
         rank, body = self.learner.gang.rank, self.learner.body
         sends = rank == 0 or (self._by_parts and body.in_parts and rank < num_parts(body))

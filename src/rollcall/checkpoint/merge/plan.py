@@ -57,7 +57,7 @@ class Copy:
 class Unit:
     file: StoredFile
     copies: tuple[Copy, ...]
-    records: tuple[CheckedRange, ...]  # to verify; empty if the file has a single checksum or none
+    records: tuple[CheckedRange, ...]  # the records to verify; empty if the file has a single checksum or none
 
     @property
     def name(self) -> str:
