@@ -120,7 +120,7 @@ def test_settings_are_given_as_dotted_keys_or_maps_and_checked_as_on_the_command
         rollcall.train(file, trainer={"stepz": 3})
     with pytest.raises(rollcall.ConfigError, match=r"nowhere.yaml does not exist.*rollcall init"):
         rollcall.train(tmp_path / "nowhere.yaml")
-    with pytest.raises(rollcall.ConfigError, match="phase='all' does not exist; use both, rollout, update"):
+    with pytest.raises(rollcall.ConfigError, match="phase='all' is not one of both, rollout, update"):
         rollcall.train(file, phase="all")
     with pytest.raises(rollcall.ConfigError, match="is not a run directory"):
         (tmp_path / "empty").mkdir()

@@ -147,7 +147,7 @@ def test_an_environment_ends_when_the_model_cannot_be_read(tmp_path: Path, monke
 def test_prompts_that_become_the_same_tokens_are_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     rows = [{"prompt": f"1+{letter}=", "answer": "1"} for letter in ("1", "a", "b", "c")]
     load_inputs(make_run(tmp_path, "model.path=builtin:arithmetic", rows=rows))
-    assert "2 prompts are identical to another for the model, although the texts" in caplog.text
+    assert "2 prompts are identical to another prompt for the model, although the texts" in caplog.text
 
 
 def test_prompts_that_the_tokenizer_cannot_write_are_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -215,7 +215,10 @@ def test_a_held_out_prompt_that_cannot_fit_is_refused_too(tmp_path: Path) -> Non
 def test_a_kv_cache_too_small_for_the_longest_prompt_is_refused_before_training(tmp_path: Path) -> None:
     rows = [*letter_rows(40), {"id": "long", "prompt": "1" * 20 + "=", "answer": "a"}]
     config = make_run(tmp_path, "rollout.kv_tokens=24", rows=rows)
-    with pytest.raises(ConfigError, match=r"prompt of 21 tokens; .* makes 25, .* rollout.kv_tokens=24: use 25 or more"):
+    with pytest.raises(
+        ConfigError,
+        match=r"prompt of 21 tokens; .* makes 25, .* only 24 tokens \(rollout.kv_tokens\); set it to 25 or more",
+    ):
         finish(config)
     assert not config.run.dir.exists()
     assert finish(make_run(tmp_path, "rollout.kv_tokens=25", "trainer.steps=1"))["steps"] == 1
@@ -430,11 +433,12 @@ def test_weights_that_diverge_in_the_last_step_are_neither_saved_nor_exported(
 def test_divergence_in_another_process_is_told_as_one_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def copy(self: Trained) -> None:
         told = WorkerError("actor rank 1 on node 0 raised", role="actor", ranks=[1], node_ranks=[0])
-        raise told from NonFiniteError("the actor's lm_head.weight contain NaN or infinite values")
+        raise told from NonFiniteError("there are NaN or infinite values in the actor's lm_head.weight")
 
     monkeypatch.setattr(Trained, "copy_parts", copy)
     with pytest.raises(
-        RunError, match=r"step 2: the actor's lm_head\.weight .*this step was not saved.*Lower actor\.lr"
+        RunError,
+        match=r"step 2: there are NaN .* the actor's lm_head\.weight.*this step was not saved.*Lower actor\.lr",
     ):
         finish(make_run(tmp_path))
 

@@ -46,7 +46,7 @@ def test_the_measured_pass_corrects_the_estimate(
     assert need == 1_000_000 + 900 * 10_000
     told = capsys.readouterr().err
     assert (
-        told == "actor: 10000 tokens in a micro-batch (measured: 1.00 MB and 900 bytes a token; 10.00 MB were free)\n"
+        told == "actor: 10000 tokens in a micro-batch (measured: 1.00 MB and 900 bytes per token; 10.00 MB were free)\n"
     )
 
 
@@ -80,7 +80,7 @@ def test_little_room_is_accepted_only_with_what_it_costs_and_what_helps(
         in told()
     )
     assert (
-        f"room for 1 of the 256 completions that an engine gets in a step (of {engine.longest} tokens each)"
+        f"256 completions of up to {engine.longest} tokens in a step, but the KV cache has room for only 1 of them"
         in caplog.text
     )
     assert "256 times as long" in caplog.text and "model.lora.rank=16" in caplog.text

@@ -279,7 +279,7 @@ def test_a_type_that_safetensors_lacks_is_refused_by_the_name_of_the_file(tmp_pa
     config = save_model(tmp_path / "config", "qwen2-untied")
     state = {**a_state(), "lm_head.weight": torch.ones(40, 64).to(torch.float8_e8m0fnu)}
     folder = write_verl(tmp_path / "a", state, mesh=(1,), config=config, plain=tuple(state))
-    with pytest.raises(StoredError, match=r"rank_0.pt: lm_head.weight is of type torch.float8_e8m0fnu.*give --dtype"):
+    with pytest.raises(StoredError, match=r"rank_0.pt: lm_head.weight is of type torch.float8_e8m0fnu.*use --dtype"):
         merge(folder, tmp_path / "out")
 
 
@@ -392,7 +392,7 @@ def test_a_disk_that_fills_up_leaves_no_model_and_the_next_start_goes_on(
     assert not out.exists()
     with monkeypatch.context() as patch:
         patch.setattr(staging, "free_bytes", lambda path: 1000)
-        with pytest.raises(StoredError, match="GB free, and the merge needs"):
+        with pytest.raises(StoredError, match="GB are free, and the merge needs"):
             merge(folder, out)
     assert merge(folder, out).continued_bytes > 0
     merged = merged_tensors(out)

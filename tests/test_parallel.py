@@ -402,7 +402,7 @@ def try_to_build(gang: Gang, changes: dict[str, Any], shape: dict[str, Any]) -> 
     [
         (dict(), dict(tensor_parallel_size=4), "actor.tensor_parallel_size=4, but actor has 2 processes; use a divisor of 2"),
         (dict(), dict(**HSDP, tensor_parallel_size=2), "sharding_group_size=2 does not divide the 1 data ranks"),
-        (dict(), dict(sharding="fsdp", cpu_offload=True), "this run uses no accelerator, only the CPU; leave it out"),
+        (dict(), dict(sharding="fsdp", cpu_offload=True), "this run uses only the CPU; leave the key out"),
         (dict(), dict(sharding="fsdp", optimizer=dict(name="torch.optim.Muon")), "may need whole weights"),
         (dict(vocab_size=41), TENSOR, "built"),
     ],

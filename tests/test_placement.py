@@ -131,7 +131,7 @@ def test_roles_that_divide_sequences_share_all_processes_or_none() -> None:
     placement: dict[str, str | int] = {"actor": "0-3", "inference": "2-5", "rollout": "all"}
     message = refusal(EIGHT, placement, context_parallel={Role.ACTOR: 2, Role.INFERENCE: 2})
     assert (
-        "gives actor 4 and inference 4 processes, but they share only 2; give both the same slots, or separate"
+        "gives 4 processes to actor and 4 to inference, but they share only 2; give both the same slots, or separate"
         in message
     )
     assert make_plan(EIGHT, placement).meshes[Role.INFERENCE].data == 4
@@ -150,12 +150,12 @@ def test_a_tensor_group_on_two_nodes_is_noted() -> None:
         ({"actor": 9007199254740992}, ("asks for slot 9007199254740992",)),
         ({"actor": "0-7:0-2"}, ("8 = 3 x 2 + 2", "use 1, 2, 4 or 8 processes, such as 0-7:0-1")),
         ({"actor": "0-7:0-8"}, ("8 = 9 x 0 + 8", "such as 0-7:0-7")),
-        ({"actor": "0-3:0-1,4-7:0-1"}, ("2 processes of the role sit on lower slots", "write 4-7:2-3")),
+        ({"actor": "0-3:0-1,4-7:0-1"}, ("lower slots have 2 processes of the role already", "write 4-7:2-3")),
         ({"actor": "0-7:1-4"}, ("starts at process rank 1", "write 0-7:0-3")),
         ({"actor": "7-0"}, ("7-0 runs backwards; write 0-7",)),
         ({"actor": "0-7:3-0"}, ("process ranks 3-0 run backwards; write 0-3",)),
         ({"actor": "0-4,3-7"}, ("slot 3 twice, in 0-4 and in 3-7",)),
-        ({"actor": "0-7", "rollout": "0-7:0-3"}, ("on slot 0", "has slot 0 and", "has slots 0-1", "1 against 2")),
+        ({"actor": "0-7", "rollout": "0-7:0-3"}, ("on slot 0", "has slot 0 and", "has slots 0-1", "now 1 and 2")),
         ({"actor": "0-3,4-7:4-5"}, ("processes of 1 and 2 slots",)),
         ({"actor,rollout": "all", "rollout": "0"}, ("places rollout twice (the second time in 'rollout')",)),
         ({"actor,actor": "all"}, ("names a role twice; write actor",)),

@@ -101,7 +101,7 @@ def test_a_plan_says_what_little_room_for_kv_and_micro_batches_costs(tmp_path: P
         return " ".join(run.notes)
 
     assert "micro-batch has room for 640 tokens, so an update of 256 completions takes up to 256 passes" in notes()
-    assert "room for 1 of the 256 completions" in notes() and "set actor.optimizer.state=bfloat16" in notes()
+    assert "room for only 1 of them" in notes() and "set actor.optimizer.state=bfloat16" in notes()
     for sections in ({"actor": {"optimizer": {"state": "bfloat16"}}}, {"model": {"lora": {"rank": 16}}}):
         assert "has room for" not in notes(**sections)
 
@@ -281,8 +281,10 @@ def test_what_does_not_fit_is_refused_with_the_sum_and_the_lever(tmp_path: Path)
     run = make_run(tmp_path, {"actor,rollout": "all"}, card_gib=16, actor=fixed)
     (problem,) = run.problems
     over = run.memory[0].total / GIB - 16
-    assert problem.startswith(f"slots 0-7 (actor, rollout): {16 + over:.1f} GiB needed, but the card has 16.0 GiB")
-    assert f"{over:.1f} GiB too much" in problem and "actor.tokens_per_microbatch" in problem
+    assert problem.startswith(
+        f"slots 0-7 (actor, rollout): the roles need {16 + over:.1f} GiB, {over:.1f} GiB more than the card's 16.0 GiB"
+    )
+    assert "actor.tokens_per_microbatch" in problem
     lower = {"sharding": "fsdp", "tokens_per_microbatch": 2048}
     lowered = make_run(tmp_path, {"actor,rollout": "all"}, card_gib=16, actor=lower)
     assert lowered.problems == ()
@@ -290,7 +292,9 @@ def test_what_does_not_fit_is_refused_with_the_sum_and_the_lever(tmp_path: Path)
 
 def test_completions_longer_than_the_model_reads_cannot_work(tmp_path: Path) -> None:
     run = make_run(tmp_path, {"actor,rollout": "all"}, nodes=[1], rollout={"max_response_tokens": 10**6})
-    assert "rollout.max_response_tokens=1000000 leaves no room for a prompt: the model has" in "".join(run.problems)
+    assert "rollout.max_response_tokens=1000000 leaves no room for a prompt, because the model has" in "".join(
+        run.problems
+    )
 
 
 def test_on_one_card_that_is_too_small_the_lever_is_an_adapter(tmp_path: Path) -> None:
@@ -377,7 +381,7 @@ def test_heads_that_do_not_split_over_a_process_are_refused(tmp_path: Path) -> N
     vllm = {"engine": "vllm", "vllm": {"tensor_parallel_size": 4}}
     run = make_run(tmp_path, {"actor": "0-3", "rollout": "4-7:0"}, rollout=vllm)
     assert run.problems == (
-        "rollout splits the model over 4 slots, but it has 14 attention heads: 14 = 4 x 3 + 2; use a number of slots per process (or a "
+        "rollout splits the model over 4 slots, but the model has 14 attention heads: 14 = 4 x 3 + 2; use a number of slots per process (or a "
         "tensor_parallel_size) that divides 14",
     )
 
@@ -432,7 +436,7 @@ def test_what_a_context_size_cannot_divide_is_refused(tmp_path: Path) -> None:
     ("placement", "rollout", "words"),
     [
         ({"actor": "0-3", "rollout": "4-7"}, {"engine": "vllm", "vllm": {"tensor_parallel_size": 2}}, "0-7:0-3"),
-        ({"actor": "0-3", "rollout": "4-7:0-1"}, {"engine": "vllm"}, "tensor_parallel_size=1 splits an engine over 1"),
+        ({"actor": "0-3", "rollout": "4-7:0-1"}, {"engine": "vllm"}, "tensor_parallel_size=1 splits an engine across 1 slot;"),
         ({"actor": "0-3", "rollout": "4-7:0-1"}, {}, "rollout.engine=vllm and rollout.vllm.tensor_parallel_size=2"),
         ({"actor": "0-3", "rollout": "4-5", "inference": "6-7:0"}, {}, "inference has 2 slots per process, but it uses one"),
     ],
@@ -449,7 +453,7 @@ def test_weights_that_leave_rollout_without_work_are_refused(tmp_path: Path) -> 
     apart: dict[str, str | int] = {"rollout": "0-1", "actor": "2-3"}
     idle = make_run(tmp_path, apart, nodes=[2, 2], cluster={"node_weights": [0, 1]})
     assert idle.problems == (
-        "cluster.node_weights=[0.0, 1.0] has 0 for every node with a rollout process (node 0); give one of them a weight above "
+        "cluster.node_weights=[0.0, 1.0] gives a weight of 0 to every node with a rollout process (node 0); give one of them a weight above "
         "0",
     )
     assert make_run(tmp_path, apart, nodes=[2, 2], cluster={"node_weights": [1, 0]}).problems == ()
@@ -548,7 +552,7 @@ def test_a_model_directory_is_measured_where_it_lies(tmp_path: Path) -> None:
     result = rollcall("plan", "model.path=model", "--json", cwd=tmp_path)
     found = json.loads(result.stdout)
     assert found["parameters"] == sum(tensor.numel() for tensor in make_model().parameters())
-    assert found["notes"][:1] == ["the run file has no cluster section: everything runs in one process on one slot"]
+    assert found["notes"][:1] == ["the run file has no cluster section, so everything runs in one process on one slot"]
 
 
 def test_what_cannot_work_ends_with_status_1_and_why(tmp_path: Path) -> None:
@@ -648,5 +652,7 @@ def test_programs_run_on_the_nodes_of_their_slots_and_ask_the_controllers(
     assert any("environment is not placed, so it runs on the controller's node" in note for note in run.notes)
     placed = make_run(tmp_path, {"actor,rollout": "all", "environment": "8"}, nodes=[8, 8], environment=environment)
     assert placed.problems == ()
-    expected = f"the programs of environment.type={environment['type']} run on node 1 and ask the controller's node"
+    expected = (
+        f"the programs of environment.type={environment['type']} run on node 1 and reach the model through an endpoint"
+    )
     assert any(expected in note for note in placed.notes)

@@ -261,12 +261,12 @@ def test_a_large_run_is_told_before_it_fills_the_disk(tmp_path: Path, monkeypatc
         return size_words(local, checkpoint=2 * GIB, model=GIB // 2)
 
     assert words("shared") == (
-        f"{run_dir} will hold a model of 0.5 GiB and 3 checkpoints of 2.0 GiB: up to 8.5 GiB in {run_dir} during a save, and "
+        f"{run_dir} will store a model of 0.5 GiB and 3 checkpoints of 2.0 GiB. This takes up to 8.5 GiB in {run_dir} during a save, and "
         "100.0 GiB are available on its disk"
     )
     assert words("local") == (
-        f"{run_dir} will hold a model of 0.5 GiB and each node its parts of 3 checkpoints of 2.0 GiB: up to 0.5 GiB in {run_dir} during "
-        "a save, and 100.0 GiB are available on its disk"
+        f"{run_dir} will store a model of 0.5 GiB and each node will store its parts of 3 checkpoints of 2.0 GiB. This takes up to 0.5 GiB "
+        f"in {run_dir} during a save, and 100.0 GiB are available on its disk"
     )
     free = 7 * GIB
     assert "too little. Lower trainer.keep_last" in str(words("shared"))

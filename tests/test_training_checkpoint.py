@@ -144,7 +144,7 @@ def refused(gang: Gang, changes: dict[str, Any], directory: Path) -> list[str]:
 def test_diverged_weights_are_refused_on_all_ranks_before_anything_is_written(
     ranks: Ranks, tmp_path: Path, size: int, changes: dict[str, Any]
 ) -> None:
-    actor = "the actor's model.layers.1.self_attn.q_proj.weight contain NaN or infinite values"
-    critic = "the critic's layers.1.qkv contain NaN or infinite values"
+    actor = "there are NaN or infinite values in the actor's model.layers.1.self_attn.q_proj.weight"
+    critic = "there are NaN or infinite values in the critic's layers.1.qkv"
     assert ranks.run(refused, changes, tmp_path, size=size) == [[actor, actor, critic]] * size
     assert list(tmp_path.iterdir()) == []

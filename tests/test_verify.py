@@ -184,7 +184,7 @@ def test_code_that_comes_with_a_model_is_not_run(model: Path) -> None:
     config["auto_map"] = {"AutoModelForCausalLM": "own_code.Model"}
     (model / "config.json").write_text(json.dumps(config))
     (model / "own_code.py").write_text("raise SystemExit('it ran')")
-    with pytest.raises(VerifyError, match="wants to run code from its own files"):
+    with pytest.raises(VerifyError, match="needs to run code from its own files"):
         verify(model)
 
 

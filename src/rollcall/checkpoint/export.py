@@ -45,9 +45,9 @@ def export_model(
 ) -> Path:
     """Write ``model`` and ``tokenizer`` to ``dir`` atomically.
 
-    Replaces an existing model directory at ``dir``. ``stops`` are the tokens that end a generation; the default is those that end a
-    rollout of this model. ``probe`` is written next to the weights. If ``model`` is only an outline, pass the ``weights``. To write an
-    adapter in place of the weights, pass its files as ``adapter``.
+    Replaces an existing model directory at ``dir``. ``stops`` are the tokens that end a generation; by default, they are those that
+    end a rollout of this model. ``probe`` is written next to the weights. If ``model`` is only an outline, pass the ``weights``. To
+    write an adapter in place of the weights, pass its files as ``adapter``.
     """
     dir = Path(dir)
     ours = any((dir / name).exists() for name in ("config.json", PROBE))  # one of them may be missing

@@ -21,7 +21,7 @@ def exported_model(run_dir: Path, *, last: Checkpoint | None) -> Path | None:
     model = run_dir / "model"
     if not (model / "config.json").exists():
         return None
-    # The manifest's time, not the folder's: gathering parts changes the folder but not what is saved.
+    # Compare with the manifest's time, not the folder's: gathering parts changes the folder but not what is saved.
     if last is not None and model.stat().st_mtime < (last.path / MANIFEST).stat().st_mtime:
         return None
     try:
@@ -36,7 +36,7 @@ def exported_model(run_dir: Path, *, last: Checkpoint | None) -> Path | None:
 
 
 def _refuse_damaged(model: Path) -> None:
-    """Raise if a file other than the weights is missing or is not valid JSON. Files may have been edited."""
+    """Raise if a file other than the weights is missing or is not valid JSON. A user may have edited these files."""
     names = ["config.json", *([ADAPTER_CONFIG] if (model / ADAPTER_WEIGHTS).exists() else [])]
     names += [PROBE] if (model / PROBE).exists() else []
     while names:

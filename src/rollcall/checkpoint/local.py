@@ -39,8 +39,8 @@ def name_of_run(checkpoints: Path, *, run: str) -> str:
         return names[0]
     if names:
         warn(
-            f"{checkpoints} is a copy of another run's, so new parts go to another folder on each node; the copied checkpoints' parts "
-            "stay where they are: this run reads but never removes them"
+            f"{checkpoints} was copied from another run, so new parts go to another folder on each node. The parts of the copied "
+            "checkpoints stay where they are: this run reads them but never removes them"
         )
     word = re.sub(r"[^A-Za-z0-9_-]+", "-", run).strip("-")[
         :60

@@ -2,8 +2,8 @@
 
 A part is a plain safetensors file. Its metadata key ``parts`` gives each block's tensor name, its start in that tensor, and the
 tensor's full shape. With PyTorch's sharded format (torch.distributed.checkpoint) the run would wait less
-(``benchmarks/save.py`` compares them). We use safetensors because of the files it leaves: blocks under their transformers names, which
-any safetensors reader can find, a checksum for each file, and no pickle.
+(``benchmarks/save.py`` compares them). We use safetensors because of the resulting files: any safetensors reader finds the blocks
+under their transformers names, each file has a checksum, and none contains a pickle.
 """
 
 from __future__ import annotations
@@ -148,14 +148,14 @@ class HostMemory:
         address = self._all.data_ptr()
         runtime: Any = torch.cuda.cudart()
         if status := int(runtime.cudaHostRegister(address, len(self._all), 0)):
-            with suppress(RuntimeError):  # CUDA would report its last error with the next kernel
+            with suppress(RuntimeError):  # otherwise CUDA would report this error with the next kernel
                 torch.zeros(1, device="cuda")
             warn(
                 f"{len(self._all):,} bytes of host memory for checkpoints cannot be pinned (CUDA error {status}), so each save makes "
                 "the run wait longer"
             )
             return
-        # Unpin even if nobody calls free. CUDA would treat later tensors at this address as pinned, and refuse to copy them.
+        # Unpin even if nobody calls free. Otherwise CUDA would treat later tensors at this address as pinned, and refuse to copy them.
         self._unpin = weakref.finalize(self, lambda: torch.cuda.check_error(int(runtime.cudaHostUnregister(address))))
         self._unpin.atexit = False
 

@@ -100,7 +100,7 @@ def read_probe(path: Path) -> TrainedProbe:
         probe = _READER.validate_json(read_small(path))
     except FileNotFoundError:
         raise CheckpointError(
-            f"{path} does not exist, so nothing records what the trained model computed; give a checkpoint or an exported model "
+            f"{path} does not exist, so nothing records what the trained model computed; use a checkpoint or an exported model "
             "that this version of Rollcall saved"
         ) from None
     except (OSError, ValueError) as error:

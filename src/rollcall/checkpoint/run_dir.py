@@ -1,4 +1,4 @@
-"""Run directories: tells new ones from started ones, cleans up after a killed process, and estimates the disk space of a run."""
+"""Distinguishes new run directories from started ones, cleans up after a killed process, and estimates a run's disk space."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ def checkpoint_bytes(config: Config, sizes: ModelSizes, *, width: int) -> int:
 def size_words(config: Config, *, checkpoint: int, model: int) -> str | None:
     """Return a message about the disk space for checkpoints and model, given their sizes in bytes. None if little space is needed."""
     trainer, run_dir, on_nodes = config.trainer, config.run.dir, config.checkpoint.place == "local"
-    saves = -(-trainer.steps // trainer.save_every) if trainer.save_every else 1  # the last step included
+    saves = -(-trainer.steps // trainer.save_every) if trainer.save_every else 1  # including the last step
     kept = trainer.keep_last + (trainer.keep_best if config.data.val is not None else 0)
     held = sum(
         path.stat().st_size
@@ -128,8 +128,8 @@ def size_words(config: Config, *, checkpoint: int, model: int) -> str | None:
         return None
     count = f"{counted(min(saves, kept), 'checkpoint')} of {checkpoint / GIB:,.1f} GiB"
     text = (
-        f"{run_dir} will hold a model of {model / GIB:,.1f} GiB and {'each node its parts of ' if on_nodes else ''}{count}: up to "
-        f"{peak / GIB:,.1f} GiB in {run_dir} during a save, and {free / GIB:,.1f} GiB are available on its disk"
+        f"{run_dir} will store a model of {model / GIB:,.1f} GiB and {'each node will store its parts of ' if on_nodes else ''}{count}. "
+        f"This takes up to {peak / GIB:,.1f} GiB in {run_dir} during a save, and {free / GIB:,.1f} GiB are available on its disk"
     )
     if peak <= free:
         return text

@@ -31,7 +31,7 @@ class Saving:
     run_name: str
 
     def copy(self) -> None:
-        """Copy the state to save to host memory, so that the models may change while ``write`` runs."""
+        """Copy the models' state to host memory, so that the models may change while ``write`` runs."""
         self.call(self.processes, "copy_parts")
 
     def write(self, directory: Path) -> Written:
@@ -41,7 +41,7 @@ class Saving:
         return join_written(self._wait())
 
     def _wait(self) -> list[Written]:
-        """Poll until all parts are written, because a process that blocked until then could not train meanwhile."""
+        """Poll until all parts are written. A process that blocked until then could not train in the meantime."""
         written: dict[int, Written] = {}
         pause_s = 0.02
         while asked := [process for process in self.processes if process not in written]:
@@ -117,7 +117,7 @@ def saving_of(config: Config, call: Call, *, processes: Sequence[int], in_parts:
 
 def _saving(why: str) -> str:
     return (
-        f"there is not enough memory to save a checkpoint ({why}), which is copied to host memory before it is written. Free memory on "
+        f"there is not enough memory to save a checkpoint ({why}): it is copied to host memory before it is written. Free memory on "
         "this "
         "node; on a GPU, lower rollout.kv_memory_fraction or actor.tokens_per_microbatch. Earlier checkpoints are intact"
     )
@@ -141,7 +141,7 @@ class Trained:
         self._config_files: dict[str, bytes] | None = None  # the same for every save of a run, without the probe
 
     def copy_parts(self) -> None:
-        """Copy the state to save to host memory. Afterwards the models may change."""
+        """Copy the models' state to host memory. Afterwards the models may change."""
         found = self.config_files()
         with short_of_memory(_saving):
             files, facts = files_to_save(self.learner, self.critic, config_files=found)

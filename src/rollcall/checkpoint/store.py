@@ -1,4 +1,4 @@
-"""Atomic checkpoints: each is complete or does not exist.
+"""Atomic checkpoints: each is either complete or does not exist.
 
 The process that owns the store saves to ``.tmp-step-000020-<random>``, adds a manifest with every file's size and checksum, flushes
 everything to disk, and only then renames the folder to ``step-000020``. ``latest`` accepts a checkpoint only if its files match its
@@ -142,7 +142,7 @@ class CheckpointStore:
         return None
 
     def inspect(self, *, checksums: bool = True) -> list[Checkpoint]:
-        """Return all checkpoints, oldest first. Compares every file with the manifest; without ``checksums``, only its size."""
+        """Return all checkpoints, oldest first. Compares the files with the manifest, by checksum or, without ``checksums``, by size."""
         entries = self._entries()
         return [replace(one, reason=one.reason or _changed_file(one)) for one in entries] if checksums else entries
 
@@ -158,7 +158,7 @@ class CheckpointStore:
         for path in sorted(self.dir.iterdir()):
             kind, _, name = path.name.removeprefix(".").partition("-")
             if path.name.startswith(".") and kind == "old" and not (self.dir / name).exists():
-                warn(f"checkpoint {name} was being replaced when the process was killed; it is restored")
+                warn(f"checkpoint {name} was being replaced when the process was killed; the old one is restored")
                 path.rename(self.dir / name)
             elif path.name.startswith(".") and kind in ("tmp", "old", "trash"):
                 warn(f"checkpoint folder {self.dir}: removing {path.name}, left by an unfinished save")

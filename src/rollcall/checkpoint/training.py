@@ -1,9 +1,9 @@
-"""Saves and reads the trained models of a checkpoint. Each process of a gang writes its own part, and a gang of any size can read them.
+"""Saves and reads the trained models of a checkpoint. Each process of a gang writes a part, and a gang of any size can read the parts.
 
 ``model/`` contains the weights: ``part-*`` if the model is sharded, otherwise a model directory (or an adapter) that transformers (or
-peft) can open. ``actor/part-*`` contains the optimizer's moments and master weights; ``critic/part-*`` contains everything of the critic.
+peft) can open. ``actor/part-*`` contains the optimizer's moments and master weights; ``critic/part-*`` contains all critic state.
 Tensors have their transformers names; moments are prefixed with their kind (``exp_avg/model.norm.weight``). ``optimizer.pt`` contains the
-optimizer's settings, and state of another shape than the weight, such as step counts. All ranks of a gang must call these functions.
+optimizer's settings, and state that does not have the weight's shape, such as step counts. All ranks of a gang must call these functions.
 """
 
 from __future__ import annotations
@@ -133,7 +133,7 @@ def refuse_non_finite(model: Learner | Critic, *, name: str) -> None:
     if bad := model.body.non_finite():
         first = module_names(bad[0])[0] if name == "actor" else bad[0]
         others = f" and {len(bad) - 1} more of its {len(model.body.named)} tensors" if len(bad) > 1 else ""
-        raise NonFiniteError(f"the {name}'s {first}{others} contain NaN or infinite values")
+        raise NonFiniteError(f"there are NaN or infinite values in the {name}'s {first}{others}")
 
 
 # Reading
@@ -239,8 +239,8 @@ def _read_optimizer(model: Learner | Critic, directory: Path, role: str, *, weig
 def export_learner(
     learner: Learner, tokenizer: Any, directory: Path, *, stops: Sequence[int] = (), merged: bool = False
 ) -> None:
-    """Write the model directory, from the gang's first rank. ``stops`` are the stop tokens for its generation config; if empty, the
-    model's own. With an adapter, writes only the adapter, unless ``merged`` adds it to the weights."""
+    """Write the model directory, from the gang's first rank. ``stops`` are the stop tokens for its generation config; if it is empty,
+    the model's own are used. With an adapter, writes only the adapter, unless ``merged`` adds it to the weights."""
     refuse_non_finite(learner, name="actor")
     probe, body, adapter = probe_of(learner), learner.body, learner.adapter
     if adapter is not None and not merged:

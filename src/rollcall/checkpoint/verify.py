@@ -43,7 +43,7 @@ class VerifyError(CheckpointError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verified:
-    """``difference`` is the largest difference of a token's log-prob. It must be at most ``tolerance``."""
+    """``difference`` is the largest difference in a token's log-prob. It must be at most ``tolerance``."""
 
     difference: float
     tolerance: float
@@ -149,14 +149,14 @@ def _refuse_other_dtype(stored: Stored, *, wanted: str, trained: str, model_dir:
 
 
 def _load(model_dir: Path, stored: Stored) -> tuple[Any, str]:
-    """Load the model with plain transformers, in float32 if that fits in memory, otherwise as stored. Returns also the precision."""
+    """Load the model with plain transformers, in float32 if that fits in memory, otherwise as stored. Also returns the precision."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     elements = sum(math.prod(tensor.shape) for tensor in stored.tensors.values())
     fits = 4 * elements <= _SPARE * psutil.virtual_memory().available
     if code := own_code(str(model_dir)):
         raise VerifyError(
-            f"{model_dir} wants to run code from its own files ({', '.join(code)}), which verify does not do"
+            f"{model_dir} needs to run code from its own files ({', '.join(code)}), which verify does not allow"
         )
     if not (
         model_dir / "tokenizer_config.json"
@@ -206,7 +206,9 @@ def _tolerance(logprobs: np.ndarray, config: Any, *, trained: str, stored: str, 
     layers, width = config.num_hidden_layers, config.hidden_size
     sums = _unit("float32") * math.sqrt(width)
     share = sum(_unit(one) + sums for one in (trained, computed)) + (_unit(stored) if stored != trained else 0.0)
-    spread = float(logprobs.std()) + 1e-3 * float(np.abs(logprobs).max())  # the second term covers equal log-probs
+    spread = float(logprobs.std()) + 1e-3 * float(
+        np.abs(logprobs).max()
+    )  # the second term matters if all log-probs are equal
     return _FAR * math.sqrt(_ROUNDINGS * layers) * share * spread
 
 

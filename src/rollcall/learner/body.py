@@ -55,7 +55,7 @@ class BodyBase(ABC):
     together: bool  # whether all ranks must run each forward and backward together
     counts: bool  # whether this is the first of the ranks that work on these rows
     place: tuple[int, int]  # index of this rank's share of the rows, and number of shares
-    num_tensor = 1  # ranks that divide each layer
+    num_tensor = 1  # ranks across which each layer is split
     named: Mapping[str, Tensor]  # the weights that the optimizer updates
     base_names: list[str]  # names of the model's own weights, whatever is trained
 
@@ -69,12 +69,12 @@ class BodyBase(ABC):
         self.shape, self.rope, self.head_dim = shape, rope, decoder.shape.head_dim
         self.windows = [layer.window for layer in decoder.layers]
         self.halves, self.is_compiled = Halves(), False
-        self.fit: Fit | None = None  # the micro-batch size: the learner's, or created at the first call
+        self.fit: Fit | None = None  # the micro-batch size; set by the learner, or created at the first call
 
     def compile(self) -> None:
         self.halves, self.is_compiled = compiled_halves(), True
 
-    # The forward
+    # The forward pass
 
     def stats(
         self, batch: MicroBatch, *, temperature: float, recompute: Recompute = Recompute.NO, plain: bool = False
@@ -166,7 +166,7 @@ class BodyBase(ABC):
 
     @property
     def frozen_bytes(self) -> int:
-        """Memory for the model's own weights while only an adapter is trained, else 0."""
+        """Memory for the model's own weights while only an adapter is trained; otherwise 0."""
         return 0 if self.adapter is None else sum(self.local(name).nbytes for name in self.base_names)
 
     def non_finite(self) -> list[str]:
@@ -194,7 +194,7 @@ def head_outputs(
 
 
 class Whole(BodyBase):
-    """A model that is complete in this process. ``sharded.Sharded`` has the same methods for a divided model."""
+    """A model that is complete in this process. ``sharded.Sharded`` has the same methods for a model that is split across ranks."""
 
     in_parts = False
     norm = staticmethod(norm_of)  # over all gradients together
@@ -208,8 +208,8 @@ class Whole(BodyBase):
         context: int = 1,
         adapter: Adapter | None = None,
     ):
-        """``heads`` are a critic's heads, which replace the output head. ``context`` neighbours divide the tokens of their rows. With
-        an ``adapter``, only the adapter is trained."""
+        """``heads`` are a critic's heads, which replace the output head. The ``context`` neighbouring ranks split the tokens of their
+        rows among themselves. With an ``adapter``, only the adapter is trained."""
         group = join_context(gang, size=context)
         super().__init__(
             decoder, shape=decoder.shape, rope=decoder.rope, device=decoder.device, gang=gang, context=group,
@@ -249,5 +249,5 @@ class Whole(BodyBase):
         return local
 
     def masters(self, optimizer: Optimizer) -> Mapping[str, Tensor]:
-        """Return the master weights; empty if the optimizer updates the weights themselves."""
+        """Return the master weights. The result is empty if the optimizer updates the weights themselves."""
         return optimizer.targets if optimizer.uses_masters else {}

@@ -1,7 +1,7 @@
 """Context parallelism: each rank of a context group has some of a micro-batch's tokens.
 
 The ranks of a group get the same micro-batch. Rank r of c takes tokens r, r + c, r + 2c and so on, and computes embeddings,
-products, norms and the output head only for these tokens. Around attention, an all-to-all gives each rank all tokens for some
+matrix products, norms and the output head only for these tokens. Around attention, an all-to-all gives each rank all tokens for some
 heads, and a second one reverses this (Ulysses):
 
     [N / c tokens, H heads]  ──▶  [N tokens, H / c heads]  ── attention ──▶  [N / c tokens, H heads]
@@ -33,7 +33,7 @@ from rollcall.model.layer import Attend
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Own:
     """One rank's tokens and logits from a micro-batch. All ranks have the same number of tokens and the same number of logits. The last
-    ones may be padding."""
+    tokens and logits may be padding."""
 
     token_ids: Longs  # [n]
     positions: Longs  # [n]
@@ -75,7 +75,7 @@ def _filled(values: Longs, count: int) -> Longs:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ContextGroup:
-    """The ranks that divide the tokens of the same micro-batches."""
+    """The ranks that split the tokens of the same micro-batches among themselves."""
 
     group: Any = None  # ProcessGroup
     rank: int = 0

@@ -4,9 +4,9 @@ A failed allocation loses no gradient: the results for the micro-batch are dropp
 All later micro-batches keep the smaller size. The run ends only if a single row does not fit; the error lists the memory that it
 needs.
 
-If a model or its tokens are divided, all ranks are inside the same forward pass. A rank that fails cannot run it again, because the
-others wait for it in a collective. So it raises ``BatchTooLargeError``. The attempt ends, and the next one starts from the newest
-checkpoint with half the tokens. The groups are in the journal.
+If a model or its tokens are split across ranks, all ranks are inside the same forward pass. A rank that fails cannot run it again,
+because the other ranks wait for it in a collective. So it raises ``BatchTooLargeError``. The attempt ends, and the next one starts from
+the newest checkpoint with half the tokens. The groups are in the journal, so they are not lost.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ def accumulate(
 def each_fitting(
     body: BodyBase, fit: Fit, packing: Packing, run: Callable[[MicroBatch], T], *, optimizer: Optimizer | None = None
 ) -> Iterator[tuple[MicroBatch, T]]:
-    """Yield each micro-batch with the result of ``run``. If a micro-batch does not fit, use smaller ones, unless other ranks run the
-    same one. The next micro-batch is packed while a GPU still computes the last one."""
+    """Yield each micro-batch with the result of ``run``. If a micro-batch does not fit, use smaller ones, unless other ranks run
+    the same micro-batch. The next micro-batch is packed while a GPU still computes the previous one."""
     rows, done = range(len(packing.samples)), set[int]()
     waiting = packing.batches(rows, fit.tokens * body.context.size)
     if body.in_parts:  # every rank must run the same number of micro-batches
@@ -83,8 +83,8 @@ def too_large(
     if packing.units(batch) <= 1:
         return MemoryShortError(row_sentence(body, fit, batch, why=why, optimizer=optimizer))
     return BatchTooLargeError(
-        f"{fit.name}: a micro-batch of {before} tokens does not fit ({why}), and all ranks run it together; the next attempt "
-        f"has {fit.name}.tokens_per_microbatch={before // 2}",
+        f"{fit.name}: a micro-batch of {before} tokens does not fit ({why}), and all ranks run it together, so it cannot shrink now; the next attempt "
+        f"uses {fit.name}.tokens_per_microbatch={before // 2}",
         fit.name,
         max(1, before // 2),
     )
@@ -129,7 +129,7 @@ def passes_of(body: BodyBase, fit: Fit, *, recompute: Recompute | None = None) -
 
 def row_sentence(body: BodyBase, fit: Fit, batch: MicroBatch, *, why: str, optimizer: Optimizer | None) -> str:
     """Return the error message for a single row, or for an attempt whose rows stay together, that does not fit."""
-    rows = "a row" if batch.num_rows == 1 else f"{counted(batch.num_rows, 'row')} that stay together, in all"
+    rows = "a row" if batch.num_rows == 1 else f"an attempt ({counted(batch.num_rows, 'row')} that stay together)"
     parts = _needs(body, optimizer)
     parts["activations of this row"] = passes_of(body, fit).peak(-(-batch.num_tokens // body.context.size))
     if body.device.type == "cuda":
@@ -141,19 +141,19 @@ def row_sentence(body: BodyBase, fit: Fit, batch: MicroBatch, *, why: str, optim
     if optimizer is not None and optimizer.num_bytes > sum(parts.values()) / 2:
         again += f"set {fit.name}.optimizer.state=bfloat16, train an adapter (model.lora.rank=16), "
     return (
-        f"{fit.name}: {rows} of {batch.num_tokens} tokens does not fit in memory ({why}). It needs {_listed(parts)}: together "
-        f"{size(sum(parts.values()))}{_card(body.device)}. To make room: {again}lower rollout.max_response_tokens, data.max_prompt_tokens or "
-        f"rollout.kv_memory_fraction, or divide over more cards: the model with {fit.name}.sharding=fsdp, the row with "
-        f"{fit.name}.context_parallel_size. The run directory is whole: the same command continues it"
+        f"{fit.name}: {rows} with {batch.num_tokens} tokens does not fit in memory ({why}). It needs {_listed(parts)}: "
+        f"{size(sum(parts.values()))} in all{_card(body.device)}. To make room: {again}lower rollout.max_response_tokens, data.max_prompt_tokens or "
+        f"rollout.kv_memory_fraction, or use more cards: split the model with {fit.name}.sharding=fsdp, or the row with "
+        f"{fit.name}.context_parallel_size. The run directory is intact, and the same command continues the run"
     )
 
 
 def step_sentence(body: BodyBase, fit: Fit, optimizer: Optimizer, why: str) -> str:
-    """Return the error message for too little memory to update the weights, whatever the micro-batch size."""
+    """Return the error message for when there is too little memory to update the weights, whatever the micro-batch size."""
     return (
         f"{fit.name}: there is no memory left to update the weights ({why}). The update needs {_listed(_needs(body, optimizer))}"
-        f"{_card(body.device)}. Lower rollout.kv_memory_fraction, set {fit.name}.master_weights=false, or divide the model with {fit.name}.sharding=fsdp over more "
-        "cards. The run directory is whole: the same command continues it"
+        f"{_card(body.device)}. Lower rollout.kv_memory_fraction, set {fit.name}.master_weights=false, or split the model across more cards with {fit.name}.sharding=fsdp. "
+        "The run directory is intact, and the same command continues the run"
     )
 
 

@@ -2,8 +2,8 @@
 
 Each process has the full model, or a part of it (``sharded.py``), and works on its own rows. Gradients are summed over all
 members before the optimizer steps, so all members take the same step. A single learner is a gang of one. Every member must make the
-same calls in the same order. Members meet at a store that only they can enter. In every group, they prove their identity to
-each other before they use the group (``nodes/meeting.py``).
+same calls in the same order. Members rendezvous through a key-value store that only they can access. The members of
+every process group prove their identity to each other before they use the group (``nodes/meeting.py``).
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from rollcall.plan.mesh import ModelSplit
 
 BUCKET_BYTES = 64 << 20  # gradients go over the network in pieces of about this size
 JOIN_S = 300.0
-# A debugger may stop a member for this long. If a member dies, the calls of the others end at once. The supervision of workers
+# A debugger may stop a member for this long. If a member dies, the other members' calls end at once. The supervision of workers
 # notices a silent or stuck member and kills it.
 COLLECTIVE_S = 24 * 3600.0
 
 
 class Gang:
-    # Only set with several members:
+    # Set only if the gang has several members:
     _secret: str
     _server: MeetingServer | None
     _store: MeetingStore
@@ -43,7 +43,7 @@ class Gang:
     def __init__(self, *, rank: int, size: int) -> None:
         self.rank, self.size = rank, size
         self.nodes: Sequence[str] = ("",)  # where each member runs
-        self.meshes: dict[Any, Any] = {}  # groups of members, created once for each way to divide a model
+        self.meshes: dict[Any, Any] = {}  # groups of members, created once for each way to split a model
 
     @classmethod
     def alone(cls) -> Gang:
@@ -60,7 +60,7 @@ class Gang:
         listener: socket.socket | None = None,
         interface: str | None = None,
     ) -> Gang:
-        """Meet the other members at rank 0's listener, before the deadline. torch also listens on ``interface``."""
+        """Join the other members through rank 0's listener, before the deadline. torch also listens on ``interface``."""
         gang = cls(rank=rank, size=size)
         if size == 1:
             return gang
@@ -91,7 +91,7 @@ class Gang:
         if dist.get_backend(group) == "gloo":
             members = dist.get_process_group_ranks(group)
             greet(group, self._store, name=name, rank=self.rank, members=members, secret=self._secret)
-        # torch (2.13) has no public call for this. Groups that torch creates by itself have its own default.
+        # torch (2.13) has no public call to set a timeout. Groups that torch creates by itself have torch's default timeout.
         dist.distributed_c10d._set_pg_timeout(timedelta(seconds=COLLECTIVE_S), group)
 
     def close(self) -> None:
@@ -164,7 +164,7 @@ def _gather_bytes(data: bytes, *, group: Any, size: int) -> list[bytes]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Meshes:
-    """torch's view of a split. Weights that tensor parallelism does not cut are also sharded over the tensor ranks."""
+    """torch's view of a split. Weights that tensor parallelism does not cut are also sharded across the tensor ranks."""
 
     data: Any  # DeviceMesh [shard], or [replicate, shard]
     tensor: Any  # DeviceMesh [tensor]
@@ -173,7 +173,7 @@ class Meshes:
 
 
 def make_meshes(gang: Gang, split: ModelSplit, *, device_type: str, kv_copies: int) -> Meshes:
-    """Create torch's groups for a model that a gang divides. Every rank of the gang must call this at the same point."""
+    """Create torch's groups for a model that is split across a gang. Every rank of the gang must call this at the same point."""
     from torch.distributed.device_mesh import init_device_mesh
 
     if split.num_lanes * split.tensor == 1 and not dist.is_initialized():
@@ -204,7 +204,7 @@ def make_meshes(gang: Gang, split: ModelSplit, *, device_type: str, kv_copies: i
 
 
 def share(costs: Sequence[int], *, keys: Sequence[int], attempts: Sequence[int], rank: int, size: int) -> list[int]:
-    """Return the items for ``rank`` of ``size``. All ranks get about equal cost. Items with equal keys stay together if there are
+    """Return the items for ``rank`` of ``size``. All ranks get about the same cost. Items with equal keys stay together if there are
     enough keys for all members. Items of one attempt always stay together.
 
     >>> share([5, 1, 1, 3], keys=[0, 1, 2, 3], attempts=[0, 1, 2, 3], rank=1, size=2)
@@ -231,7 +231,7 @@ def units_of(keys: Sequence[int]) -> list[list[int]]:
 
 
 def balance(parts: Sequence[list[int]], costs: Sequence[int], *, size: int) -> list[list[int]]:
-    """Divide parts over ``size`` members. The costliest part goes first, each to the member with the least cost. Items are sorted.
+    """Distribute parts among ``size`` members, the costliest first, each to the member with the least cost so far. Items are sorted.
 
     >>> balance([[0, 1], [2], [3], [4, 5]], [9, 4, 6, 3], size=2)
     [[0, 1, 4, 5], [2, 3]]

@@ -1,11 +1,11 @@
-"""How a weight is divided over the ranks of a gang, and which blocks of the model's tensors each rank has.
+"""How a weight is split across the ranks of a gang, and which blocks of the model's tensors each rank has.
 
 A rank's part of a fused weight (q/k/v, gate/up) contains rows from several model tensors. ``blocks`` says where each run of
 these rows belongs in the tensors that transformers knows, so that checkpoints use transformers' names and any other gang can
 read them. If several ranks have the same data (copies of the state, weights that tensor parallelism does not cut, shared
 key/value heads), one of them owns it.
 
-A rank reads its part directly from the model files: only its own blocks, one piece at a time. So reading takes the host memory of
+A rank reads its part directly from the model files: only its own blocks, one piece at a time. So reading needs host memory for only
 one piece, whatever the size of the model and the number of processes.
 """
 
@@ -42,15 +42,15 @@ class Block:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightSplit:
-    """How one weight is divided, from the view of one rank of a gang."""
+    """How one weight is split, as seen by one rank of a gang."""
 
     name: str  # a name in Decoder.named_tensors, or a critic's head
     shape: torch.Size  # the full weight's shape
-    rows: tuple[int, ...]  # rows of each tensor that the weight is fused from
+    rows: tuple[int, ...]  # the number of rows in each tensor that the weight is fused from
     split: ModelSplit = WHOLE
     dim: int | None = None  # the dimension that tensor parallelism cuts; None if all tensor ranks have the same data
     order: Tensor | None = None  # the full weight's rows in the order in which they are cut
-    is_root: bool = False  # whether it is also sharded over the ranks of the tensor groups
+    is_root: bool = False  # whether the weight is also sharded across the ranks of the tensor groups
 
     @property
     def num_shards(self) -> int:
@@ -64,7 +64,7 @@ class WeightSplit:
         return part[rank * rows : (rank + 1) * rows]
 
     def tensor_part(self, whole: Tensor) -> Tensor:
-        """Return the part that the ranks with this rank's index in their tensor groups have together."""
+        """Return the part for this rank's index in the tensor group. All ranks with this index share it."""
         if self.order is not None:
             whole = whole.index_select(0, self.order.to(whole.device))
         if self.dim is None or self.split.tensor == 1:

@@ -1,4 +1,4 @@
-"""The learner: it gets samples and updates the policy.
+"""The learner updates the policy from samples.
 
 ``update`` packs the samples, sums gradients over micro-batches and steps the optimizer. ``score`` runs the same forward pass
 without gradients. The loss is a weighted sum over tokens. The weights are fixed before packing, so neither packing
@@ -52,7 +52,7 @@ class TokenScores:
 class Learner:
     """The policy and its optimizer.
 
-    In a gang with several members, every member gets all samples and takes its share. If the model is divided
+    In a gang with several members, every member gets all samples and trains on its share. If the model is split
     (``section.sharding``, ``section.tensor_parallel_size``), all members must make every call together, including ``score``.
     """
 
@@ -71,8 +71,8 @@ class Learner:
         unread: Stored | None = None,
         adapter: Adapter | None = None,
     ):
-        """If each rank takes only a part of ``model``, the model may be on a different device than ``device``. It then does not change,
-        unless ``mirror`` makes it follow the trained weights. ``unread``: the files with the weights of a model on the meta device.
+        """If each rank takes only a part of ``model``, the model may be on a different device than ``device``. Training then does not
+        change ``model``, unless ``mirror`` makes it follow the trained weights. ``unread`` has the weights of a model on the meta device.
         With an ``adapter``, only the adapter is trained, and only the adapter is mirrored."""
         self.adapter = adapter
         self.model = model
@@ -94,7 +94,8 @@ class Learner:
 
     @cached_property
     def base_identities(self) -> dict[str, str]:
-        """Fingerprints, by dtype, of the weights under the adapter, which never change. Empty without an adapter or fingerprints."""
+        """Fingerprints, by dtype, of the weights that the adapter is added to, which never change. Empty without an adapter, or if its
+        base is itself an adapter, because that has no fingerprint."""
         if self.adapter is None or is_adapter(self.adapter.base):
             return {}
         return base_identities(self.body.base_tensors(), dtype=self.body.dtype)
@@ -283,7 +284,7 @@ def make_body(
     unread: Stored | None = None,
     adapter: Adapter | None = None,
 ) -> Body:
-    """Create this rank's body: all of the model's weights, or a part. ``unread``: the files with the weights of a model on the meta
+    """Create this rank's body: all of the model's weights, or a part of them. ``unread`` has the weights of a model on the meta
     device. With an ``adapter``, only the adapter is trained."""
     split = split_of(section, rank=gang.rank, nodes=gang.nodes, name=name)
     optimizer_class(section, name=name, in_parts=split is not None)
@@ -297,7 +298,7 @@ def make_body(
     where = device or decoder.device
     if section.cpu_offload and where.type == "cpu":
         raise ValueError(
-            f"{name}.cpu_offload=true keeps weights off the accelerator, but this run uses no accelerator, only the CPU; leave it out"
+            f"{name}.cpu_offload=true keeps weights off the accelerator, but this run uses only the CPU; leave the key out"
         )
     return Sharded(
         decoder,
@@ -313,7 +314,8 @@ def make_body(
 
 
 def whole_body(model: Any, *, gang: Gang | None = None, context: int = 1, adapter: Adapter | None = None) -> Body:
-    """Return a full model in this process, for scoring only. In a ``gang``, ``context`` neighbours divide the tokens of their rows."""
+    """Return a full model in this process, for scoring only. In a ``gang``, each set of ``context`` neighbouring ranks splits the tokens
+    of its rows."""
     mine = gang if gang is not None and context > 1 else Gang.alone()
     return Whole(Decoder.of(model), gang=mine, context=context, adapter=adapter)
 
@@ -330,7 +332,7 @@ def step_on(
     model: Learner | Critic, samples: Sequence[Sample], *, rows: Sequence[int], weights: Floats
 ) -> tuple[dict[str, float], dict[str, float]]:
     """Run the backward passes of the gang's micro-batches for these rows, then one optimizer step. Return the metrics of both. Metrics
-    of the micro-batches are summed (``*_max``: the largest)."""
+    of the micro-batches are summed, but of ``*_max`` the largest is returned."""
     body, optimizer = model.body, model.optimizer
     mine = share_rows(samples, rows, body)
     packing = Packing(
@@ -349,7 +351,7 @@ def step_on(
     model.fit.agree([(tokens, recompute) for _, tokens, recompute in members])
     if not everyone:
         raise ValueError(
-            "no completion of this step has a token to learn from; check rollout.max_response_tokens and stop"
+            "no completion of this step has a token to learn from; check rollout.max_response_tokens and rollout.stop"
         )
     total: dict[str, float] = {}
     for row in everyone:

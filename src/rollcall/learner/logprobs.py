@@ -1,7 +1,7 @@
 """Log-probs of chosen tokens, computed directly from hidden states, a chunk of rows at a time.
 
 The forward pass keeps a few numbers per row, and the backward pass recomputes each chunk's logits, so the full [tokens, vocabulary]
-matrix never exists. If a GPU has room for the logits, the forward pass keeps them and saves a product; the results are the same.
+matrix never exists. If a GPU has room for the logits, the forward pass keeps them to save a matrix product later, with the same results.
 Entropy and self-certainty come from the same pass.
 """
 

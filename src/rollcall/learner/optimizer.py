@@ -80,7 +80,7 @@ class Optimizer:
 
     @property
     def num_bytes(self) -> int:
-        """Memory for masters and state. Before the first update, assume the size of AdamW's state."""
+        """Bytes of master weights and optimizer state. Before the first update, assume the size of AdamW's state."""
         values = [value for entry in self.adamw.state.values() for value in entry.values()]
         state = sum(value.nbytes for value in values if isinstance(value, Tensor))
         masters = sum(target.nbytes for target in self.targets.values())
@@ -88,7 +88,7 @@ class Optimizer:
         return (masters if self.uses_masters else 0) + (state or expected)
 
     def sum_over(self, gang: Gang) -> None:
-        """Add up the gradient sums over the gang. A member without rows adds zeros."""
+        """Sum the gradients over the gang. A member without rows adds zeros."""
         if gang.size == 1:
             return
         for name, weight in self.named.items():
@@ -101,7 +101,8 @@ class Optimizer:
         self._sums.clear()
 
     def step(self) -> dict[str, float]:
-        """Clip, update, clear. A zero gradient changes nothing. A non-finite gradient raises before anything changes."""
+        """Clip the gradients, update the weights, and clear the gradients. A zero gradient changes nothing. A non-finite gradient raises
+        before anything changes."""
         grad_norm = float(self._norm(self._sums))
         if not math.isfinite(grad_norm):
             self.discard()
@@ -153,7 +154,7 @@ class Optimizer:
         }
 
     def settings_dict(self) -> dict[str, Any]:
-        """Return the part of the state that does not belong to single weights."""
+        """Return the part of the state that does not belong to individual weights."""
         groups = self.adamw.state_dict()["param_groups"]
         return {"optimizer": self.section.optimizer.name, "num_updates": self.num_updates, "param_groups": groups}
 
@@ -184,13 +185,13 @@ class Optimizer:
             )
         if [len(group["params"]) for group in saved] != [len(group["params"]) for group in own]:
             raise ValueError(
-                f"the checkpoint has optimizer state of {_count(saved)} weights, but the model has {_count(own)}; restore the  "
+                f"the checkpoint has optimizer state of {_count(saved)} weights, but the model has {_count(own)}; restore the "
                 "model.path that the run began with, or start over with --fresh"
             )
         for key in STATEFUL if name in ELEMENTWISE and name != "torch.optim.SGD" else ():
             if own[0].get(key) and not saved[0].get(key):
                 raise ValueError(
-                    f"optimizer.kwargs.{key}={own[0][key]} needs state that the checkpoint does not have, since it was {saved[0].get(key)} "
+                    f"optimizer.kwargs.{key}={own[0][key]} needs state that the checkpoint does not have, since the value was {saved[0].get(key)} "
                     "before; keep the old value, or start over with --fresh"
                 )
         arguments = inspect.signature(type(self.adamw)).parameters
@@ -209,7 +210,7 @@ class Optimizer:
 
     @torch.no_grad()
     def _lay_out_states(self) -> None:
-        """Give the state the memory layout of the weights. A state saved by other ranks may differ, which makes every step slow."""
+        """Give the state the memory layout of the weights. The ranks that saved it may have used one that makes steps slow."""
         for weight, entry in self.adamw.state.items():
             for key, value in entry.items():
                 if isinstance(value, Tensor) and value.shape == weight.shape and value.stride() != weight.stride():
@@ -267,13 +268,13 @@ def optimizer_class(section: OptimizerSection, *, name: str = "actor", in_parts:
     if in_parts and path not in ELEMENTWISE:
         raise ValueError(
             f"{where} may need whole weights, but with {name}.sharding={section.sharding} and "
-            f"{name}.tensor_parallel_size={section.tensor_parallel_size} each rank has parts; use sharding=replicate, or one of "
+            f"{name}.tensor_parallel_size={section.tensor_parallel_size} each rank has only parts of them; use sharding=replicate, or one of "
             f"{', '.join(ELEMENTWISE)}"
         )
     accepted = inspect.signature(found).parameters
     if strangers := [key for key in section.optimizer.kwargs if key not in accepted or key == "params"]:
         raise ValueError(
-            f"{name}.optimizer.kwargs.{strangers[0]} is not an argument of {path}; it takes "
+            f"{name}.optimizer.kwargs.{strangers[0]} is not an argument of {path}; its arguments are "
             f"{', '.join(key for key in accepted if key != 'params')}"
         )
     return found
@@ -286,7 +287,7 @@ def make_optimizer(groups: list[dict[str, Any]], section: OptimizerSection, *, o
     accepted = inspect.signature(kind).parameters
     adam = kind in (torch.optim.AdamW, torch.optim.Adam)
     # The section's defaults are Adam's. Other optimizers keep their own defaults, unless the run file has different values. A
-    # resolved run file sets every key, so it does not matter whether a key is set.
+    # resolved run file sets every key, so this compares values and not whether a key is set.
     fields = type(section).model_fields
     own = ["lr", *(key for key in ("betas", "eps") if adam or getattr(section, key) != fields[key].default)]
     settings = {key: getattr(section, key) for key in own if key in accepted}

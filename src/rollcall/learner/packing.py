@@ -60,14 +60,14 @@ class Fit:
             self.tokens = max(1, before // 2)
             say(
                 f"{self.name}: a micro-batch of {before} tokens does not fit ({why}); {self.name}.tokens_per_microbatch is "
-                f"{self.tokens} from here on"
+                f"{self.tokens} from now on"
             )
             return True
         if self.may_recompute and self.recompute < furthest:
             self.recompute = Recompute(self.recompute + 1)
             say(
                 f"{self.name}: a row of {batch.num_tokens} tokens does not fit ({why}); {self.name}.activation_checkpointing is "
-                f"{self.recompute.setting} from here on"
+                f"{self.recompute.setting} from now on"
             )
             return True
         return False
@@ -111,11 +111,11 @@ def pack(
     max_rows: int | None = None,
     whole_attempts: bool = False,
 ) -> Iterator[MicroBatch]:
-    """Pack in the given order, and each micro-batch only when it is needed. ``weights[i]`` is the loss weight of each loss token in
+    """Pack in the given order. Each micro-batch is packed only when it is needed. ``weights[i]`` is the loss weight of each loss token in
     sample ``i``.
 
     The budget counts a shared token once. Samples without a loss token cost nothing and are left out. ``max_rows`` limits the rows
-    of a micro-batch. With ``whole_attempts``, all rows of an attempt are in the same micro-batch, even past the budget.
+    of a micro-batch. With ``whole_attempts``, all rows of an attempt are in the same micro-batch, even if they exceed the budget.
     """
     rows = [index for index, sample in enumerate(samples) if sample.mask.any()]
     units = units_of(attempts_of([samples[index] for index in rows]).tolist() if whole_attempts else rows)
@@ -184,7 +184,7 @@ class _Trees:
 
 
 def _common(one: Ints, other: Ints) -> int:
-    """Return how many tokens at the start of both are equal."""
+    """Return the length of the common prefix."""
     length = min(len(one), len(other))
     differ = one[:length] != other[:length]
     place = int(differ.argmax())

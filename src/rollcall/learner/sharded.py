@@ -1,7 +1,7 @@
-"""A model whose weights are divided over the ranks of a gang: FSDP2 over the data ranks, and tensor parallelism inside.
+"""A model whose weights are split across the ranks of a gang: FSDP2 across the data ranks, and tensor parallelism within each of them.
 
-Each decoder layer is a module that owns its fused weights (``ShardedLayer``). So is the root, with embeddings, final norm and output
-head (``ShardedRoot``). FSDP gathers a module's weights before its forward and its backward pass, and frees them afterwards. It leaves
+Each decoder layer is a module that owns its fused weights (``ShardedLayer``). The root is a module with embeddings, final norm and output
+head (``ShardedRoot``). FSDP gathers a module's weights before its forward and its backward pass, and frees them afterwards. It gives
 each rank its part of the gradient sum over all ranks. Loss weights are global, so gradients are summed and never divided.
 
 All ranks must run the same forward and backward passes together. A rank with fewer micro-batches runs idle ones, whose gradient is
@@ -113,7 +113,7 @@ class ShardedRoot(nn.Module):
         rows = group.own_part(work.logit_index)
         hidden = work.layers.ops.norm(group.enter(x, count).index_select(0, rows), weights["norm"])
         out = head_outputs(hidden, weights, group.own_part(work.targets), temperature=work.temperature)
-        # Clone the outputs: FSDP hooks its backward to them, and the statistics are views of one tensor.
+        # Clone the outputs: FSDP attaches its backward hooks to them, and the statistics are views of one tensor.
         return tuple(group.join_parts(part, len(work.targets)).clone() for part in out)
 
 
@@ -137,7 +137,7 @@ class Home:
 
 
 class Sharded(BodyBase):
-    """One rank's part of a model, and the forward that all ranks run together."""
+    """One rank's part of a model, and the forward pass that all ranks run together."""
 
     in_parts = together = True
 
@@ -188,7 +188,7 @@ class Sharded(BodyBase):
         self._first_gives = any(gang.gather(decoder.device.type == "meta" and unread is None))
         if len({str(names) for names in gang.gather(list(decoder.named_tensors()))}) > 1:
             raise ValueError(
-                "the processes of this model do not agree on its weights: config.json says that the output head is the embeddings, but "
+                "the processes that run this model have different weights: config.json says that the output head is the embeddings, but "
                 "the weight file has a different head; set tie_word_embeddings to false in config.json"
             )
         self.homes: dict[str, Home] = {}
@@ -304,7 +304,7 @@ class Sharded(BodyBase):
         if self.num_tensor == 1:
             super().compile()
 
-    # The forward
+    # The forward pass
 
     def _ops(self, cos: Tensor, sin: Tensor) -> Ops:
         if self.num_tensor == 1:
@@ -314,7 +314,7 @@ class Sharded(BodyBase):
     def _run(self, work: Work) -> tuple[Tensor, ...]:
         out = self.root(work)
         if not torch.is_grad_enabled():
-            self.root.reshard()  # no backward pass does this, and gathered weights would be stale after an update
+            self.root.reshard()  # no backward pass follows to do this, and gathered weights would be stale after an update
         return out
 
     def sum_gradients(self, optimizer: Optimizer) -> None:

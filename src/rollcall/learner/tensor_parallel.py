@@ -1,15 +1,15 @@
 """Tensor parallelism: each rank of a tensor group has some of the heads and some of the MLP's columns.
 
-A layer's input is either complete on every rank or, with sequence parallelism, each rank's own part of the tokens. ``enter``
-prepares it for the products that are cut by heads or columns. ``leave`` sums their results and restores the layout:
+Every rank has a layer's complete input or, with sequence parallelism, only its own part of the tokens. ``enter`` prepares the input
+for the matrix products that are cut by heads or columns. ``leave`` sums the results of these products and restores the layout:
 
                forward                        backward
   enter        nothing   | all-gather         all-reduce | reduce-scatter
   leave        all-reduce | reduce-scatter    nothing    | all-gather
   join_parts   all-gather                     own part
 
-The fused weights are cut by rows in the order of ``split_order``: a rank's queries, its keys, its values; its gates,
-its ups. If there are more ranks than key/value heads, neighbours have the same head and sum its gradients so that the
+The fused weights are cut by rows in the order of ``split_order``: a rank's queries come before its keys and values, and its gates
+before its ups. If there are more ranks than key/value heads, neighbouring ranks have the same head and sum its gradients so that the
 copies stay equal. Embeddings, final norm and output head are not cut. For these, each rank works on its own part of the tokens,
 so the vocabulary may have any size, and weights may be tied.
 """
@@ -48,7 +48,7 @@ def cut_dim(field: str) -> int | None:
 
 
 def split_order(field: str, *, heads: int, kv_heads: int, dim: int, intermediate: int, tensor: int) -> Tensor | None:
-    """Return the row order in which equal slices of the weight are the ranks' parts, or None if that is the existing order.
+    """Return the order of rows in which consecutive equal slices are the ranks' parts, or None if that is the existing order.
 
     >>> split_order("qkv", heads=4, kv_heads=2, dim=1, intermediate=0, tensor=2).tolist()
     [0, 1, 4, 6, 2, 3, 5, 7]
@@ -101,7 +101,7 @@ class TensorGroup:
         return exchanged(part, self._gather, lambda grad: grad[own])[:count]
 
     def enter(self, x: Tensor, count: int) -> Tensor:
-        """Return [count, C] for products that are cut by heads or columns."""
+        """Return [count, C] as input for products that are cut by heads or columns."""
         if self.size == 1:
             return x
         if self.sequence_parallel:
@@ -117,7 +117,7 @@ class TensorGroup:
         return torch.cat((own, shared))
 
     def leave(self, x: Tensor) -> Tensor:
-        """Sum the results of such products over ranks. Return the full sum, or this rank's part of it."""
+        """Sum over ranks the results of products that are cut by heads or columns. Return the full sum, or this rank's part of it."""
         if self.size == 1:
             return x
         if self.sequence_parallel:
@@ -146,7 +146,7 @@ def pad_rows(x: Tensor, count: int) -> Tensor:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorOps(TorchOps):
-    """The steps of a layer whose heads and columns are divided over ranks."""
+    """The steps of a layer whose heads and columns are split across ranks."""
 
     group: TensorGroup
 

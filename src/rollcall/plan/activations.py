@@ -1,5 +1,5 @@
 """Estimates the learner's memory for one micro-batch, in addition to weights, optimizer state and summed gradients. The arithmetic
-follows the code that runs it and needs no torch.
+mirrors the learner's code and needs no torch.
 
 A backward pass has three points where memory may peak, and ``Passes.peak`` is the maximum over them:
 
@@ -18,11 +18,11 @@ from typing import Literal
 LOGITS_AT_ONCE = 1 << 29  # elements; the learner computes logits in chunks of this size
 COMPILE_FROM = 50_000_000  # parameters; below this, compiling a learner on a GPU costs more than it saves
 WIDE = 4  # bytes per float32
-ON_CARD = 3  # layer inputs on the GPU at once if they are offloaded to the host: two in transit, one in use
+ON_CARD = 3  # layer inputs on the GPU at once when inputs are offloaded to the host: two in transit, one in use
 
 
 class Recompute(IntEnum):
-    """What layers keep for the backward pass, from the most memory to the least. All but NO recompute the layers."""
+    """The options for what layers keep for the backward pass, from most to least memory. All but NO recompute the layers."""
 
     NO = 0  # everything
     YES = 1  # their inputs
@@ -30,7 +30,7 @@ class Recompute(IntEnum):
 
     @classmethod
     def of(cls, setting: bool | Literal["auto", "offload"]) -> Recompute:
-        """Convert ``activation_checkpointing``; `auto` starts with NO."""
+        """Convert the setting ``activation_checkpointing``. For ``auto``, return NO, the first choice."""
         return cls.ON_HOST if setting == "offload" else cls.YES if setting is True else cls.NO
 
     @property
@@ -40,14 +40,14 @@ class Recompute(IntEnum):
 
     @property
     def sentence(self) -> str:
-        """The phrase that follows the size of a micro-batch in messages."""
+        """The phrase that messages append to the size of a micro-batch."""
         kept = " from inputs in host memory" if self is Recompute.ON_HOST else ""
         return f", with layers recomputed in the backward pass{kept}" if self else ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecoderSizes:
-    """The decoder sizes that determine its activations."""
+    """The sizes of a decoder that determine how much memory its activations take."""
 
     hidden: int
     intermediate: int
@@ -68,9 +68,9 @@ class Passes:
 
     sizes: DecoderSizes
     width: int  # bytes per weight
-    num_parameters: int  # whose gradients this rank has at the end of a backward pass
+    num_parameters: int  # the parameters whose gradients this rank has at the end of a backward pass
     gradient_width: int  # bytes per gradient element
-    has_head: bool  # whether it computes logits; a critic does not
+    has_head: bool  # whether the model computes logits; a critic does not
     tensor: int = 1  # ranks over which heads and MLP columns are split
     compiled: bool = True
     recompute: Recompute = Recompute.NO
@@ -95,12 +95,12 @@ class Passes:
             return tokens * (self._kept_of_all + self._around)
         sizes = self.sizes
         logits = min(tokens // self.tensor * sizes.vocab, LOGITS_AT_ONCE)
-        chunk = (WIDE + self.width) * logits  # and their gradient
+        chunk = (WIDE + self.width) * logits  # the logits and their gradient
         gradient = 0 if self.frozen else WIDE * sizes.vocab * sizes.hidden
         return tokens * (self._kept_of_all + self._around) + gradient + chunk
 
     def at_layers(self, tokens: int) -> int:
-        """Includes the head's gradient, which is kept until the embeddings have theirs: they share a weight, or come last."""
+        """Includes the head's gradient, kept until the embeddings have theirs, because they share the head's weight or come last."""
         head = self.sizes.vocab * self.sizes.hidden * self.width if self.has_head and not self.frozen else 0
         again = self.kept_per_layer if self.recompute else 0
         return tokens * (self._kept_of_all + again + self._gradients_of_layer) + head
@@ -113,7 +113,7 @@ class Passes:
     @property
     def kept_per_layer(self) -> int:
         """Bytes per token that a layer keeps until its backward pass if it keeps everything: the inputs to its norms and
-        products, queries, keys, values, and the attention output with its log-sum-exps."""
+        matrix products, queries, keys, values, and the attention output with its log-sum-exps."""
         sizes = self.sizes
         attention = (2 * sizes.heads + 2 * sizes.kv_heads) * sizes.head_dim * self.width + WIDE * sizes.heads
         if self.compiled:
@@ -148,5 +148,5 @@ class Passes:
 
     @property
     def _gradients_of_layer(self) -> int:
-        """Most bytes of gradients per token that exist at once while a layer is differentiated, which is around the MLP."""
+        """The most bytes per token that gradients take at once while a layer is differentiated. This peak is around the MLP."""
         return (3 * self.sizes.hidden + 3 * self.sizes.intermediate // self.tensor) * self.width

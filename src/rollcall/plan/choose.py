@@ -1,5 +1,5 @@
-"""Decides what ``auto`` means on a GPU: micro-batch tokens, recomputation and KV cache; and warns about the cost of too little memory.
-Pure arithmetic: ``rollcall plan`` passes estimates from config.json, and a run passes measurements of the loaded model."""
+"""Decides what ``auto`` means on a GPU for micro-batch tokens, recomputation and the KV cache, and warns if too little memory makes a
+run slow. This is pure arithmetic: ``rollcall plan`` passes estimates from config.json, and a run measurements of the loaded model."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from rollcall.config import Config, OptimizerSection, RolloutSection
 from rollcall.config.sections import OptimizerChoice
 from rollcall.plan.activations import WIDE, DecoderSizes, Recompute
 
-MOST_TOKENS = 32768  # larger micro-batches are at most a few percent faster, but take memory from KV
+MOST_TOKENS = 32768  # larger micro-batches are at most a few percent faster, but take memory from the KV cache
 ENOUGH_TOKENS = 8192  # smaller micro-batches cost more than recomputing the layers
-KV_SHARE = 0.3  # share of the room on a GPU that KV gets before micro-batches grow, if it can use that much
+KV_SHARE = 0.3  # share of the free GPU memory that the KV cache gets before micro-batches grow, if it can use that much
 SAFE = 0.92  # usable share of a GPU: the allocator cannot use all of it
 KV_BLOCK = 64  # tokens
 FILL_TOKENS = 32768  # the native engine prefills prompts in packs of this size
-KV_FRACTION = 0.3  # of a GPU, if `rollout.kv_memory_fraction` is auto and nothing better is known
+KV_FRACTION = 0.3  # share of a GPU's memory, if `rollout.kv_memory_fraction` is auto and nothing better is known
 FEW = 8  # an engine is slow if it can decode less than 1/FEW of its completions at once
 SMALL = ENOUGH_TOKENS // 4  # tokens; smaller micro-batches are memory-bound
 
 
 class Needs(Protocol):
-    """How many bytes a pass over some tokens needs, and how many tokens fit in some bytes: ``Passes``, ``Line``."""
+    """Converts between the tokens of a pass and the bytes that it needs. ``Passes`` and ``Line`` implement this."""
 
     def peak(self, tokens: int) -> int: ...
     def tokens_in(self, room: int) -> int: ...
@@ -32,7 +32,7 @@ class Needs(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Line:
-    """A measured pass, as a linear function of its tokens."""
+    """The memory of a measured pass, as a linear function of its tokens."""
 
     fixed: int
     per_token: float
@@ -62,7 +62,7 @@ class Choice:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KvNeed:
-    """Bytes of KV cache."""
+    """How many bytes of KV cache an engine can use."""
 
     least: int  # for one sequence
     most: int  # for ``max_running`` sequences
@@ -81,7 +81,8 @@ NO_KV = KvNeed(least=0, most=0)
 def choose(
     section: OptimizerSection, *, room: int, passes: Callable[[Recompute], Needs], longest: int, kv: KvNeed
 ) -> Choice:
-    """Choose within ``room`` bytes. ``passes`` returns the needs of a pass. ``longest`` is the longest row; rows are never split."""
+    """Choose what fits in ``room`` bytes. ``passes`` returns the memory needs of a pass. ``longest`` is the number of tokens in the
+    longest row; rows are never split."""
     given, wanted = section.tokens_per_microbatch, section.activation_checkpointing
     enough = max(ENOUGH_TOKENS, longest) if given == "auto" else given
     left = room - kv.first(room)
@@ -103,7 +104,7 @@ def choose(
 
 
 def kv_is_open(rollout: RolloutSection) -> bool:
-    """Whether KV gets the memory that the learners leave free."""
+    """Whether the KV cache gets the memory that the learners leave free."""
     return rollout.engine == "native" and rollout.kv_tokens is None and rollout.kv_memory_fraction == "auto"
 
 
@@ -139,7 +140,7 @@ class EngineNeeds:
         return self._kv_need(longest)
 
     def fixed_kv(self, card: int) -> int:
-        """Return the KV bytes that the run file sets, on a GPU with ``card`` bytes."""
+        """Return the bytes of KV cache that the run file sets, on a GPU with ``card`` bytes of memory."""
         rollout = self.config.rollout
         if rollout.kv_tokens is not None:
             return rollout.kv_tokens * self.kv_per_token
@@ -157,7 +158,7 @@ class EngineNeeds:
 
     @property
     def graphs(self) -> int:
-        """Bytes for the logits of a decode step: one copy that its CUDA graph keeps, and one from before the capture."""
+        """Bytes for the logits of a decode step: one copy that the step's CUDA graph keeps, and one from before the capture."""
         return 2 * self.config.rollout.max_running * self.sizes.vocab * WIDE
 
 
@@ -172,8 +173,8 @@ def on_kv(config: Config, *, tokens: int, longest: int, per_token: int, num_engi
         return None
     missing = size((at_once - rows) * longest * per_token)
     return (
-        f"the KV cache has room for {rows} of the {at_once} completions that an engine gets in a step (of {longest} tokens each), so "
-        f"decoding takes up to {at_once // rows} times as long as with {missing} more. {_more_room(config)}"
+        f"an engine gets {at_once} completions of up to {longest} tokens in a step, but the KV cache has room for only {rows} of them, so "
+        f"decoding takes up to {at_once // rows} times as long as it would with {missing} more memory. {_more_room(config)}"
     )
 
 

@@ -75,7 +75,7 @@ def heading(run: RunPlan) -> str:
     nodes, slots = counted(len(sizes), "node"), counted(len(run.plan.slots), unit)
     if min(sizes) == max(sizes):
         return f"{nodes} x {max(sizes)} = {slots}"
-    return f"{nodes} of {min(sizes)} to {max(sizes)}, {slots}"
+    return f"{nodes} with {min(sizes)} to {max(sizes)} each, {slots} in all"
 
 
 def _table(*columns: Column | str, title: str | None = None) -> Table:
@@ -103,7 +103,7 @@ def _grid(plan: Plan) -> Table:
 
 
 def _ranks(plan: Plan) -> dict[Role, dict[int, int]]:
-    """Map role to slot to rank."""
+    """Return the rank of each role on each slot, by role and slot."""
     return {
         role: {slot: rank for rank, process in enumerate(processes) for slot in process.slots}
         for role, processes in plan.processes.items()
@@ -149,7 +149,7 @@ def _meshes(plan: Plan) -> Table:
 
 def _memory(run: RunPlan) -> Table:
     columns = [Column(PART_NAMES.get(part, part), justify="right") for part in PARTS]
-    table = _table("slots", "role", *columns, "together", title="memory per slot, GiB")
+    table = _table("slots", "role", *columns, "total", title="memory per slot, GiB")
     for entry in run.memory:
         for row, role in enumerate(entry.roles):
             values = [getattr(role, part) / GIB for part in PARTS]
@@ -176,5 +176,5 @@ def _needs(entry: SlotMemory, card: int | None) -> Text:
 def _sum(entry: SlotMemory) -> str:
     held = sum(role.held for role in entry.roles)
     working = max(role.working for role in entry.roles)
-    text = f"{held / GIB:.1f} held + {working / GIB:.1f} at work"
+    text = f"{held / GIB:.1f} permanent + {working / GIB:.1f} temporary"
     return text + (f" + {entry.runtime / GIB:.1f} runtime" if entry.runtime else "")

@@ -1,4 +1,4 @@
-"""Judges a run file for `rollcall plan`: the placement, the memory it needs, and what is wrong with it. No Ray, no torch."""
+"""Checks a run file for `rollcall plan`: its placement, the memory that it needs, and its faults. Needs neither Ray nor torch."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from rollcall.plan.mesh import indivisible_heads, split_of
 from rollcall.plan.placement import HOLDERS, SCORERS, TRAINED, Plan, PlannedProcess, Role, plan_for, roles_together
 
 DEFAULT_CARD_GIB = 80.0
-WORTH_SAYING = 16 * GIB  # of host memory; nodes with accelerators have more
+WORTH_SAYING = 16 * GIB  # bytes of host memory; less is not worth a note, because nodes with accelerators have more
 TIGHT = 0.92  # a plan that needs more of the GPU than this is called tight, because the estimate is not exact
 
 
@@ -40,11 +40,11 @@ class RunPlan:
     cluster: ClusterSection
     plan: Plan
     sizes: ModelSizes | None
-    memory: tuple[SlotMemory, ...]  # by group of the plan; empty if it cannot be estimated
+    memory: tuple[SlotMemory, ...]  # one entry per group of the plan; empty if memory cannot be estimated
     card: int | None  # bytes
     host: dict[int, int]  # bytes of host memory for tensors, by node; empty if not estimated
     notes: tuple[str, ...]
-    problems: tuple[str, ...]  # why it cannot work; empty if it can
+    problems: tuple[str, ...]  # why the run cannot work; empty if it can
 
     def as_json(self) -> dict[str, Any]:
         return {
@@ -80,11 +80,11 @@ class RunPlan:
 
 
 def plan_run(config: Config, *, card_gib: float | None = None, model_config: Path | None = None) -> RunPlan:
-    """Plan and judge a run. Raises PlacementError if no plan is possible; ``problems`` lists other faults."""
+    """Plan and check a run. Raises PlacementError if no plan is possible; ``problems`` lists other faults."""
     notes: list[str] = []
     problems: list[str] = []
     if config.cluster is None:
-        notes.append("the run file has no cluster section: everything runs in one process on one slot")
+        notes.append("the run file has no cluster section, so everything runs in one process on one slot")
     # Without a cluster, everything is in one process, including the critic.
     together = "actor,rollout,critic" if config.algorithm.name == "ppo" else "actor,rollout"
     cluster = config.cluster or ClusterSection(component_placement={together: "all"})
@@ -109,7 +109,7 @@ def plan_run(config: Config, *, card_gib: float | None = None, model_config: Pat
     _judge_memory(memory, card, notes=notes, problems=problems)
     if memory and card is not None and card_gib is None:
         notes.append(
-            f"memory is compared with a card of {gib(card)}, regardless of this machine; --gpu-memory sets a different size"
+            f"memory is compared with a card of {gib(card)}, whatever card this machine has; --gpu-memory sets a different size"
         )
     notes += _on_sizes(config, plan, memory, card)
     notes += _on_work(config, plan, host)
@@ -172,13 +172,13 @@ def role_problems(config: Config, cluster: ClusterSection | None, plan: Plan) ->
 
 
 def _apart(config: Config, plan: Plan) -> Iterator[str]:
-    """Report actor and inference slots that overlap only in part: inference would need all processes of the actor."""
+    """Report actor and inference slots that overlap only in part, because inference would need all of the actor's processes."""
     actor, inference = (
         set(plan.role_slots(role)) if role in plan.processes else set() for role in (Role.ACTOR, Role.INFERENCE)
     )
     if actor & inference and actor != inference and Role.ACTOR in roles_together(config, plan):
         yield (
-            f"inference has slots {ranges(plan.role_slots(Role.INFERENCE))} and actor {ranges(plan.role_slots(Role.ACTOR))}, but "
+            f"inference has slots {ranges(plan.role_slots(Role.INFERENCE))} and the actor has slots {ranges(plan.role_slots(Role.ACTOR))}, but "
             "all of the actor's processes compute together; give both the same slots, or separate ones"
         )
 
@@ -191,7 +191,7 @@ def _width_problems(role: Role, width: int, rollout: RolloutSection) -> list[str
         if size == width:
             return []
         return [
-            f"{has}, but rollout.vllm.tensor_parallel_size={size} splits an engine over {size}; make the two equal (a placement "
+            f"{has}, but rollout.vllm.tensor_parallel_size={size} splits an engine across {counted(size, 'slot')}; make the two equal (a placement "
             f'of "0-{4 * size - 1}:0-3" gives {size} to each of 4 processes)'
         ]
     if width == 1:
@@ -214,7 +214,7 @@ def _unreachable(config: Config, plan: Plan) -> list[str]:
         for process in plan.processes.get(role, ()):
             if process.slots not in own and process.node_rank != home:
                 return [
-                    f"rollout.weights=shared_memory reaches only processes on the actor's node (node {home}), and {role} rank "
+                    f"rollout.weights=shared_memory reaches only processes on the actor's node (node {home}), but {role} rank "
                     f"{process.ranks[role]} is on node {process.node_rank}; use auto, broadcast, delta or file"
                 ]
     return []
@@ -225,7 +225,7 @@ def _weightless(weights: list[float] | None, plan: Plan) -> list[str]:
     if weights is None or any(weights[rank] for rank in nodes):
         return []
     return [
-        f"cluster.node_weights={weights} has 0 for every node with a rollout process (node {', '.join(map(str, nodes))}); give "
+        f"cluster.node_weights={weights} gives a weight of 0 to every node with a rollout process (node {', '.join(map(str, nodes))}); give "
         "one of them a weight above 0"
     ]
 
@@ -236,14 +236,14 @@ def _too_long(config: Config, sizes: ModelSizes) -> list[str]:
     if config.environment is not None or most < sizes.positions:
         return []
     return [
-        f"rollout.max_response_tokens={most} leaves no room for a prompt: the model has {sizes.positions} positions "
-        "(max_position_embeddings); lower it"
+        f"rollout.max_response_tokens={most} leaves no room for a prompt, because the model has only {sizes.positions} "
+        "positions (max_position_embeddings); use a smaller value"
     ]
 
 
 def indivisible(plan: Plan, sizes: ModelSizes) -> list[str]:
     problems = [
-        f"{role} splits the model over {mesh.tensor} slots, but it has {count} {what}: {count} = {mesh.tensor} x "
+        f"{role} splits the model over {mesh.tensor} slots, but the model has {count} {what}: {count} = {mesh.tensor} x "
         f"{count // mesh.tensor} + {count % mesh.tensor}; use a number of slots per process (or a tensor_parallel_size) that divides "
         f"{count}"
         for role, mesh in plan.meshes.items()
@@ -252,7 +252,7 @@ def indivisible(plan: Plan, sizes: ModelSizes) -> list[str]:
             ("key/value heads", sizes.kv_heads),
             ("MLP columns", sizes.intermediate),
         )
-        # Neighbours may share a key/value head.
+        # Neighbouring ranks may share a key/value head.
         if count % mesh.tensor and (what != "key/value heads" or mesh.tensor % count)
     ]
     for role, mesh in plan.meshes.items():
@@ -271,11 +271,13 @@ def _judge_memory(memory: tuple[SlotMemory, ...], card: int | None, *, notes: li
         if entry.total > card:
             largest = max(entry.roles, key=lambda role: role.held + role.working)
             problems.append(
-                f"{who}: {gib(entry.total)} needed, but the card has {gib(card)}, so {gib(entry.total - card)} too much; {largest.role} "
+                f"{who}: the roles need {gib(entry.total)}, {gib(entry.total - card)} more than the card's {gib(card)}; {largest.role} "
                 f"needs the most: {lever(largest)}"
             )
         elif entry.total > TIGHT * card:
-            notes.append(f"{who}: {gib(entry.total)} of {gib(card)} needed, which is tight for an estimate")
+            notes.append(
+                f"{who}: {gib(entry.total)} of the card's {gib(card)} are needed, which is tight, since this is only an estimate"
+            )
 
 
 def _on_sizes(config: Config, plan: Plan, memory: tuple[SlotMemory, ...], card: int | None) -> Iterator[str]:
@@ -320,14 +322,14 @@ def _on_work(config: Config, plan: Plan, host: dict[int, int]) -> Iterator[str]:
         )
     if not staleness and not any(shared):
         yield (
-            "with trainer.staleness=0, rollout's slots wait while the actor trains, and the actor's wait while rollout samples; "
+            "with trainer.staleness=0, rollout's slots wait while the actor trains, and the actor's slots wait while rollout samples; "
             "staleness=1 lets both work at the same time"
         )
     has_work = config.rescores or any(one.type == "self_certainty" for one in config.reward)
     if Role.INFERENCE in plan.processes and not has_work:
         yield (
             f"inference has slots {ranges(plan.role_slots(Role.INFERENCE))} but nothing to do: it computes log-probs only "
-            "before updates with several minibatches or epochs and algorithm.old_logprobs=learner; set actor.minibatches=2, or give "
+            "before updates with several minibatches or epochs, and only if algorithm.old_logprobs=learner; set actor.minibatches=2, or give "
             "the slots to rollout"
         )
 
@@ -339,8 +341,8 @@ def _on_environment(config: Config, plan: Plan) -> Iterator[str]:
     if plan.environments and isinstance(environment, AgentEnvironment | VerifiersEnvironment):
         nodes = [process.node_rank for process in plan.environments]
         yield (
-            f"the programs of environment.type={environment.type} run on node {ranges(nodes)} and ask the controller's node for the "
-            "model: its endpoint listens on that node's address in the cluster, and requires an episode's key"
+            f"the programs of environment.type={environment.type} run on node {ranges(nodes)} and reach the model through an "
+            "endpoint on the controller's node. It listens on that node's address in the cluster and requires an episode's key"
         )
     if not plan.environments and plan.num_nodes > 1:
         yield (
@@ -354,12 +356,12 @@ def _on_elastic(config: Config, plan: Plan) -> Iterator[str]:
     if elastic is None or config.cluster is None:
         return
     if elastic.min_nodes == plan.num_nodes:
-        yield f"trainer.elastic.min_nodes={elastic.min_nodes} equals the number of nodes, so the run would wait for a lost node; use fewer"
+        yield f"trainer.elastic.min_nodes={elastic.min_nodes} equals the number of nodes, so the run would wait until a lost node is back; use a smaller number"
         return
     for role, processes in plan.processes.items():
         nodes = {process.node_rank for process in processes}
         if len(nodes) == 1:
-            yield f"trainer.elastic cannot continue without node {min(nodes)}, the only one with {role}; place {role} on several nodes"
+            yield f"trainer.elastic cannot continue without node {min(nodes)}, the only node with {role}; place {role} on several nodes"
 
 
 def gib(count: int) -> str:

@@ -1,12 +1,12 @@
-"""Estimates each slot's memory from the model's sizes. Pure: no weights are loaded, no torch, no Ray.
+"""Estimates each slot's memory from the model's sizes. This is pure arithmetic: it loads no weights and needs neither torch nor Ray.
 
-Weights, optimizer state and KV cache stay in memory for the whole run; gradients and activations only while a role works. Roles in one
-process take turns, so a slot needs the sum of the former and the maximum of the latter.
+Weights, optimizer state and KV cache stay in memory for the whole run, but gradients and activations only while a role works. Roles in
+one process take turns, so a slot needs the sum of the former and the maximum of the latter.
 
-Each tensor group has the learner's full state. With ``sharding``, the data ranks have parts of it, and gather the embeddings and
-two layers at a time while they run; so does a reference in the actor's processes. Inference and the native engine have the
-full model in each process, but in an unsharded actor's process they use the actor's weights. vLLM splits its own copy over its
-process's slots. It receives new weights one tensor at a time, unless `rollout.weights` needs a full copy to write into.
+Each tensor group has the learner's full state. With ``sharding``, each data rank has a part of it, and gathers the embeddings and
+two layers at a time while it runs; a reference in the actor's processes does the same. Inference and the native engine have the
+full model in each process, but in an unsharded actor's process they use the actor's weights. vLLM splits its own copy across the
+slots of its process. It receives new weights one tensor at a time, unless `rollout.weights` needs a full copy to write into.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from rollcall.plan.placement import HOLDERS, TRAINED, Mesh, Plan, Role, RoleGrou
 
 GIB = 1 << 30
 KNOWN_TYPES = ("llama", "mistral", "qwen2", "qwen3")
-# Overhead per process on a GPU: the CUDA context, communication buffers, memory that the allocator cannot reuse.
+# Overhead per process on a GPU: the CUDA context, communication buffers, and memory that the allocator cannot reuse.
 RUNTIME = 3 * GIB // 2
-NO_ROOM = -1  # KV is not counted
-READ_AT_ONCE = 64 << 20  # of stored weights
-VLLM_PARTS = 3 * (128 << 20)  # pieces of an update, in memory that vLLM reads
+NO_ROOM = -1  # the KV cache is not counted
+READ_AT_ONCE = 64 << 20  # bytes of stored weights that are read at once
+VLLM_PARTS = 3 * (128 << 20)  # bytes: the pieces of a weight update, in memory that vLLM reads
 REWARD_ROWS = 16  # completions that a reward model scores at once
 
 
@@ -55,7 +55,7 @@ class ModelSizes(DecoderSizes):
         kind = fields.get("model_type")
         if kind not in KNOWN_TYPES:
             raise SizesUnknown(
-                f"{where} describes a model of type {kind}, whose memory cannot be estimated (only {', '.join(KNOWN_TYPES)})"
+                f"{where} describes a model of type {kind}, whose memory cannot be estimated (the known types are {', '.join(KNOWN_TYPES)})"
             )
         try:
             hidden, heads = int(fields["hidden_size"]), int(fields["num_attention_heads"])
@@ -161,7 +161,7 @@ def read_sizes(path: str, *, model_config: Path | None = None) -> ModelSizes:
         file = folder / "config.json"
     else:
         raise SizesUnknown(
-            f"model.path={path} is not on this machine, so its sizes are not known; download it, or give its "
+            f"model.path={path} is not on this machine, so its sizes are not known; download it, or pass its "
             "config.json with --model-config FILE"
         )
     try:
@@ -173,7 +173,7 @@ def read_sizes(path: str, *, model_config: Path | None = None) -> ModelSizes:
 def slot_memory(
     plan: Plan, config: Config, sizes: ModelSizes, *, card: int | None, reward_sizes: ModelSizes | None
 ) -> tuple[SlotMemory, ...]:
-    """Return one entry per group in the plan. ``card`` is the accelerator's memory in bytes; if None, slots are logical CPU seats."""
+    """Return one entry per group in the plan. ``card`` is the accelerator's memory in bytes; if None, slots are logical CPU slots."""
     on_gpu = config.cluster is None or config.cluster.accelerator == "gpu"
     job = _Job(
         config=config,
@@ -228,7 +228,8 @@ class _Job:
     in_parts: frozenset[Role]  # roles whose processes each have a part of one model
 
     def roles(self, group: RoleGroup, meshes: Mapping[Role, Mesh], *, runtime: int) -> tuple[RoleMemory, ...]:
-        """Return the memory of one process's roles, with ``auto`` resolved. Learners take turns, and KV gets what the larger leaves."""
+        """Return the memory of one process's roles, with ``auto`` resolved. Learners take turns on the device, so the KV cache gets the
+        memory that the largest learner leaves free."""
         trained = [role for role in group.roles if role in TRAINED]
         if self.card is None:
             choices = {role: self._by_default(role) for role in trained}
@@ -275,7 +276,7 @@ class _Job:
         choices: Mapping[Role, Choice],
         room: int | None,
     ) -> RoleMemory:
-        """Return one role's memory. ``room`` limits KV if its size is open; NO_ROOM leaves KV out; None means there is no GPU."""
+        """Return one role's memory. ``room`` limits the KV cache if its size is open; NO_ROOM leaves it out; None means no GPU."""
         mesh = meshes.get(role) or Mesh(data=1, tensor=1, context=1)
         match role:
             case Role.ACTOR | Role.CRITIC:
@@ -313,13 +314,13 @@ class _Job:
         return READ_AT_ONCE + (trained * self.width + state + kept) // shards
 
     def saved_whole(self, role: Role) -> int:
-        """Return the host memory in which the first process copies a checkpoint, if every process has the full model."""
+        """Return the host memory into which the first process copies a checkpoint, if every process has the full model."""
         if role not in TRAINED or role in self.in_parts:
             return 0
         return self._num_trained(role) * (self.width + state_width(self._section(role), width=self.width))
 
     def _data_shards(self, section: OptimizerSection, mesh: Mesh, group: RoleGroup) -> int:
-        """Return the number of data ranks over which the state is sharded."""
+        """Return the number of data ranks across which the state is sharded."""
         if section.sharding == "hsdp":
             on_node = sum(process.node_rank == group.processes[0].node_rank for process in group.processes)
             return min(section.sharding_group_size or max(1, on_node // mesh.tensor), mesh.lanes)
@@ -379,7 +380,7 @@ class _Job:
         )
 
     def _compiles(self, section: OptimizerSection, mesh: Mesh) -> bool:
-        """Whether the learner compiles or keeps as little as if it did. On a CPU, hand-written derivatives keep the same."""
+        """Whether the learner compiles, or keeps as few activations as if it did. On a CPU, hand-written derivatives keep as few."""
         if mesh.tensor > 1:
             return False
         return section.compile if section.compile is not None else self.sizes.num_parameters >= COMPILE_FROM
@@ -453,7 +454,7 @@ class _Job:
 
 
 def lever(role: RoleMemory) -> str:
-    """Return advice on what to change if this role does not fit."""
+    """Return advice on what to change if this role does not fit into memory."""
     name = "critic" if role.role is Role.CRITIC else "actor"
     match max(PARTS, key=lambda part: getattr(role, part)):
         case "kv":
@@ -474,7 +475,7 @@ def lever(role: RoleMemory) -> str:
     if role.copied:
         return f"set {name}.sharding=fsdp"
     if role.divides:
-        return "raise rollout.vllm.tensor_parallel_size and the slots of a rollout process"
+        return "raise rollout.vllm.tensor_parallel_size and the number of slots per rollout process"
     if role.role in HOLDERS:
         makes_room = "lower rollout.kv_memory_fraction, " if role.kv else ""
         divide = ", split it (rollout.engine=vllm)" if role.role is Role.ROLLOUT else ""

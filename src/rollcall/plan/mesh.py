@@ -2,8 +2,8 @@
 
 Ranks are numbered along three axes, the last one fastest: ``replicate`` (copies of the state), ``shard`` (FSDP: each rank has a
 part of each weight) and ``tensor`` (each rank has different heads and columns). Ranks in a tensor group work on the same tokens.
-A lane is a tensor group: there are replicate x shard of them. ``context`` neighbouring lanes split the tokens of the same rows.
-This does not affect how weights are split: the gang just has lanes / context data ranks, each with different rows.
+A lane is a tensor group; there are replicate x shard lanes. Each set of ``context`` neighbouring lanes splits the tokens of the same
+rows. This does not affect how weights are split: the gang just has lanes / context data ranks, each with different rows.
 A full copy on every rank (``sharding: replicate``) needs no ``ModelSplit``.
 """
 
@@ -98,17 +98,17 @@ def product_of(name: str, *, tensor: int, context: int) -> str:
 
 
 def indivisible_heads(*, heads: int, kv_heads: int, tensor: int, context: int, name: str) -> str | None:
-    """Return why a context group's ranks cannot split the heads, given that a tensor group splits them first; None if they can."""
+    """Return why the ranks of a context group cannot split the heads that their tensor group leaves them, or None if they can."""
     own, kv_own = heads // tensor, max(1, kv_heads // tensor)
 
     def fit(size: int) -> bool:
-        # Neighbours may share a key/value head.
+        # Neighbouring ranks may share a key/value head.
         return own % size == 0 and (kv_own % size == 0 or size % kv_own == 0)
 
     if fit(context):
         return None
     count, what = (own, "attention heads") if own % context else (kv_own, "key/value heads")
-    each = f" of each rank of a tensor group ({name}.tensor_parallel_size={tensor})" if tensor > 1 else ""
+    each = f" on each rank of a tensor group ({name}.tensor_parallel_size={tensor})" if tensor > 1 else ""
     sizes = " or ".join(str(size) for size in range(1, context) if fit(size))
     return (
         f"{name}.context_parallel_size={context} does not divide the model's {count} {what}{each}: {count} = {context} x "

@@ -1,6 +1,6 @@
 """Parses ``cluster.component_placement`` into a ``Plan``: which role's processes run on which slots. Needs no Ray and no torch.
 
-``slots.py`` defines the syntax for a role's slots. A role's ranks follow its slots and start at 0.
+``slots.py`` defines the syntax for a role's slots. A role's ranks are numbered from 0 in slot order.
 
 Roles that share a slot share its process. So processes of two roles either have the same slots, and are then a single
 operating-system process with both roles, or have no slot in common. With ``rollout: all, actor: 0-3`` on eight slots, slots
@@ -36,8 +36,8 @@ class Role(StrEnum):
 
 
 TRAINED = (Role.ACTOR, Role.CRITIC)
-HOLDERS = (Role.ROLLOUT, Role.INFERENCE)  # they read the policy but do not train it
-SCORERS = (Role.REFERENCE, Role.INFERENCE)  # they compute log-probs as the actor does
+HOLDERS = (Role.ROLLOUT, Role.INFERENCE)  # roles that read the policy but do not train it
+SCORERS = (Role.REFERENCE, Role.INFERENCE)  # roles that compute log-probs as the actor does
 
 # If a run needs one of these roles but does not place it, it runs in the actor's processes.
 WITH_THE_ACTOR = (Role.REFERENCE, Role.REWARD)
@@ -45,7 +45,7 @@ _USERS = {
     Role.CRITIC: "algorithm.name=ppo",
     Role.REFERENCE: "algorithm.kl_coef above 0",
     Role.REWARD: "a reward of type model",
-    Role.ENVIRONMENT: "a section environment",
+    Role.ENVIRONMENT: "an environment section",
 }
 
 _Spans = dict[Role, list[tuple[int, ...]]]  # the slots of each role's processes, by rank
@@ -99,7 +99,7 @@ class Mesh:
 
     @property
     def lanes(self) -> int:
-        """The number of tensor groups. Those in a context group work on the same rows, but have weights like any other."""
+        """The number of tensor groups. Those in a context group work on the same rows, but have weights like any other tensor group."""
         return self.data * self.context
 
 
@@ -245,7 +245,7 @@ def _slots(nodes: Nodes, processes: Sequence[PlannedProcess]) -> tuple[Slot, ...
 
 
 def _environments(placed: _Spans, nodes: Nodes) -> tuple[PlannedProcess, ...]:
-    """Plan one environment process for each node that has environment slots, with these slots."""
+    """Plan one environment process for each node that has environment slots. It gets all of these slots."""
     on_node: dict[int, list[int]] = {}
     for span in placed.get(Role.ENVIRONMENT, ()):
         on_node.setdefault(nodes.node_of[span[0]], []).append(span[0])
@@ -283,7 +283,7 @@ def _check_gangs(spans: _Spans, *, in_gangs: Sequence[Role]) -> None:
         shared = first & second
         if shared and first != second:
             raise PlacementError(
-                f"{WHERE} gives {one} {len(first)} and {other} {len(second)} processes, but they share only {len(shared)}; give both the "
+                f"{WHERE} gives {len(first)} processes to {one} and {len(second)} to {other}, but they share only {len(shared)}; give both the "
                 "same slots, or separate ones"
             )
 
@@ -353,8 +353,8 @@ def _share(spans: _Spans, nodes: Nodes) -> dict[tuple[int, ...], PlannedProcess]
                 if theirs != slots:
                     raise PlacementError(
                         f"{WHERE}: on slot {slot}, {first} process {its_rank} has {_slots_are(theirs)} and {role} process {rank} "
-                        f"has {_slots_are(slots)}; roles that share a slot share its process, so give both the same slots per "
-                        f"process ({len(theirs)} against {len(slots)}), or separate slots"
+                        f"has {_slots_are(slots)}; roles that share a slot share its process, so give both the same number of "
+                        f"slots per process (now {len(theirs)} and {len(slots)}), or separate slots"
                     )
             ranks_at.setdefault(slots, {})[role] = rank
     return {
@@ -399,7 +399,7 @@ def _mesh_of(
         if split:
             notes.append(
                 f"{len(split)} of {len(groups)} {kind} groups of {role} (the first is number {split[0]}) span two nodes, so every layer "
-                f"waits for the network; a {kind}_parallel_size that divides each node's slots avoids it"
+                f"waits for the network; a {kind}_parallel_size that divides each node's slots avoids this"
             )
     return Mesh(data=slots // together, tensor=tensor, context=context)
 
@@ -422,8 +422,8 @@ def shrink(section: ClusterSection, plan: Plan, *, kept: Sequence[int]) -> Clust
         if not left:
             names = ", ".join(map(str, lost))
             raise PlacementError(
-                f"all {role} processes were on nodes that are missing ({names}), but the run needs one; bring one "
-                f"back with `rollcall node`, or place {role} on several nodes"
+                f"all {role} processes were on nodes that are missing ({names}), but the run needs at least one; bring a "
+                f"node back with `rollcall node`, or place {role} on several nodes"
             )
         if role is Role.ENVIRONMENT:
             placement[role.value] = ",".join(str(number[slot]) for process in left for slot in process.slots)

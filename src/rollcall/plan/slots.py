@@ -80,7 +80,7 @@ def read_slots(text: str, *, nodes: Nodes, key: str) -> list[tuple[int, ...]]:
     for before, after in zip(parts, parts[1:], strict=False):
         if after.first <= before.last:
             raise PlacementError(
-                f"{given} has slot {after.first} twice, in {before.text} and in {after.text}; name it once"
+                f"{given} names slot {after.first} twice, in {before.text} and in {after.text}; name it once"
             )
     spans: list[tuple[int, ...]] = []
     for part in parts:
@@ -106,7 +106,7 @@ def _parse_part(text: str, *, nodes: Nodes, given: str) -> _Part:
     if last >= nodes.num_slots:
         raise PlacementError(
             f"{given} asks for slot {last}, but the cluster has {nodes.sum()}, numbered 0 to {nodes.num_slots - 1}; "
-            f"stay below {nodes.num_slots}, or make the cluster larger (cluster.num_nodes)"
+            f"use slots below {nodes.num_slots}, or make the cluster larger (cluster.num_nodes)"
         )
     ranks = None
     if first_rank is not None:
@@ -127,14 +127,14 @@ def _check_ranks(part: _Part, *, num_before: int, given: str) -> None:
         sizes = [size for size in range(1, slots + 1) if slots % size == 0]
         near = max(size for size in sizes if size < processes)
         raise PlacementError(
-            f"{given}: {part.text} spreads {slots} {plural('slot', slots)} over {processes} processes, and {slots} = {processes} x "
+            f"{given}: {part.text} spreads {slots} {plural('slot', slots)} over {processes} processes, but {slots} = {processes} x "
             f"{slots // processes} + {slots % processes}; use {either(sizes)} {plural('process', sizes[-1])}, such as "
             f"{part.slots}:{ranges(range(num_before, num_before + near))}"
         )
     if part.ranks[0] != num_before:
         raise PlacementError(
-            f"{given}: {part.text} starts at process rank {part.ranks[0]}, but {num_before} "
-            f"{plural('process', num_before)} of the role sit on lower slots, so its ranks start at {num_before}; write "
+            f"{given}: {part.text} starts at process rank {part.ranks[0]}, but lower slots have "
+            f"{num_before} {plural('process', num_before)} of the role already, so its ranks start at {num_before}; write "
             f"{part.slots}:{ranges(range(num_before, num_before + processes))}"
         )
 
@@ -145,7 +145,7 @@ def _crossing(start: int, end: int, *, rank: int, nodes: Nodes, given: str) -> s
         for node in (nodes.node_of[start], nodes.node_of[end])
     )
     return (
-        f"{given}: process {rank} would have slots {start}-{end}, which are on {where}; a process runs on one node: use a "
+        f"{given}: process {rank} would have slots {start}-{end}, which are on {where}, but a process runs on one node; use a "
         f"number of slots per process that divides each node's share, or a part for each node"
     )
 

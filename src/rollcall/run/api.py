@@ -275,4 +275,4 @@ def _choice(kind: type[_Choice], given: str, *, name: str) -> _Choice:
     try:
         return kind(given)
     except ValueError:
-        raise ConfigError(f"{name}={given!r} does not exist; use {', '.join(kind)}") from None
+        raise ConfigError(f"{name}={given!r} is not one of {', '.join(kind)}") from None

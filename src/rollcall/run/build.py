@@ -105,16 +105,16 @@ def _warn_of_rows(train: PromptSet, val: PromptSet | None, tokenizer: Any, *, ma
     first = train.prompts[0]
     if lost := unknown_characters(first.text, first.token_ids, tokenizer):
         warn(
-            f"{first.id}: the tokenizer has no tokens for {', '.join(map(repr, lost[:8]))} of the prompt {first.text[:40]!r}, so the "
+            f"{first.id}: the tokenizer has no tokens for {', '.join(map(repr, lost[:8]))} in the prompt {first.text[:40]!r}, so the "
             "model "
             "does not see them; use another model, or prompts that its tokenizer can encode"
         )
     texts = {prompt.text for prompt in train.prompts}
     if num_alike := len(texts) - len({prompt.token_ids.tobytes() for prompt in train.prompts}):
         warn(
-            f"data.train={train.source}: {counted(num_alike, 'prompt')} {are(num_alike)} identical to another for the model, although "
+            f"data.train={train.source}: {counted(num_alike, 'prompt')} {are(num_alike)} identical to another prompt for the model, although "
             "the texts "
-            "differ: the tokenizer has no tokens for the difference; use another model, or prompts that its tokenizer can encode"
+            "differ, because the tokenizer has no tokens for the difference; use another model, or prompts that its tokenizer can encode"
         )
     if may_repeat:
         return
@@ -180,7 +180,7 @@ def build_learner(
         if on_cpu:
             check_compiler("actor.compile")
         if gang.rank == 0:
-            say("the first update waits for the compiler (actor.compile; a minute or so)")
+            say("the first update will wait for compilation (actor.compile; this takes about a minute)")
         learner.body.compile()
     return learner
 
@@ -229,7 +229,7 @@ def build_engine(
     if rollout.engine == "native":
         if rollout.compile and next(model.parameters()).device.type == "cpu":
             check_compiler("rollout.compile")
-            say("the first completions wait for the compiler (rollout.compile; half a minute)")
+            say("the first completions will wait for compilation (rollout.compile; this takes about half a minute)")
         with short_of_memory(partial(_engine_sentence, model)):
             return NativeEngine(
                 model,
@@ -241,7 +241,7 @@ def build_engine(
                 graphs=graphs,
                 adapters=None if adapter is None else {POLICY: adapter},
             )
-    say("starting vLLM in its own process (a minute or so)")
+    say("starting vLLM in its own process (this takes about a minute)")
     child = Child(find_python(rollout.vllm.python), num_threads=torch.get_num_threads())
     try:
         child.wait_until_ready()
@@ -264,9 +264,9 @@ def build_engine(
 def _engine_sentence(model: Any, why: str) -> str:
     weights = sum(tensor.numel() * tensor.element_size() for tensor in model.parameters())
     return (
-        f"the KV cache of the native engine does not fit ({why}); the model's weights are {size(weights)}, and the learner's state may "
+        f"the KV cache of the native engine does not fit ({why}); the model's weights take {size(weights)}, and the learner's state may "
         "be in "
-        "memory too. Lower rollout.kv_memory_fraction or rollout.kv_tokens, or give rollout slots without an actor"
+        "memory too. Lower rollout.kv_memory_fraction or rollout.kv_tokens, or place rollout on slots without an actor"
     )
 
 
@@ -346,8 +346,8 @@ def build_scorers(
     owned: ExitStack,
     num_workers: int = NUM_REWARD_WORKERS,
 ) -> tuple[Scorer, Scorer]:
-    """Build the scorers for training and for evaluation. They are the same unless only models give rewards (``judges_of``). ``score`` is
-    the policy's scoring function; ``models`` maps a reward model's position in the run file to its function. ``owned`` closes the
+    """Build the scorers for training and for evaluation. They are the same unless all rewards come from models (``judges_of``). ``score``
+    is the policy's scoring function; ``models`` maps a reward model's position in the run file to its function. ``owned`` closes the
     scorers."""
     functions = dict(models)
     for index, reward in enumerate(rewards):

@@ -82,8 +82,8 @@ def engine_needs(config: Config, decoder: Decoder) -> EngineNeeds:
 
 
 def _kv_of(engine: EngineNeeds, model: Any, *, card: int) -> KvNeed:
-    """Return how much memory the engine's KV cache needs. Subtracts sizes that the run file fixes, and vLLM's weights, from the free
-    memory."""
+    """Return how much of the free memory to keep for the engine. This is its KV cache and, for vLLM, also its weights, but nothing if
+    vLLM sleeps while the learners work."""
     rollout = engine.config.rollout
     if kv_is_open(rollout):
         return engine.open_kv
@@ -151,12 +151,12 @@ def _together(learner: Learner | Critic, line: Line | None) -> Line | None:
 
 
 def _chosen(fit: Fit, line: Line | None, *, room: int) -> str:
-    by = "by estimate" if line is None else f"measured: {size(line.fixed)} and {size(int(line.per_token))} a token"
+    by = "by estimate" if line is None else f"measured: {size(line.fixed)} and {size(int(line.per_token))} per token"
     return f"{fit.name}: {fit.tokens} tokens in a micro-batch{fit.recompute.sentence} ({by}; {size(room)} were free)"
 
 
 def _kv_tokens(engine: EngineNeeds, *, device: torch.device, needs: Sequence[int]) -> int:
-    """Return the KV tokens that fit beside the learners. Engine and learners take turns with their memory, but CUDA graphs keep
+    """Return how many KV tokens fit next to the learners. Engine and learners take turns with their memory, but CUDA graphs keep
     theirs."""
     config = engine.config
     room = room_on(device) - engine.graphs - max([engine.filling, *needs])

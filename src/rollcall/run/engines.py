@@ -3,7 +3,7 @@
     generate ──▶ router: which process? ──▶ its link: queued for the next call ──▶ ``exchange`` in that process
              ◀── finished completions return with a call's answer ◀──
 
-A completion has no call to itself. Each busy process has two ``exchange`` calls in flight, so that it never waits for the controller. A
+No call is for a single completion. Each busy process has two ``exchange`` calls in flight, so that it never waits for the controller. A
 call sends new requests and cancellations; its answer returns finished completions. One thread waits for answers. Everything else runs in
 the event loop's thread and does not block.
 
@@ -101,7 +101,7 @@ class Engines:
         self._open = asyncio.Event()  # requests are accepted
         self._open.set()
         self._is_still = False  # paused: no calls
-        self._is_due = False  # a look at all links is scheduled
+        self._is_due = False  # a call of ``_look`` is scheduled
         self._collecting: asyncio.Task[None] | None = None
         self._renewing: set[asyncio.Task[None]] = set()
         self._alone: asyncio.TimerHandle | None = None
@@ -171,7 +171,7 @@ class Engines:
         """Do nothing, because the processes never wait for turns to batch."""
 
     def end_session(self, session: str) -> None:
-        """End a session with the next call. The process keeps the session's memory until then, when something may need it."""
+        """End a session with the next call. Until then the process keeps the session's memory, because nothing else needs it earlier."""
         for worker in self._router.end_session(session):
             self._links[worker].ended_sessions.append(session)
 
@@ -297,7 +297,7 @@ class Engines:
         return done
 
     def _fail(self, error: Exception) -> None:
-        """Raise the error in all waiting callers, and in later ones."""
+        """Make all waiting callers, and later ones, raise the error."""
         self._failure = self._failure or error
         for done in [self._forget(request_id) for request_id in list(self._asked)]:
             if not done.cancelled():

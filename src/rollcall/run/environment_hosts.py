@@ -102,7 +102,7 @@ class EnvironmentHosts:
         return AgentEnvironments(section, chat_template=chat_template, programs=hosted, address=address)
 
     def _listen(self, ranks: Sequence[int]) -> list[HostPlace]:
-        """Start these ranks' environments in parallel, because each may take long to start."""
+        """Start these ranks' environments in parallel, because each may take a long time to start."""
         specs = [self.group.specs[rank] for rank in ranks]
         listen = partial(self.group.run_single_worker_single_data, "listen")
         answers: list[HostPlace | str] = self.group.get_all_worker_results(

@@ -121,7 +121,7 @@ def plan_evaluation(
             raise ConfigError(
                 f"{target} is a model directory or a checkpoint, which does not name any data; add --data FILE"
             )
-        # Keys of the embedded run file that do not fit another model, other rows and longer answers.
+        # Replace the keys of the embedded run file that do not fit another model, other rows and longer answers.
         file, defaults = (
             None,
             {
@@ -236,13 +236,14 @@ def plan_model(config: Config, *, origin: str | None) -> ModelPlan:
         raise ConfigError(
             f"model.path={path} is given, but model.lora.path={lora.path} is an adapter for the run's own model; add model.lora=null "
             "to leave the "
-            "adapter out, or give the model in place of the run"
+            "adapter out, or evaluate the model in place of the run"
         )
     return ModelPlan(config=config, model_path=path, origin=words, lora=lora)
 
 
 def newest_model_of(config: Config) -> tuple[str, str]:
-    """Return a run's newest model and its origin: the exported model, else the newest checkpoint's, else the one the run starts from."""
+    """Return a run's newest model and its origin. The exported model comes first, then the newest checkpoint's, then the model that the
+    run starts from."""
     checkpoint = store_of(config.run.dir).latest()
     if (exported := exported_model(config.run.dir, last=checkpoint)) is not None:
         return str(exported), "trained model"

@@ -36,8 +36,8 @@ from rollcall.model.tokenizers import stop_token_ids, tokenizer_mark
 ROWS, BASE, CODE = "data.json", "base.json", "code.json"
 FORMAT = 3  # of a run directory; earlier formats are refused
 _KEPT = {
-    "reward": "groups in the journal keep the scores of the old code, except where it failed; the new code scores those and later ones; "
-    "do not compare held-out results from before the change with later ones",
+    "reward": "groups in the journal keep the scores from the old code, except where it failed; the new code scores those and all later "
+    "groups; do not compare held-out results from before the change with later results",
     "environment": "episodes in the journal were played with the old code, and later ones are played with the new code",
 }
 T = TypeVar("T")
@@ -197,7 +197,7 @@ def changed_code(run_dir: Path, now: Mapping[str, Mapping[str, str]]) -> list[st
         names = sorted({name for name, _ in {*before[part].items()} ^ {*now[part].items()}})
         if names:
             changes.append(
-                f"the code of {part} has changed since the run in {run_dir} last ran ({', '.join(names)}): {kept}. If this "
+                f"the {part} code has changed since the run in {run_dir} last ran ({', '.join(names)}): {kept}. If this "
                 f"is a mistake, stop the run, and restore the code or {ANOTHER_RUN}"
             )
     return changes

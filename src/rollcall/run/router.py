@@ -4,13 +4,13 @@ A completion keeps its seed, so the choice of a worker only affects timing. A gr
 so that the prompt is computed only once. A worker gets as many completions as it can decode at once (``room``) and a few
 more, so that it never runs dry. The other requests wait in the router, ordered by ``Request.order``.
 
-- With node weights, each node gets its share of the batches regardless of speed; a node's workers divide the share by speed.
-- Without node weights, all workers divide all batches by speed. A batch goes to the worker that should finish it first. A slow
+- With node weights, each node gets its share of the batches regardless of speed; a node's workers split the share by their speed.
+- Without node weights, all workers split all batches by their speed. A batch goes to the worker that should finish it first. A slow
   worker gets no batch that the others would finish sooner. Near the end, batches that a busy worker has not started go
   to idle workers.
 
 A session's request goes to the worker that had the session's previous request, if that worker can start it at once, because it may still
-have the KV. Another worker takes longer but gives the same result.
+have the session's KV. Another worker takes longer but gives the same result.
 
 Speed is measured in completions per second while a worker is busy, and in seconds from sending a batch until all of it is back. Old
 measurements fade, so the router notices a node that slows down or recovers. If a worker got no work for ``RETRY_VERSIONS`` weight
@@ -65,7 +65,7 @@ class RolloutWorker:
     since_s: float = 0.0  # while there is work: the time up to which busy_s is counted
     latency_s: float | None = None  # per batch
     # Computed from these by ``_Pool._compare``:
-    rate: float = 0.0  # completions per second, over all that it decodes at once
+    rate: float = 0.0  # completions per second, over all completions that it decodes at once
     expected_s: float = 0.0  # per batch
     share: float = 1.0  # share of the work, relative to the others
 
@@ -85,11 +85,13 @@ class Router:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._weights: Mapping[int, float] = {0: 1.0}
-        self._num_given: dict[int, int] = {}  # batches by pool
+        self._num_given: dict[int, int] = {}  # number of batches by pool
         self._batches: dict[str, Batch] = {}  # by request
         self._open: dict[str, Batch] = {}  # by group; batches that are still queued
         self._arrivals = itertools.count()
-        self._sessions: dict[str, list[int]] = {}  # session -> the workers that had its requests, the latest last
+        self._sessions: dict[
+            str, list[int]
+        ] = {}  # session -> the workers that had its requests, the most recent one last
         self._seats: dict[int, RolloutWorker] = {}  # workers that can get requests
         self._by_node = node_weights is not None
         if node_weights is not None:
@@ -110,7 +112,7 @@ class Router:
         return self._seats[worker].load if worker in self._seats else 0
 
     def add(self, request: Request) -> None:
-        """Queue a request with its group; or on its session's node; or on the node that is furthest behind its share."""
+        """Queue a request with its group, otherwise on its session's node, otherwise on the node that is furthest behind its share."""
         batch = self._open.get(request.group) if request.group is not None else None
         if batch is None:
             homes = [rank for rank in self._weights if self._pools[rank].home(request.session) is not None]
@@ -123,7 +125,7 @@ class Router:
         self._batches[request.id] = batch
 
     def _next_pool(self, among: Sequence[int] = ()) -> int:
-        """Choose one of these pools. If ``among`` is empty, choose any pool with workers."""
+        """Choose one of the pools in ``among``. If it is empty, choose any pool with workers."""
         able = among or [rank for rank in self._weights if self._pools[rank].seats] or list(self._weights)
         rank = min(able, key=lambda rank: ((self._num_given.get(rank, 0) + 1) / self._weights[rank], rank))
         self._num_given[rank] = self._num_given.get(rank, 0) + 1
@@ -180,7 +182,7 @@ class Router:
             self._seats[worker].num_waiting = num_waiting
 
     def take_back(self) -> list[tuple[int, list[str]]]:
-        """Queue again what busy workers have not started while others are idle. The caller must cancel these requests at the workers."""
+        """Queue requests again that busy workers have not started while others are idle. The caller must cancel them at the workers."""
         return [
             (seat.worker, list(batch.requests)) for pool in self._pools.values() for seat, batch in pool.take_back()
         ]
@@ -226,7 +228,7 @@ class _Pool:
         self._sessions = sessions
         # For all workers together, computed by ``_compare``:
         self._rate = 0.0
-        self._latency_s = 0.0  # the median worker's
+        self._latency_s = 0.0  # that of the median worker
         self._load = 0
 
     def wait(self, batch: Batch) -> None:
@@ -345,7 +347,7 @@ class _Pool:
         return seat.load + size <= self._room
 
     def _in_time(self, seat: RolloutWorker, size: int, *, waiting: int) -> bool:
-        """Whether this worker would finish a batch by about the time when the others finish everything."""
+        """Whether this worker would finish a batch by about the time that the other workers finish everything."""
         if len(self.seats) == 1 or not self._load:
             return True  # some worker has to start
         turns = 1 if self._has_place(seat, size) else 2  # 2: the batch starts after another one has finished
@@ -353,7 +355,7 @@ class _Pool:
         return turns * seat.expected_s <= TOLERANCE * max(self._latency_s, others_s)
 
     def _compare(self, now: float) -> None:
-        """Compute the speed of every worker. A worker without measurements starts with the usual speed, which has the weight of one batch
+        """Compute the speed of every worker. A worker without measurements starts with the usual speed, which counts as much as one batch
         in its average."""
         measured = [(seat, *seat.measured(now)) for seat in self.seats.values()]
         known = [done / max(spent, 1e-6) for _, done, spent in measured if done]

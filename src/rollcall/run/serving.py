@@ -35,7 +35,7 @@ SHORTEST_KEY = 16
 
 
 def plan_serving(target: str, *, overrides: list[str], engine: str | None = None) -> ModelPlan:
-    """Find the model to serve: the newest of a run (directory or file), or a model's path or name. Its API name is ``run.name``."""
+    """Find the model to serve: the newest model of a run (directory or file), or a model's path or name. Its API name is ``run.name``."""
     changes = {"rollout.engine": engine} if engine else {}
     path = Path(target)
     if (path / RUN_FILE).is_file() or (path.is_file() and path.suffix in (".yaml", ".yml")):
@@ -48,7 +48,7 @@ def plan_serving(target: str, *, overrides: list[str], engine: str | None = None
 
 
 def read_key(file: Path | None) -> str | None:
-    """Read the API key from the file, or without one from the environment variable. Returns None if neither is set."""
+    """Read the API key from the file or, if there is no file, from the environment variable. Returns None if neither is set."""
     key = file.read_text(errors="replace").strip() if file is not None else os.environ.get(KEY, "").strip()
     if not key and file is None:
         return None

@@ -198,7 +198,7 @@ def _refuse_too_large(plan: Plan) -> None:
     available = psutil.virtual_memory().available / 2**30
     if needed > available:
         raise ClusterError(
-            f"{plan.num_nodes} nodes with {num_processes} processes need about {needed:.0f} GiB on one machine, and "
+            f"{plan.num_nodes} nodes with {num_processes} processes need about {needed:.0f} GiB on one machine, but only "
             f"{available:.0f} GiB are free; rehearse fewer nodes (cluster.num_nodes=..., with a matching placement), and check the full "
             "run with `rollcall plan`"
         )

@@ -113,7 +113,7 @@ class Spares:
 class Team:
     group: WorkerGroup
     members: dict[Role, list[int]]  # for each role, the group's processes that have it, by rank
-    together: frozenset[Role] = frozenset()  # roles whose processes run every forward together
+    together: frozenset[Role] = frozenset()  # roles whose processes run every forward pass together
 
     def call(self, workers: Sequence[int], method: str, *args: Any) -> list[Any]:
         return self.group.get_all_worker_results(self.group.run_some_workers_single_data(method, workers, *args))
@@ -122,7 +122,7 @@ class Team:
         return self.call(self.members[role], method, *args)
 
     def meetings(self) -> dict[Role, tuple[Place, int]]:
-        """Return where each gang's processes meet, and their number. The key is one of the gang's roles."""
+        """Return the address where each gang's processes connect, and their number. The key is one of the gang's roles."""
         found: dict[Role, tuple[Place, int]] = {}
         for role in (*TRAINED, *SCORERS):
             members = self.members.get(role, [])
@@ -136,7 +136,7 @@ class Team:
 
     def forward(self, role: Role, method: str, samples: Sequence[Sample]) -> list[Any]:
         """Return one result per sample. Each process with the role gets a fair share of the tokens, and an attempt's rows stay together.
-        Processes that run every forward together all get all samples, and divide them themselves."""
+        Processes that run every forward pass together all get all samples, and split them among themselves."""
         if role in self.together:
             return self.call_role(role, method, list(samples))[0]
         workers = self.members[role]

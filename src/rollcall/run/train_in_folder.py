@@ -35,7 +35,9 @@ def train_as_master(
 
     config = with_folder(config, folder, num_nodes=num_nodes, rank_weights=rank_weights)
     with FolderBackend(folder, num_nodes=num_nodes, run=config.run.name, options=options) as backend:
-        say(f"master of {num_nodes} nodes, in {backend.folder}; run directory {config.run.dir}")
+        say(
+            f"this is the master of {num_nodes} nodes; their folder is {backend.folder}, and the run directory is {config.run.dir}"
+        )
         return train(config, fresh=fresh, quiet=quiet, bounds=bounds, backend=backend)
 
 
@@ -66,12 +68,12 @@ def with_folder(config: Config, folder: Path, *, num_nodes: int, rank_weights: S
     if config.rollout.weights not in ("auto", "file"):
         raise ConfigError(
             f"rollout.weights={config.rollout.weights} needs a network between the nodes, but they share only a folder; leave "
-            "it out, or use file"
+            "the key out, or use file"
         )
     if config.trainer.elastic is not None:
         raise ConfigError(
-            "trainer.elastic is for nodes on Ray; with a shared folder, the other nodes do the work of a lost node until it is back: "
-            "leave it out"
+            "trainer.elastic is for nodes on Ray; with a shared folder, the other nodes do the work of a lost node until it is back; "
+            "leave the key out"
         )
     document = config.model_dump(mode="json")
     implied = {
@@ -88,7 +90,7 @@ def with_folder(config: Config, folder: Path, *, num_nodes: int, rank_weights: S
             if key != "accelerator" and key in config.cluster.model_fields_set and given != value:
                 raise ConfigError(
                     f"cluster.{key}={given} in the run file contradicts the command line, which implies {key}={value} (one slot on each "
-                    "node, the actor on node 0); leave it out of the run file"
+                    "node, the actor on node 0); leave the key out of the run file"
                 )
     kept = {} if config.cluster is None else {key: document["cluster"][key] for key in ("env", "env_pass", "node_env")}
     document["cluster"] = {**kept, **implied}
@@ -103,7 +105,7 @@ def _shared_dir(run_dir: Path, folder: Path) -> Path:
     there = [next(each for each in (path, *path.parents) if each.exists()) for path in (run_dir, folder)]
     if folder.is_relative_to(run_dir) or there[0].stat().st_dev != there[1].stat().st_dev:
         raise ConfigError(
-            f"run.dir={run_dir} must be on the file system of --log-path {folder}, which is all that the nodes share, and must not "
+            f"run.dir={run_dir} must be on the file system of --log-path {folder}, because the nodes share nothing else, and must not "
             "contain "
             f"that folder; use run.dir={folder / 'run'}"
         )

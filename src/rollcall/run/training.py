@@ -1,4 +1,4 @@
-"""Trains from a run file to a model directory: starts or resumes the run, runs the controller in attempts, and writes the summary."""
+"""Turns a run file into a trained model: starts or resumes the run, runs the controller in attempts, and writes the summary."""
 
 from __future__ import annotations
 
@@ -113,8 +113,8 @@ def train(
 
 @contextmanager
 def _examining() -> Iterator[None]:
-    """Open the debugger for exceptions in this process, if the user asked for it. Errors from another process were examined there. Each
-    error opens the debugger only once, so these blocks may be nested."""
+    """Open the debugger for exceptions in this process, if the user asked for it. Errors from another process have been examined there
+    already. Each error opens the debugger only once, so these blocks may be nested."""
     try:
         yield
     except Exception as error:
@@ -212,7 +212,7 @@ class _Run:
         return summary
 
     def _build(self) -> Workers:
-        """Build all roles, in this process or on the cluster's slots. Reduced sizes apply only here; the run file keeps the user's."""
+        """Build all roles, in this process or on the cluster's slots. Reduced sizes apply only here, not in the run file."""
         smaller = {
             name: getattr(self.config, name).model_copy(update={"tokens_per_microbatch": tokens})
             for name, tokens in self.smaller.items()
@@ -405,7 +405,7 @@ def _check_lengths(config: Config, workers: Workers) -> None:
             )
         if room is not None and wanted > room:
             raise ConfigError(
-                f"{makes}, but the KV cache has room for rollout.kv_tokens={room}: use {wanted} or more, or leave it out"
+                f"{makes}, but the KV cache has room for only {room} tokens (rollout.kv_tokens); set it to {wanted} or more, or leave it out"
             )
 
 
@@ -438,7 +438,7 @@ def _say_changes(events: Events, changes: list[Change], *, step: int, code: list
         return
     lines = [f"  {change}" for change in changes]
     meaning = (
-        "groups in the journal were made with the old values; steps after the checkpoint are trained with the new ones, and the "
+        "groups in the journal were made with the old values; steps after the checkpoint are trained with the new values, and the "
         "learning rate may differ where it depends on them"
     )
     say("\n".join(["settings that this resume changes:", *lines, meaning]))
@@ -457,7 +457,7 @@ def _say_where(run_dir: Path, start_step: int, journal: Journal) -> None:
 
 
 def _journaled_failures(directory: Path, *, shown: list[dict[str, str]]) -> list[dict[str, str]]:
-    """Return the first failure of each kind that is not in ``shown``, because an earlier process met it."""
+    """Return the first failure of each kind that is missing from ``shown``, because an earlier process encountered it."""
     known = {(failure["reward"], failure["kind"]) for failure in shown}
     found: dict[tuple[str, str], dict[str, str]] = {}
     with Journal(directory) as journal:
@@ -478,13 +478,13 @@ def _say_rollout(run_dir: Path, controller: Controller, summary: dict[str, Any])
         headline = BY_METRIC[summary["headline"]]
         last = {key: course["last"] for key, course in summary["eval"].items()}
         say(
-            f"{headline.words} of step {controller.start_step}: {last[headline.key]:.3f}; {run_dir / 'samples'} has the answers"
+            f"{headline.words} of step {controller.start_step}: {last[headline.key]:.3f}; the answers are in {run_dir / 'samples'}"
         )
         return {**done, "headline": headline.metric, "eval": last}
     counts = {step: len(controller.journal.read(step)) for step in controller.steps_ahead}
     ready = ", ".join(f"step {step}: {counted(count, 'group')}" for step, count in counts.items())
     say(
-        f"the journal has {ready}; train on it with --phase update"
+        f"the journal has groups for {ready}; train on them with --phase update"
         if ready
         else f"{trained(controller.start_step)}, so there is nothing to generate; raise trainer.steps to continue"
     )

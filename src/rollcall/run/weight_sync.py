@@ -25,7 +25,7 @@ from rollcall.engine.weights.protocol import Invitation
 from rollcall.engine.weights.transports import FanOut, open_sender
 from rollcall.plan.placement import HOLDERS, Role
 
-if TYPE_CHECKING:  # it needs what only clusters need, and a run in one process imports this module too
+if TYPE_CHECKING:  # team.py needs what only clusters need, and a run in one process imports this module too
     from rollcall.run.team import Team
 
 
@@ -58,7 +58,7 @@ class WeightSync:
             raise
 
     def settle(self, *, lost: Collection[int], timeout_s: float) -> None:
-        """After a failed push, wait until the actor's processes have given it up. Raises if one takes longer than ``timeout_s``."""
+        """After a failed push, wait until the actor's processes have stopped sending. Raises if one takes longer than ``timeout_s``."""
         deadline, actors = time.monotonic() + timeout_s, self._team.members[Role.ACTOR]
         for name in [name for worker, name in self._names().items() if worker in lost and name in self._invitations]:
             # A sender that was connected to the receiver noticed the loss and no longer listens; others may listen only on their own

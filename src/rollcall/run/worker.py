@@ -63,24 +63,24 @@ POLICY = (Role.ACTOR, Role.INFERENCE)  # roles that need the policy's weights; a
 # What the controller waits for when it calls a method; {0} is the call's first argument.
 PURPOSES = {
     "build": "to load its model",
-    "listen": "to listen for the others",
+    "listen": "to listen for the other processes",
     "exchange": "to sample completions",
-    "invite": "to invite those that get new weights",
+    "invite": "to invite the processes that get new weights",
     "send_weights": "to send weights of version {0}",
-    "use_weights": "to take weights of version {0}",
+    "use_weights": "to receive weights of version {0}",
     "update": "to update the policy",
     "update_critic": "to update the critic",
     "score": "to score samples",
-    "score_reference": "to score samples by the reference",
-    "values": "to value samples",
+    "score_reference": "to score samples with the reference",
+    "values": "to compute the values of samples",
     "reward": "to score completions",
     "export": "to write the model",
     "base": "to read the identity of its model",
     "copy_parts": "to copy its part of a checkpoint",
-    "write_parts": "to begin to write its part of a checkpoint",
+    "write_parts": "to start writing its part of a checkpoint",
     "parts_written": "to write its part of a checkpoint",
     "parts_here": "to look for its parts of a checkpoint",
-    "bring_parts": "to bring its parts of a checkpoint",
+    "bring_parts": "to verify its parts of a checkpoint",
     "tidy_parts": "to remove its parts of old checkpoints",
     "read_checkpoint": "to read a checkpoint",
 }
@@ -98,14 +98,14 @@ class Facts:
 def _syncing(why: str) -> str:
     return (
         f"there is no memory left to send new weights to the engines ({why}); sending copies one tensor at a time. Lower "
-        "actor.tokens_per_microbatch or rollout.kv_memory_fraction; with rollout.weights=shared_memory, the node's /dev/shm holds a "
+        "actor.tokens_per_microbatch or rollout.kv_memory_fraction; with rollout.weights=shared_memory, the node's /dev/shm needs room for a "
         "full copy"
     )
 
 
 class RoleWorker(Trained):
     """A process with some of a run's roles. For roles ``in_parts``, each process has a part of the model, and all run every forward
-    together."""
+    pass together."""
 
     def __init__(
         self, config: Config, model_path: str, *, in_parts: frozenset[Role] = frozenset(), tokenizer: Any = None
@@ -125,8 +125,8 @@ class RoleWorker(Trained):
         self.engine: LocalEngine | None = None
         self._served: int | None = None  # the engine's version, once it is complete
         self._sent_blocks: list[tuple[str, Block]] | None = None
-        # If only vLLM has the weights, each actor sends its own parts, and host memory assembles the tensors on their way. An adapter is
-        # small and is sent whole.
+        # If only vLLM has the weights, each actor sends its own parts, and the tensors are assembled in host memory on their way. An
+        # adapter is small and is sent whole.
         self._by_parts = not config.rollout.keeps_policy and config.model.lora is None
         self._weights = WorkerWeights(
             config.rollout.weights,
@@ -239,7 +239,7 @@ class RoleWorker(Trained):
     def _load(
         self, gang: Gang, role: Role, *, in_roles: Collection[Role], whole: bool = False
     ) -> tuple[Any, Stored | None]:
-        """Load the model for ``role``, or only its outline with the place of its weights: if the model is in parts, each process in the
+        """Load the model for ``role``, or only its outline and the location of its weights: if the model is in parts, each process in the
         gang later reads its own part. If the files do not allow that, the first process of the gang loads the model and sends the others
         their parts. ``whole`` means that something in this process needs the full model."""
         in_parts = role in self._in_parts and role in in_roles
@@ -338,7 +338,7 @@ class RoleWorker(Trained):
         return {} if self.learner is None else base_of(self.learner, self.tokenizer)
 
     def invite(self, receivers: Mapping[str, bool], host: str) -> Mapping[str, Invitation]:
-        """Open this process's sender, if it sends. Each value in ``receivers`` says whether the receiver is on this node."""
+        """Open a sender if this process sends weights. Each value in ``receivers`` says whether the receiver is on this node."""
         assert self.learner is not None
         rank, body = self.learner.gang.rank, self.learner.body
         sends = rank == 0 or (self._by_parts and body.in_parts and rank < num_parts(body))
@@ -409,7 +409,7 @@ class RoleWorker(Trained):
         return self._once(scores, self.body)
 
     def _once(self, results: list[Any], body: Body) -> list[Any]:
-        """Return the results from one process only: processes that run every forward together all have them."""
+        """Return the results from one process only, because processes that run every forward pass together all have them."""
         return results if not body.together or body.gang.rank == 0 else []
 
     # The other roles

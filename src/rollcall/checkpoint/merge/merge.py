@@ -91,8 +91,8 @@ def merge(
     folder = base or stored.folder
     if folder is None or not (folder / "config.json").is_file():
         raise StoredError(
-            f"{folder or stored.origin} has no config.json, so the model of these weights is unknown; give a directory with "
-            "config and tokenizer: --base DIR"
+            f"{folder or stored.origin} has no config.json, so the model of these weights is unknown; pass a directory with "
+            "a config and a tokenizer: --base DIR"
         )
     _refuse_target(out, stored, folder)
     names, left_out = select(stored, folder)
@@ -221,7 +221,7 @@ def select(stored: Stored, folder: Path) -> tuple[list[str], list[str]]:
         if not stored.are_equal(name, source):
             raise StoredError(
                 f"{stored.origin}: config.json ties {name} to {source}, but their stored values differ; correct "
-                "tie_word_embeddings in config.json, or give files that belong together"
+                "tie_word_embeddings in config.json, or use files that belong together"
             )
     names = [name for name in stored.tensors if name not in {*copies, *heads, *rotary}]
     _refuse_others(stored, outline, names, folder=folder)
@@ -239,7 +239,7 @@ def _refuse_others(stored: Stored, outline: Outline, names: Sequence[str], *, fo
     there = {outline.tied.get(name, name): stored.tensors[name].shape for name in names}
     if faults := other_tensors(wanted=wanted, found=there):
         raise StoredError(
-            f"{stored.origin} does not match {folder / 'config.json'}: {faults}. Give files that belong together"
+            f"{stored.origin} does not match {folder / 'config.json'}: {faults}. Use files that belong together"
         )
 
 

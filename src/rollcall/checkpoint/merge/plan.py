@@ -57,7 +57,7 @@ class Copy:
 class Unit:
     file: StoredFile
     copies: tuple[Copy, ...]
-    records: tuple[CheckedRange, ...]  # to verify; empty if the file has a single checksum or none
+    records: tuple[CheckedRange, ...]  # the records to verify; empty if the file has a single checksum or none
 
     @property
     def name(self) -> str:
@@ -91,7 +91,7 @@ def plan_merge(stored: Stored, names: Sequence[str], *, dtype: DType | None, max
     if unknown := next((name for name in names if written[name].in_safetensors is None), None):
         file = next((str(piece.file) for piece in stored.tensors[unknown].pieces), stored.origin)
         raise StoredError(
-            f"{file}: {unknown} is of type {written[unknown]}, which safetensors cannot store; give --dtype bf16, fp16 or fp32, or "
+            f"{file}: {unknown} is of type {written[unknown]}, which safetensors cannot store; use --dtype bf16, fp16 or fp32, or "
             "save it in another type"
         )
     sizes = {name: prod(stored.tensors[name].shape) * written[name].itemsize for name in names}

@@ -1,6 +1,6 @@
 """The working folder of a merge, next to its target. It survives an interruption, and one rename makes it the target.
 
-``.merging-NAME/`` contains the output files in ``model/``, the plan's fingerprint, one line for each unit on disk, and a
+``.merging-NAME/`` contains the output files in ``model/``, the plan's fingerprint, one line for each finished unit, and a
 lock. The same command finds the folder and continues. A merge with different inputs or outputs starts over.
 """
 
@@ -54,7 +54,7 @@ class Staging:
         free = free_bytes(self._folder)
         if free is not None and free < needed:
             raise OSError(
-                errno.ENOSPC, f"it has {free / 1e9:,.2f} GB free, and the merge needs {needed / 1e9:,.2f} GB more"
+                errno.ENOSPC, f"only {free / 1e9:,.2f} GB are free, and the merge needs {needed / 1e9:,.2f} GB more"
             )
         if not same:
             self.model.mkdir()
