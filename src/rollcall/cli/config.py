@@ -1,4 +1,7 @@
-"""For use before a run: `rollcall init`, `config`, `plan`, `simulate`, `prepare`, `fetch-model`, `doctor`, `data`, `reward test`."""
+"""Commands to use before a run.
+
+`rollcall init`, `config`, `plan`, `simulate`, `prepare`, `fetch-model`, `doctor`, `data` and `reward test`.
+"""
 
 from __future__ import annotations
 

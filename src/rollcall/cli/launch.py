@@ -214,7 +214,7 @@ def ssh(
         str | None, typer.Option(metavar="NAME", help="Name of the launch. Default: the only launch with ssh.")
     ] = None,
 ) -> None:
-    """Run a command on the hosts of a launch, on all of them at once.
+    """Run a command on one host of a launch, or on all of its hosts at once.
 
     The command runs in the environment of the nodes, where `rollcall` acts on the launch's cluster. Each line of output
     begins with the host's name. The exit status is 1 if the command failed on a host.

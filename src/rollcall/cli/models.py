@@ -221,7 +221,7 @@ def _show_merged(merged: Merged) -> None:
         ),
         (
             "",
-            f"{size(merged.continued_bytes)} were already there from an earlier attempt"
+            f"{size(merged.continued_bytes)} had already been written by an earlier attempt"
             if merged.continued_bytes
             else "",
         ),

@@ -222,12 +222,12 @@ def trace(
     if first_step is None and last_step is None and calls.exists() and calls.stat().st_size > LONG:
         size = calls.stat().st_size >> 20
         say(
-            f"{calls} has {size:,} MiB, so tracing all steps takes long and needs a lot of memory; select some with --from and --to"
+            f"{calls} is {size:,} MiB, so tracing all steps takes long and needs a lot of memory; select some with --from and --to"
         )
     found = read_timeline(run_dir, first_step=first_step, last_step=last_step)
     if not found.spans:
         raise ValueError(
-            f"{run_dir} has no phases of these steps in events.jsonl; `rollcall status {run_dir}` shows its last steps"
+            f"{run_dir} has no phases for these steps in events.jsonl; `rollcall status {run_dir}` shows its last steps"
         )
     write_atomic(out, json.dumps(chrome_trace(found, name=run_dir.resolve().name)))
     shown = {

@@ -160,7 +160,7 @@ class ToolTarget(Target):
         return ""
 
     def place(self) -> str:
-        """Return the cluster or project that the tool talks to now."""
+        """Return the cluster or project that the tool currently uses."""
         return ""
 
     def begin(self, request: LaunchRequest, rendered: Rendered, record: LaunchRecord) -> str:
@@ -234,7 +234,7 @@ class ToolTarget(Target):
             while any(each.id in ids and each.is_there for each in self.seen(record)):
                 if not wait.again(f"waiting for {self.title} to end {name!r}", after_s=ASK_EVERY_S):
                     raise LaunchError(
-                        f"{self.title} was asked to end {name!r}, which is still there after {wait.timeout_s:g} s; see `{self.look}`, then "
+                        f"{self.title} was asked to end {name!r}, which still exists after {wait.timeout_s:g} s; see `{self.look}`, then "
                         "run this again"
                     )
         if len(ids) < len(there):

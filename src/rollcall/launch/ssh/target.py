@@ -163,7 +163,7 @@ class Ssh(Target):
                     if job is not None:
                         jobs.stop(job.id)  # the run saves
             except (LaunchError, ClusterError) as error:  # a head that does not answer has no run to save
-                say(f"{record.id} could not be asked to save: {error}")
+                say(f"could not ask {record.id} to save: {error}")
         if problems := _take_down(record):
             raise LaunchError(
                 "\n  ".join(["not everything that was started could be stopped:", *problems])

@@ -87,7 +87,7 @@ def open_tunnel(record: LaunchRecord, *, local_port: int | None = None) -> Tunne
 
 
 def open_page(record: LaunchRecord) -> Tunnel | None:
-    """Open a tunnel to the run's page (``trainer.page``) and print its address; return None if no page is served now."""
+    """Open a tunnel to the run's page (``trainer.page``) and print its address; return None if no page is being served."""
     site = Site.of_record(record)
     path = shlex.quote(f"{record.run_dir}/{PAGE_FILE}")
     script = site.script(f"cat {path} 2>/dev/null </dev/null || true; echo")
