@@ -538,12 +538,12 @@ def test_logs_of_a_start_that_failed_stay_until_the_next_stop(
         path.touch()
     down(cluster="default", keep_logs=True)
     assert (
-        f"nothing of cluster 'default' is running on this node; its logs are in {tmp_path}/default"
+        f"no process of cluster 'default' is running on this node; its logs are in {tmp_path}/default"
         in capsys.readouterr().out
     )
     assert all(path.exists() for path in logs)
     down(cluster="default")
-    assert capsys.readouterr().out == "nothing of cluster 'default' is running on this node\n"
+    assert capsys.readouterr().out == "no process of cluster 'default' is running on this node\n"
     assert not (tmp_path / "default").exists()
 
 

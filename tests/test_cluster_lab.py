@@ -126,7 +126,7 @@ def test_status_shows_every_rank_with_its_host_address_slots_and_memory(lab_clus
 def test_check_passes_when_exactly_that_many_have_joined(lab_cluster: LabCluster) -> None:
     for host in (lab_cluster.head, lab_cluster.hosts[2]):
         result = rollcall(host, "check", "32", "--timeout", "60")
-        assert (result.returncode, result.stdout) == (0, "all 32 accelerators are there, on 4 nodes\n"), result.stderr
+        assert (result.returncode, result.stdout) == (0, "all 32 accelerators are present, on 4 nodes\n"), result.stderr
 
 
 def test_check_refuses_more_than_were_expected(lab_cluster: LabCluster) -> None:
@@ -194,7 +194,7 @@ def test_a_host_that_is_no_part_of_the_cluster_says_so(lab_cluster: LabCluster) 
         result = rollcall(lab_cluster.outsider, *verb)
         assert result.returncode == 1 and "rollcall node" in result.stderr and "Traceback" not in result.stderr
     result = rollcall(lab_cluster.outsider, "down")
-    assert (result.returncode, result.stdout) == (0, "nothing of cluster 'default' is running on this node\n")
+    assert (result.returncode, result.stdout) == (0, "no process of cluster 'default' is running on this node\n")
 
 
 # Nobody else gets in

@@ -121,7 +121,7 @@ def test_a_container_without_shared_memory_breaks_a_run_on_cards() -> None:
     small = make_node(0, shm_total=64 << 20)
     assert not list(checks.judge_memory(small))
     (finding,) = checks.judge_memory(replace(small, gpus=(make_gpu(),)))
-    assert "/dev/shm has a size of only 64 MiB" in finding.what and "--shm-size" in finding.what
+    assert "/dev/shm is only 64 MiB" in finding.what and "--shm-size" in finding.what
 
 
 def test_fewer_cards_than_slots_break_the_run() -> None:

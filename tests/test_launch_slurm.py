@@ -374,7 +374,7 @@ def test_on_a_machine_of_another_cluster_the_job_is_not_taken_for_ended(tmp_path
     for use in (lambda: stop("one"), lambda: Slurm().status(record), lambda: start(Slurm(), request, made)):
         with pytest.raises(
             LaunchError,
-            match="in the Slurm cluster 'east', but the current one is 'west'; run this on a machine of east",
+            match="in the Slurm cluster 'east', but the current one is 'west'; run this on a machine in cluster east",
         ):
             use()
     assert find_record("one") is not None and (tools.queue / "41").exists()

@@ -204,8 +204,8 @@ def test_every_host_that_cannot_be_used_is_named_before_anything_is_started(host
     text = str(caught.value)
     assert "a: ssh cannot reach it\n    ssh: connect to host a port 22: No route to host" in text
     assert "b: failed with status 1\n    No module named 'torch'" in text
-    assert f"c: has rollcall 0.0.1, but this machine has rollcall {__version__}; install the same version" in text
-    assert "d: a cluster named 'one' is already running, which this launch did not start" in text
+    assert f"c has rollcall 0.0.1, but this machine has rollcall {__version__}; install the same version" in text
+    assert "d already runs a cluster named 'one', which this launch did not start" in text
     assert find_record("one") is None
     assert "node" not in calls(hosts, "d")
 
@@ -216,7 +216,7 @@ def test_hosts_with_different_versions_are_named_before_ray_starts(hosts: Path, 
         start(request_on(tmp_path))
     assert str(caught.value) == (
         "1 problem with the hosts, so nothing was started:\n"
-        "  b: has Python 3.11.9, but a has Python 3.11.7; install the same version"
+        "  b has Python 3.11.9, but a has Python 3.11.7; install the same version"
     )
     assert [calls(hosts, name) for name in HOSTS] == [["here"], ["here"]]
 
@@ -318,7 +318,9 @@ def test_ctrl_c_while_nodes_start_takes_them_down(
 def test_a_head_without_a_dashboard_is_refused(hosts: Path, tmp_path: Path) -> None:
     program = hosts / "a/bin/rollcall"
     program.write_text(program.read_text().replace('\\"http://127.0.0.1:$(cat ~/../dashboard)\\"', "null"))
-    with pytest.raises(LaunchError, match="a: Ray's dashboard, which accepts the run, does not listen on the loopback"):
+    with pytest.raises(
+        LaunchError, match="a: Ray's dashboard does not listen on the loopback, so no run can be submitted"
+    ):
         start(request_on(tmp_path))
     assert find_record("one") is None
 

@@ -313,7 +313,7 @@ def test_down_ends_when_the_machines_are_gone(target: str, tmp_path: Path, monke
     request = request_for(target, tmp_path)
     start(get_target(target), request, get_target(target).render(request))
     monkeypatch.setattr("rollcall.launch.target.END_S", 0.0)
-    with pytest.raises(LaunchError, match="was asked to end 'one', which is still there after 0 s; see `"):
+    with pytest.raises(LaunchError, match="was asked to end 'one', which still exists after 0 s; see `"):
         stop("one")
     assert find_record("one") is not None
     monkeypatch.setattr("rollcall.launch.target.END_S", 60.0)

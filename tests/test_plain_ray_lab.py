@@ -153,7 +153,7 @@ def test_its_nodes_are_listed_and_counted_by_address(plain: Plain) -> None:
         rows = [(node["rank"], node["address"], node["slots"], node["is_head"]) for node in nodes]
         assert rows == [(rank, one.ip, 1, one is plain.head) for rank, one in enumerate(plain.lab.hosts[:3])]
     checked = rollcall(plain.head, "check", "3", env=plain.here)
-    assert (checked.returncode, checked.stdout) == (0, "all 3 accelerators are there, on 3 nodes\n"), checked.stderr
+    assert (checked.returncode, checked.stdout) == (0, "all 3 accelerators are present, on 3 nodes\n"), checked.stderr
     short = rollcall(plain.head, "check", "5", "--timeout", "1", env=plain.here)
     assert short.returncode == 1 and "ray start" in short.stderr and "rollcall node" not in short.stderr
 

@@ -159,7 +159,7 @@ def test_down_stops_nothing_of_a_ray_that_someone_else_started(monkeypatch: pyte
     done = CliRunner().invoke(app, ["down"])
     assert (
         done.exit_code == 0
-        and "nothing was stopped: Rollcall did not start the Ray cluster at 192.0.2.7:6379" in done.stdout
+        and "nothing was stopped, because Rollcall did not start the Ray cluster at 192.0.2.7:6379" in done.stdout
     )
     assert "and not this node's cluster 'default'" in done.stderr
 

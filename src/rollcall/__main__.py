@@ -1,4 +1,4 @@
-"""The `rollcall` command, also as `python -m rollcall`. It obeys a signal to stop even while it is still importing modules."""
+"""The `rollcall` command, also as `python -m rollcall`. A signal can stop it even while it is still importing modules."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ def main() -> None:
         with heed() as stop:
             from rollcall.cli.main import main as run
 
-            stop.check()  # an import may swallow what a signal handler raises during it
+            stop.check()  # a module may swallow what a signal handler raises while the module is imported
     except KeyboardInterrupt as heard:
         by, status = ended_by(heard)
         print(f"stopped by {by}", file=sys.stderr, flush=True)

@@ -41,14 +41,14 @@ FAILED = 1  # exit status; 2 is a usage error, and stop.py defines two more
 
 
 def split_arguments(file: str | None, overrides: list[str] | None) -> tuple[Path | None, list[str]]:
-    """Return the run file, if there is one, and the overrides. A first argument with a '=' in it is an override."""
+    """Return the run file, if there is one, and the overrides. If the first argument contains a '=', it is an override."""
     if file is not None and "=" in file:
         return None, [file, *(overrides or [])]
     return Path(file) if file is not None else None, overrides or []
 
 
 def read_run(file: str | None, overrides: list[str] | None) -> Config:
-    """Read the settings of the run that a command line names."""
+    """Read the config of the run that the command line names."""
     from rollcall.config import load_config
 
     return load_config(*split_arguments(file, overrides))
@@ -71,7 +71,7 @@ def reported(command: Callable[..., None]) -> Callable[..., None]:
             if debug or not _is_for_the_user(error):
                 raise
             text = _explain(error)
-            # It may contain names from other people's files, which must not control the terminal or flood it.
+            # The text may quote other people's files. It must not send control codes to the terminal or flood it.
             say(f"error: {visible(text if len(text) <= 20_000 else f'{text[:20_000]} ...')}")
             raise typer.Exit(FAILED) from None
 
@@ -105,7 +105,7 @@ def print_rows(rows: Iterable[tuple[str, str]], *, width: int) -> None:
 
 @contextmanager
 def progress_bar(title: str, *, unit: str | None = None) -> Iterator[Callable[[int, int | None], None]]:
-    """Show a bar on a terminal; elsewhere print a line every few seconds. It counts ``unit``, or bytes if there is none."""
+    """Show a bar on a terminal; elsewhere print a line every few seconds. It counts ``unit``, or bytes if ``unit`` is None."""
     from rich.progress import BarColumn, DownloadColumn, MofNCompleteColumn, Progress, TimeRemainingColumn
 
     from rollcall.base.screen import Screen
@@ -146,7 +146,7 @@ class _OnStderr(logging.StreamHandler[Any]):
 
 
 def _is_for_the_user(error: Exception) -> bool:
-    """Whether the message is enough without a traceback: for our own errors, and for value and file errors."""
+    """Return whether the message is enough without a traceback. It is for our own errors and for value, file and memory errors."""
     return (
         isinstance(error, ValueError | OSError)
         or type(error).__module__.startswith("rollcall.")
@@ -157,7 +157,7 @@ def _is_for_the_user(error: Exception) -> bool:
 def _explain(error: Exception) -> str:
     if is_out_of_memory(error):
         return (
-            f"memory is used up: {in_one_line(error)}\nlower actor.tokens_per_microbatch, rollout.kv_memory_fraction or "
+            f"there is not enough memory: {in_one_line(error)}\nlower actor.tokens_per_microbatch, rollout.kv_memory_fraction or "
             "data.prompts_per_step"
         )
     if isinstance(error, OSError) and not type(error).__module__.startswith("rollcall."):

@@ -37,9 +37,11 @@ def node(
     ] = None,
     master: Annotated[bool, typer.Option("--master", help="The same as --rank 0.")] = False,
     worker: Annotated[int | None, typer.Option(metavar="R", min=0, help="The same as --rank R.")] = None,
-    slots: Annotated[int | None, typer.Option(min=1, help="Slots of this node. Default: its GPUs.")] = None,
+    slots: Annotated[
+        int | None, typer.Option(min=1, help="Number of slots on this node. Default: its number of GPUs.")
+    ] = None,
     node_ip: Annotated[
-        str | None, typer.Option(help="Address of this node. Default: the one that reaches the head.")
+        str | None, typer.Option(help="Address of this node. Default: the one from which it reaches the head.")
     ] = None,
     interface: Annotated[str | None, typer.Option(help="Use the address of this interface.")] = None,
     dashboard_host: Annotated[
@@ -80,7 +82,7 @@ def node(
     ] = None,
     tied: Annotated[
         bool,
-        typer.Option("--tied", hidden=True, help="Give up and leave nothing behind if stdin closes in the meantime."),
+        typer.Option("--tied", hidden=True, help="If stdin closes while the node starts, stop and clean up."),
     ] = False,
 ) -> None:
     """Start Ray on this node. Rank 0 starts the cluster, and the other nodes join it.
@@ -131,7 +133,8 @@ def node(
         tls=tls,
         timeout_s=timeout_s,
     )
-    with heed():  # after a signal during the start, nothing is left behind, and the exit status is that of a run that can be resumed
+    # After a signal during startup, nothing is left behind, and the exit status says that the run can be resumed.
+    with heed():
         if whole is not None:
             request = whole.get_ready(request)
         with tied_to_stdin() if tied else nullcontext():
@@ -160,7 +163,7 @@ def check(
     from rollcall.nodes.cluster import find_cluster
 
     found = wait_for_slots(find_cluster(cluster), num_slots=num_slots, timeout_s=timeout)
-    here = f"{all_of(num_slots, 'accelerator')} {are(num_slots)} there, on {counted(len(found.alive), 'node')}"
+    here = f"{all_of(num_slots, 'accelerator')} {are(num_slots)} present, on {counted(len(found.alive), 'node')}"
     answer(_as_json(found), lambda _: print(here), as_json=as_json)
 
 
@@ -214,14 +217,16 @@ def down(
     meant = find_cluster(cluster)
     if not meant.is_ours:
         print(
-            f"nothing was stopped: Rollcall did not start {meant.title}; `{meant.leave_command}` on a node stops Ray there"
+            f"nothing was stopped, because Rollcall did not start {meant.title}; run `{meant.leave_command}` on a node to stop Ray there"
         )
         return
     folder = state_dir(meant.name)
     count = stop_node(meant.name, keep_logs=keep_logs)
     sweep_folders()  # left by a killed run
     title = meant.title
-    what = f"stopped {counted(count, 'process')} of {title}" if count else f"nothing of {title} is running on this node"
+    what = (
+        f"stopped {counted(count, 'process')} of {title}" if count else f"no process of {title} is running on this node"
+    )
     print(f"{what}; its logs are in {folder}" if keep_logs and folder.exists() else what)
 
 
@@ -229,7 +234,7 @@ def here(
     cluster: Cluster = None,
     interface: Annotated[str | None, typer.Option(help="Use the address of this interface.")] = None,
 ) -> None:
-    """Describe this machine for a launcher, as one JSON object: version, address for a head, rank.
+    """Describe this machine for a launcher, as one JSON object: version, rank, and the address that a head on it would have.
 
     \b
     Example:

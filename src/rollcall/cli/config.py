@@ -1,4 +1,7 @@
-"""For use before a run: `rollcall init`, `config`, `plan`, `simulate`, `prepare`, `fetch-model`, `doctor`, `data`, `reward test`."""
+"""Commands to use before a run.
+
+`rollcall init`, `config`, `plan`, `simulate`, `prepare`, `fetch-model`, `doctor`, `data` and `reward test`.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +42,7 @@ if TYPE_CHECKING:
 def init(
     file: Annotated[Path, typer.Argument(metavar="[FILE]", help="File to write.")] = Path("run.yaml"),
 ) -> None:
-    """Write a short run file with comments. Unchanged, it trains the demo. Never overwrites a file.
+    """Write a short run file with comments. Without changes, it trains the demo. Never overwrites a file.
 
     \b
     Examples:
@@ -88,7 +91,7 @@ def plan(
 ) -> None:
     """Show a run's placement: roles by node and slot, device meshes, memory per slot. Needs no GPU and no cluster.
 
-    Exits with status 1 and the reason if the placement cannot work or does not fit the accelerator.
+    Prints the reason and exits with status 1 if the placement cannot work or does not fit the accelerator.
 
     \b
     Examples:
@@ -117,7 +120,7 @@ def plan(
 def simulate(file: RunFile = None, overrides: Overrides = None, as_json: Json = False) -> None:
     """Rehearse a run on this machine: its nodes, slots and placement, with a tiny model, for two steps.
 
-    Needs no GPU and no data. Exits with status 1 and the reason if the run does not work.
+    Needs no GPU and no data. Prints the reason and exits with status 1 if the run does not work.
 
     \b
     Examples:
@@ -154,9 +157,9 @@ def prepare(
     once: Annotated[
         bool, typer.Option("--once", help="Also run prepare.once: the commands that one node runs for all nodes.")
     ] = False,
-    tied: Annotated[bool, typer.Option("--tied", hidden=True, help="Give up if stdin closes in the meantime.")] = False,
+    tied: Annotated[bool, typer.Option("--tied", hidden=True, help="Stop if stdin closes before the end.")] = False,
 ) -> None:
-    """Run the commands of `prepare.each_node` on this machine and fetch the models of the run.
+    """Run the commands of `prepare.each_node` on this machine and fetch the run's models.
 
     `rollcall launch` does this on every node before the run.
 
@@ -202,7 +205,7 @@ def doctor(
     On a cluster, this checks the versions, disks, memory, shared folder, ports, GPUs and bandwidth of its nodes. Without a
     cluster, it checks torch, GPU, memory and disk of this machine and, with a run file, its model, data and rewards.
 
-    Each finding is a sentence: the node, the problem and the command that fixes it. Exits with status 1 if
+    Each finding is a sentence with the node, the problem and the command that fixes it. Exits with status 1 if
     anything would break a run.
 
     \b
@@ -325,7 +328,7 @@ def test_reward(
 
 
 def _show_trial(trial: Trial) -> None:
-    # No markup and no emoji: a row's text is shown as it is.
+    # Markup and emoji codes are off, so that a row's text is shown as it is.
     console = Screen(markup=False, emoji=False, soft_wrap=True)
     if trial.scored:
         console.print(_trial_table(trial))

@@ -24,15 +24,15 @@ Hosts = Annotated[
 
 def gather(
     checkpoint: Annotated[
-        Path, typer.Argument(metavar="CHECKPOINT", help="Checkpoint, or run directory (its newest checkpoint).")
+        Path, typer.Argument(metavar="CHECKPOINT", help="Checkpoint, or a run directory for its newest checkpoint.")
     ],
     hosts: Hosts = None,
     delete: Annotated[
-        bool, typer.Option("--delete", help="Then remove the parts from the nodes, if all of them were copied.")
+        bool, typer.Option("--delete", help="Remove the parts from the nodes once all parts have been copied.")
     ] = False,
     as_json: Json = False,
 ) -> None:
-    """Copy the parts of a checkpoint from the nodes' own disks (checkpoint.place=local) to its folder.
+    """Copy the parts of a checkpoint that are on the nodes' own disks (checkpoint.place=local) to the checkpoint's folder.
 
     It uses the cluster, or ssh if the cluster is down. The checksum of every part is verified. After an interruption, run the same
     command again to continue.
@@ -110,7 +110,7 @@ def upload(
     revision: Annotated[str | None, typer.Option("--revision", help="Branch to upload to.")] = None,
     as_json: Json = False,
 ) -> None:
-    """Upload a model directory to the hub. It is verified first: only a model that equals the trained one is uploaded.
+    """Upload a model directory to the hub. It is verified first: only a model that matches the trained one is uploaded.
 
     The token comes from HF_TOKEN or from `hf auth login`. HF_ENDPOINT chooses another hub.
 

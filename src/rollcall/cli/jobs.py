@@ -69,7 +69,7 @@ def submit(
 
     config = read_run(file, [*(overrides or []), *(["trainer.page=true"] if page else [])])
     if config.cluster is not None:
-        workable_plan(config, config.cluster)  # a run that cannot work is refused here, not in a remote log
+        workable_plan(config, config.cluster)  # if the run cannot work, the error appears here, not in a remote log
     wished = config.cluster.ray_address if config.cluster is not None else None
     jobs = reach(cluster, address=address, rendezvous=rendezvous, ray_address=wished)
     job = jobs.submit(config, folder=Path.cwd(), environ=os.environ)
@@ -151,7 +151,7 @@ def job_stop(
     rendezvous: Meeting = None,
     as_json: Json = False,
 ) -> None:
-    """Stop a job: it saves and ends. Submit the same run again to continue.
+    """Stop a job after it has saved. Submit the same run again to continue.
 
     \b
     Examples:
@@ -171,8 +171,8 @@ def env(
 ) -> None:
     """Show the environment variables of the workers on each node, and where each comes from. Secrets are redacted.
 
-    Run it on a node of the cluster. It also names variables of this shell that a run may need and that do not reach the
-    workers.
+    Run this command on a node of the cluster. It also lists variables in this shell that a run may need but that do not reach
+    the workers.
 
     \b
     Examples:
@@ -210,7 +210,7 @@ def _jobs(cluster: str | None, address: str | None, rendezvous: Path | None) -> 
 
 
 def _follow(jobs: Jobs, job_id: str, *, out: Any) -> Job:
-    """Show the job's log until the job ends. Ctrl-C stops the watching, not the job."""
+    """Show the job's log until the job ends. Ctrl-C ends this command, but not the job."""
     try:
         return jobs.follow(job_id, out=out)
     except KeyboardInterrupt:

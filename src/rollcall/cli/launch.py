@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 TARGETS = describe_targets()
 Name = Annotated[
-    str | None, typer.Argument(metavar="[NAME]", help="Name of the launch. Default: the only one from this machine.")
+    str | None, typer.Argument(metavar="[NAME]", help="Name of the launch. Default: the only launch from this machine.")
 ]
 
 
@@ -211,10 +211,10 @@ def ssh(
         ),
     ],
     name: Annotated[
-        str | None, typer.Option(metavar="NAME", help="Name of the launch. Default: the only one with ssh.")
+        str | None, typer.Option(metavar="NAME", help="Name of the launch. Default: the only launch with ssh.")
     ] = None,
 ) -> None:
-    """Run a command on the hosts of a launch, on all of them at once.
+    """Run a command on one host of a launch, or on all of its hosts at once.
 
     The command runs in the environment of the nodes, where `rollcall` acts on the launch's cluster. Each line of output
     begins with the host's name. The exit status is 1 if the command failed on a host.
@@ -237,7 +237,7 @@ def ssh(
 
 def tunnel(
     name: Annotated[
-        str | None, typer.Argument(metavar="[NAME]", help="Name of the launch. Default: the only one with ssh.")
+        str | None, typer.Argument(metavar="[NAME]", help="Name of the launch. Default: the only launch with ssh.")
     ] = None,
     port: Annotated[
         int | None, typer.Option(min=1, max=65535, help="Port on this machine. Default: a free port.")
@@ -245,7 +245,7 @@ def tunnel(
 ) -> None:
     """Forward the dashboard of a launch, and the page of its run, to ports on this machine until Ctrl-C.
 
-    The dashboard's address works in a browser and with `rollcall job ... --address`; both need the token of the launch. If the
+    The dashboard's address works in a browser and with `rollcall job ... --address`; both need the launch's token. If the
     run has trainer.page=true, the address of its page is printed once the run has started. That address works only once.
 
     \b

@@ -33,7 +33,7 @@ def evaluate(
     """Measure accuracy, pass@k and lengths, and show samples.
 
     For a run file or a run directory, this evaluates the trained model, else the newest checkpoint, else the model that
-    the run starts from. A model directory or a checkpoint needs --data, and its reward is the exact answer unless reward=[...] is set.
+    the run starts from. A model directory or a checkpoint needs --data. Only the exact answer scores unless reward=[...] is set.
 
     \b
     Examples:
@@ -110,7 +110,8 @@ def serve(
         typer.Option(help="File with the key. Default: ROLLCALL_SERVE_KEY, else a new key, which is printed."),
     ] = None,
     engine: Annotated[
-        Literal["native", "vllm"] | None, typer.Option(help="Which engine samples. Default: the run's, else native.")
+        Literal["native", "vllm"] | None,
+        typer.Option(help="Inference engine. Default: the run's engine, else native."),
     ] = None,
 ) -> None:
     """Serve a model behind the OpenAI API: chat, completions, and token ids in and out.
@@ -168,7 +169,7 @@ def merge(
     """Merge a checkpoint into one directory that transformers and vllm can open.
 
     Reads a run directory (its newest checkpoint), a checkpoint of Rollcall, verl (FSDP shards) or PyTorch (DCP), or a model
-    directory. Every file is checked while it is read. DIR appears whole or not at all; the same command continues after an
+    directory. Every file is checked while it is read. DIR appears only when it is complete. Run the same command again after an
     interruption.
 
     \b
@@ -220,7 +221,7 @@ def _show_merged(merged: Merged) -> None:
         ),
         (
             "",
-            f"{size(merged.continued_bytes)} were already there from an earlier attempt"
+            f"{size(merged.continued_bytes)} had already been written by an earlier attempt"
             if merged.continued_bytes
             else "",
         ),

@@ -89,12 +89,12 @@ def show_run(run_dir: Path, *, as_json: bool) -> None:
             notes = [f"waited for {event.waited_for}"] if event.waited_for else []
             notes += [event.result] if event.result else []
             if took == "0.00 s" and not notes:
-                continue  # such as releasing an engine that needs no release
+                continue  # a phase with nothing to show, such as releasing an engine that needs no release
             print(f"  {event.phase:<20} {took:>10}  {'; '.join(notes)}".rstrip())
 
 
 def _in_words(state: RunState) -> str:
-    """Describe a state. If it lasts, say since when; if it is final, begin with its name."""
+    """Describe a run's state. If the run is over, begin with the state's name; otherwise add how long it has lasted."""
     clock = "" if state.since_s is None else time.strftime("%H:%M:%S", time.localtime(state.since_s))
     if state.is_over:
         when = "" if state.since_s is None else f" ({'begun ' if state.word == 'killed' else ''}at {clock})"
@@ -201,7 +201,7 @@ def trace(
 ) -> None:
     """Write a Chrome trace of what the controller and every worker did over time. Open it on ui.perfetto.dev.
 
-    This works during a run and afterwards. It also prints for how much of the time each worker was idle.
+    This works during a run and afterwards. It also prints the share of time for which each worker was idle.
 
     \b
     Examples:
@@ -222,12 +222,12 @@ def trace(
     if first_step is None and last_step is None and calls.exists() and calls.stat().st_size > LONG:
         size = calls.stat().st_size >> 20
         say(
-            f"{calls} has {size:,} MiB, so a trace of all steps takes long and needs much memory; --from and --to select some of them"
+            f"{calls} is {size:,} MiB, so tracing all steps takes long and needs a lot of memory; select some with --from and --to"
         )
     found = read_timeline(run_dir, first_step=first_step, last_step=last_step)
     if not found.spans:
         raise ValueError(
-            f"{run_dir} has no phases of these steps in events.jsonl; `rollcall status {run_dir}` shows its last steps"
+            f"{run_dir} has no phases for these steps in events.jsonl; `rollcall status {run_dir}` shows its last steps"
         )
     write_atomic(out, json.dumps(chrome_trace(found, name=run_dir.resolve().name)))
     shown = {
@@ -258,7 +258,7 @@ def view(
     """Show runs on a page: curves, samples, tokens, timeline, cluster. It works during a run and afterwards.
 
     Only this machine can open the page, and each printed address works once. The page reads run directories and changes
-    nothing in them. To open it from another machine, use ssh -L PORT:127.0.0.1:PORT HOST. Ctrl-C stops the page.
+    nothing in them. To open it from another machine, use ssh -L PORT:127.0.0.1:PORT HOST. Ctrl-C stops the server.
 
     \b
     Examples:

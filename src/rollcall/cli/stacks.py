@@ -1,4 +1,4 @@
-"""`rollcall stacks`, `profile` and `debug`: what a run's processes are doing, where their time goes, and which wait at a breakpoint."""
+"""`rollcall stacks`, `profile` and `debug`: show, profile and debug what a run's processes are doing."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ def stacks(
     """Print what every process of a run is doing: the Python frames of all its threads. Nothing is stopped.
 
     This includes the controller, the workers and the processes that they started, such as those that run reward functions. py-spy reads
-    the stacks from outside, even of processes that hang. On a kernel that lets a process read only its own children (Ubuntu's
-    default), the controller and the workers give permission, but you need root to read the stacks of processes that they started.
+    the stacks from outside the process, so it also works if a process hangs. On a kernel that lets a process inspect only its own
+    children (Ubuntu's default), the controller and the workers allow it, but you need root for the processes that they started.
 
     \b
     Examples:
@@ -81,7 +81,7 @@ def profile(
     form: Annotated[
         str,
         typer.Option(
-            "--format", metavar="FORMAT", help="torch (a Chrome trace); from py-spy: speedscope or flamegraph."
+            "--format", metavar="FORMAT", help="torch writes a Chrome trace; speedscope and flamegraph use py-spy."
         ),
     ] = "torch",
     out: Annotated[Path, typer.Option(metavar="DIR", help="Folder for the files.")] = Path("profile"),
@@ -137,7 +137,7 @@ def debug(
     """List the processes of a run that are waiting in the debugger, or attach this terminal to one of them.
 
     A process waits at a breakpoint() or, with `rollcall train --post-mortem`, where it raised an exception. The prompt is
-    Python's pdb: `continue` lets the process run on, and `quit` or Ctrl-C leaves it waiting.
+    Python's pdb: `continue` resumes the process, and `quit` or Ctrl-C leaves it waiting.
 
     \b
     Examples:
@@ -184,7 +184,7 @@ def _attach(waits: Waiting, *, where: str | None, typed: list[str]) -> None:
     connection = reach(waits)
     if not typed:
         say(
-            f"this is {waits.who}, a process of {waits.run or 'a script'}; `continue` lets it run on, and `quit` leaves it waiting"
+            f"this is {waits.who}, a process of {waits.run or 'a script'}; `continue` resumes it, and `quit` leaves it waiting"
         )
     with connection:
         end = converse(connection, typed=typed)

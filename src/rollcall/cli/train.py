@@ -25,7 +25,7 @@ def _split(text: str) -> Split:
         raise typer.BadParameter(f"{text!r} is not one of {', '.join(Split)}") from None
 
 
-@heed()  # from the first import on
+@heed()  # handles signals from the first import on
 def train(
     file: Annotated[
         str | None,
@@ -53,7 +53,7 @@ def train(
             "--rollout-split",
             parser=_split,
             metavar="train|eval",
-            help="With --phase rollout. eval: only evaluate the newest checkpoint.",
+            help="With --phase rollout: `eval` only evaluates the newest checkpoint.",
         ),
     ] = None,
     eval_interval: Annotated[
@@ -74,7 +74,7 @@ def train(
         typer.Option(
             "--rank-weights",
             metavar="W0,W1,..",
-            help="With --master or --worker: each node's share of the rollouts. Default: by speed.",
+            help="With --master or --worker: each node's share of the rollouts. Default: by measured speed.",
         ),
     ] = None,
     log_path: Annotated[
@@ -86,7 +86,7 @@ def train(
     ] = None,
     data_path: Annotated[
         Path | None,
-        typer.Option(metavar="DIR", help="Folder of shared downloads: the hub's cache is DIR/.cache/huggingface."),
+        typer.Option(metavar="DIR", help="Folder for shared downloads: the hub's cache is DIR/.cache/huggingface."),
     ] = None,
     post_mortem: Annotated[
         bool,
@@ -206,7 +206,7 @@ def _on_a_folder(
             raise typer.BadParameter("--num-nodes and --rank-weights need --master or --worker R")
         return None
     if master and worker is not None:
-        raise typer.BadParameter("--master makes this node 0, and --worker R another node; use only one of them")
+        raise typer.BadParameter("--master makes this node 0, and --worker R makes it node R; use only one of them")
     if num_nodes is None or log_path is None:
         raise typer.BadParameter("--master and --worker R need --num-nodes N and --log-path DIR")
     if worker is not None and fresh:

@@ -1,8 +1,8 @@
 """`rollcall launch kuberay`: creates a RayJob for the KubeRay operator. KubeRay starts Ray in pods and runs a job, which prepares
 the nodes and then runs `rollcall train`.
 
-The head pod is one of the run's nodes; the other nodes are pods of one worker group. The job gets the run file in a variable. The file
-is encoded in base64 because KubeRay passes the job's variables through a shell, inside double quotes.
+The head pod is one of the run's nodes; the other nodes are pods of one worker group. The job gets the run file in an environment
+variable. The file is encoded in base64 because KubeRay passes the job's variables through a shell, inside double quotes.
 """
 
 from __future__ import annotations
@@ -177,7 +177,7 @@ def _cluster(request: LaunchRequest, section: KuberaySection) -> dict[str, Any]:
     start = {"num-gpus": str(sizes[0])} if request.cluster.accelerator == "cpu" else {}
     spec: dict[str, Any] = {
         "rayVersion": section.ray_version,
-        # KubeRay creates the token; without a token, anyone who reaches a port can run code.
+        # KubeRay creates the token; without a token, anyone who can reach a port can run code.
         "authOptions": {"mode": "token"},
         "headGroupSpec": {
             "rayStartParams": {**start, "dashboard-host": "0.0.0.0"},

@@ -1,8 +1,8 @@
-"""Inspects a run's processes on this host or on a cluster's nodes: what each is doing now, and how it spends its time. To inspect
-them, a function is called on all of these hosts at once. The run does not wait for it.
+"""Inspects a run's processes on this host or on a cluster's nodes: what each is doing now, and how it spends its time. To do
+so, it calls a function on all of these hosts at once. The run does not wait for the call.
 
-``find_target`` works out what the user means: a run directory, a cluster name, or nothing. Nothing means the cluster that this
-node belongs to, or, if it belongs to none, the runs on this host.
+``find_target`` works out what the user means: a run directory, a cluster name, or nothing. If it is nothing, the target
+is the cluster that this node belongs to or, if there is none, the runs on this host.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ def _of_run(run_dir: Path, *, cluster: str | None) -> ProcessTarget:
     if others := sorted({one.node for one in live.processes if one.node}) if live is not None else []:
         nodes = f"the workers of node {', '.join(map(str, others))}"
         say(
-            f"note: {nodes} run on hosts that share only a folder with this one; run this command there to see their processes"
+            f"note: {nodes} run on hosts that share only a folder with this one; run this command on those hosts to see their processes"
         )
     return ProcessTarget(run=run, cluster=None)
 
@@ -170,7 +170,7 @@ def profile_role(target: ProcessTarget, *, role: str, seconds: float, kind: Form
     """Profile each of the role's processes and write one file per process to the folder ``out``."""
     work = partial(profile_here, run=target.run, role=role, seconds=seconds, kind=kind)
     timeout_s = seconds + START_S + END_S
-    answers = ask_hosts(target, work, timeout_s=timeout_s, to=f"profile its processes of role {role}")
+    answers = ask_hosts(target, work, timeout_s=timeout_s, to=f"profile the {role} processes")
     failed, files, others = dict(answers.failed), list[Path](), set[str]()
     for host, (found, roles) in answers.hosts.items():
         others |= set(roles)
@@ -196,7 +196,7 @@ def profile_role(target: ProcessTarget, *, role: str, seconds: float, kind: Form
 def profile_here(
     *, run: str | None, role: str, seconds: float, kind: Format
 ) -> tuple[dict[int, tuple[str, bytes, str]], list[str]]:
-    """Return title, profile and error for each of the role's processes on this host, and all roles that run here."""
+    """Return title, profile and error for each of the role's processes on this host, and all roles that are running here."""
     known = reachable_here(run=run)
     chosen = {pid: about for pid, about in known.items() if role in about.roles}
 

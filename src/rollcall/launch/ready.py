@@ -31,7 +31,7 @@ JOIN_S = 1800.0
 
 
 def look_first(cluster: Cluster, config: Config) -> None:
-    """Run `prepare.once` and then the doctor. One node does this before a run; the doctor's serious findings raise an error."""
+    """Run `prepare.once` and then the doctor. One node does this before a run. Raise an error if the doctor finds a serious problem."""
     prepare_once(config)
     report = examine(cluster, config=config, quick=True)
     show(report)

@@ -35,7 +35,7 @@ class LaunchError(RuntimeError):
 
 
 class ElsewhereError(LaunchError):
-    """The tool now talks to a different cluster or project, which does not know the launch. Nothing was done."""
+    """The tool now uses a different cluster or project, in which the launch does not exist. Nothing was done."""
 
 
 def reason(error: Exception) -> str:

@@ -62,7 +62,7 @@ class _Dumper(yaml.SafeDumper):
 
 
 def _text(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
-    # In a block, YAML would turn these other kinds of line break into a newline.
+    # In a block scalar, YAML would turn each of these line breaks into a newline.
     block = "\n" in text and not re.search("[\r\x85\u2028\u2029]", text)
     return dumper.represent_scalar("tag:yaml.org,2002:str", text, style="|" if block else '"' if "\n" in text else None)
 
@@ -111,7 +111,7 @@ def node_lines(
     """Return the shell lines that every node runs, ending with `rollcall node --run`.
 
     ``run_file``, ``head`` (the address of rank 0) and ``more`` (options) are shell text, such as ``"$HOME"/run.yaml``; ``before``
-    contains the user's lines; ``variables`` are names that a container gets in addition to those in ``env``; ``guard``
+    contains the user's own lines; ``variables`` names variables that a container gets in addition to ``env``; ``guard``
     escapes lines with quoted values for a tool that reads them before the shell does.
     """
     # Activate scripts read unset variables, so they come before `set -u`.

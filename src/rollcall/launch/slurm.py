@@ -1,9 +1,10 @@
 """`rollcall launch slurm`: submits a batch job that runs `rollcall node --run` on each node, or runs it inside an existing job.
 
 Two scripts are rendered. `job.sh` is what Slurm runs on the first node: it starts one task per node and waits for them. Some time
-before the time limit, Slurm sends it SIGUSR1, and it passes the signal on. The run then saves and exits with status 75, and the job
-requeues itself. `node.sh` is the script of a task. All nodes read the launch's folder and find each other there. The folder also
-contains the job's log and, once the job is over, its exit status: without accounting, Slurm forgets a job after a few minutes.
+before the time limit, Slurm sends SIGUSR1 to this script, which passes it on to the tasks. The run then saves and exits with status
+75, and the job requeues itself. `node.sh` is the script that each task runs. All nodes read the launch's folder and find each other
+there. The folder also contains the job's log and, once the job is over, its exit status, because without accounting Slurm forgets a
+job after a few minutes.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ class Slurm(ToolTarget):
     program = "sbatch"
     look = "squeue"
     place_words = "the Slurm cluster"
-    place_advice = "run this on a machine of {}"
+    place_advice = "run this on a machine in cluster {}"
 
     def check(self, request: LaunchRequest) -> None:
         """Accept everything: a Slurm job runs in this command's folder, so relative paths work too."""
@@ -85,7 +86,7 @@ class Slurm(ToolTarget):
         return str(request.section(SlurmSection).attach or "")
 
     def place(self) -> str:
-        """Return the name of the Slurm cluster, or "" if this machine cannot ask a controller."""
+        """Return the name of the Slurm cluster, or "" if its controller does not answer."""
         config = _ask("scontrol", "show", "config", what="ask for Slurm's name", fine="")
         found = re.search(r"^ClusterName\s*=\s*(\S+)", config, re.MULTILINE)
         return found[1] if found else ""
@@ -118,7 +119,7 @@ class Slurm(ToolTarget):
         return job
 
     def _attach(self, record: LaunchRecord, command: Command) -> str:
-        """Start the nodes as a step in a running job. The command that keeps the step running stays on this machine."""
+        """Start the nodes as a step in a running job. The step lasts as long as its command, which keeps running on this machine."""
         job, log = record.facts["kind"], record.folder / LOG
         with log.open("ab") as out:
             holder = subprocess.Popen(
@@ -183,7 +184,7 @@ class Slurm(ToolTarget):
             say(f"the run continues; `rollcall launch logs --follow {record.name}` shows its log again")
             return INTERRUPTED
         ended = _ended(record)
-        gone = "has left Slurm's queue without a status: it was cancelled or killed"
+        gone = "has left Slurm's queue without a status, so it was cancelled or killed"
         say(f"{record.name!r} {gone if ended is None else status_words(ended)}")
         return 1 if ended is None else ended
 
@@ -199,7 +200,7 @@ class Slurm(ToolTarget):
 
 
 def _env() -> dict[str, str]:
-    """Return the environment for Slurm's tools, without variables that change what they list and cancel, and without an
+    """Return the environment for Slurm's tools. Variables that change what the tools list and cancel are left out. So are an
     allocation's variables, which would reach the job. The variables that locate the controller and identify the user are kept."""
     others = ("SQUEUE_", "SCANCEL_", "SACCT_", "SLURM_")
     own = ("SLURM_CONF", "SLURM_JWT")

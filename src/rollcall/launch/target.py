@@ -2,7 +2,7 @@
 `dstack`, `kubectl`.
 
 Such a target renders files for its tool and names the commands that start, show and stop the job. The base class does the rest. It
-finds a running job by its name, and the job belongs to this launch only if the record contains its id.
+finds running jobs by name. A job belongs to this launch only if the record contains the job's id.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class LaunchRequest:
     cluster: ClusterSection  # config.cluster, which a launch requires
     launch: LaunchSection
     folder: Path  # where the rendered files will be, on this machine
-    cwd: Path  # the user's folder: relative paths and reward modules are looked up from here
+    cwd: Path  # the user's folder, in which relative paths and reward modules are looked up
     profile: Mapping[str, str] = field(default_factory=dict)  # the variables in the file `launch.profile`
     hosts: tuple[str, ...] = ()  # by rank, for ssh
 
@@ -98,7 +98,7 @@ class Target(Protocol):
 
     @abstractmethod
     def start(self, request: LaunchRequest, rendered: Rendered, record: LaunchRecord) -> LaunchRecord:
-        """Start the launch or finish an interrupted start; keep what already runs. Save the record before and after each step."""
+        """Start the launch or finish an interrupted start; keep what is already running. Save the record before and after each step."""
 
     @abstractmethod
     def follow(self, record: LaunchRecord) -> int:
@@ -114,7 +114,7 @@ class Target(Protocol):
 
     @abstractmethod
     def stop(self, record: LaunchRecord) -> None:
-        """Stop everything that the record names and nothing else. It may have ended already."""
+        """Stop everything that the record names and nothing else. Some of it may have ended already."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -160,7 +160,7 @@ class ToolTarget(Target):
         return ""
 
     def place(self) -> str:
-        """Return the cluster or project that the tool talks to now."""
+        """Return the cluster or project that the tool currently uses."""
         return ""
 
     def begin(self, request: LaunchRequest, rendered: Rendered, record: LaunchRecord) -> str:
@@ -234,7 +234,7 @@ class ToolTarget(Target):
             while any(each.id in ids and each.is_there for each in self.seen(record)):
                 if not wait.again(f"waiting for {self.title} to end {name!r}", after_s=ASK_EVERY_S):
                     raise LaunchError(
-                        f"{self.title} was asked to end {name!r}, which is still there after {wait.timeout_s:g} s; see `{self.look}`, then "
+                        f"{self.title} was asked to end {name!r}, which still exists after {wait.timeout_s:g} s; see `{self.look}`, then "
                         "run this again"
                     )
         if len(ids) < len(there):
@@ -252,7 +252,7 @@ class ToolTarget(Target):
         return [each for each in self.seen(record) if self.is_own(record, each)]
 
     def is_own(self, record: LaunchRecord, seen: Seen) -> bool:
-        """Match by id. If the id is not known, the name is enough, because it was free when this launch was about to start."""
+        """Compare the ids. If the record has no id yet, the name is enough, because it was free just before this launch started."""
         return record.id in ("", self.tool_name(record.name), seen.id)
 
     def seen(self, record: LaunchRecord) -> list[Seen]:
@@ -264,7 +264,7 @@ class ToolTarget(Target):
             ) from None
 
     def refuse_elsewhere(self, record: LaunchRecord) -> None:
-        """Refuse a different cluster or project: it does not know the launch, so the launch would seem to have ended."""
+        """Refuse a different cluster or project: the launch is not listed there, so it would seem to have ended."""
         then = record.facts.get("place")
         if then and (now := self.place()) not in ("", then):
             raise ElsewhereError(
@@ -276,7 +276,7 @@ class ToolTarget(Target):
 
 
 def ask(*words: str, what: str, fine: str | None = None, env: Mapping[str, str] | None = None) -> str:
-    """Return the tool's stdout. A failure whose output contains ``fine`` counts as an empty answer; "" allows any failure."""
+    """Return the tool's stdout. If the tool fails and its output contains ``fine``, return ""; ``fine=""`` accepts any failure."""
     # Use files, because a server that the tool leaves behind would keep a pipe open.
     with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
         status = _run(words, what, stdout=out, stderr=err, env=env, timeout_s=ASK_S)
@@ -332,7 +332,7 @@ def left_here(request: LaunchRequest, *, advice: str) -> tuple[str, ...]:
 
 
 def watch(*words: str, what: str) -> int:
-    """Let a tool print a log on stdout for as long as it takes, and return its status."""
+    """Run a tool that prints a log on stdout, without a time limit, and return its exit status."""
     return _run(words, what, timeout_s=None)
 
 

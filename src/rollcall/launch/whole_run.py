@@ -1,4 +1,4 @@
-"""`rollcall node --run`: one command on every node, from its start to the end of the run.
+"""`rollcall node --run`: one command on every node, which ends when the run ends.
 
 Every node prepares itself, joins the cluster and stays up. Rank 0 also starts this module as a script. The script waits for all nodes,
 checks for problems that would break the run, submits the run and follows its log. When the run is over, the script writes the exit
@@ -39,7 +39,7 @@ from rollcall.process.ray.connect import connected
 from rollcall.process.ray.each_node import answers_of, run_on
 
 ENDED = "rollcall-run-ended"  # contains the exit status, in Ray's folder on each node
-HEARD_S = 2.0  # how long the call that writes the status to a node may take to report back
+HEARD_S = 2.0  # how long rank 0 may take to learn that a node has received the status
 
 
 class WholeRun:
@@ -70,7 +70,7 @@ class WholeRun:
         return replace(request, num_nodes=self.num_nodes, slots=request.slots or logical)
 
     def get_ready(self, request: NodeRequest) -> NodeRequest:
-        """Complete the request and prepare this node. Problems that would prevent its start raise an error before a long download."""
+        """Complete the request, check it and prepare this node. The check comes first, because a download may take long."""
         request = self.complete(request)
         self.check(request)
         prepare_node(self._config, once=False)
@@ -109,7 +109,7 @@ def _exit_status(status: int | None) -> int:
 
 
 def _status_in(ended: Path) -> int | None:
-    """Return the status that rank 0 wrote, once rank 0 has had time to hear from Ray that the status arrived."""
+    """Return the status that rank 0 wrote, but only after rank 0 has had time to learn from Ray that it arrived."""
     if not ended.exists() or time.time() - ended.stat().st_mtime < HEARD_S:
         return None
     return int(ended.read_text())
@@ -142,7 +142,7 @@ def _run(cluster: str, config: Config, *, timeout_s: float) -> int:
 
 
 def _note_reached(cluster: str, run_dir: Path) -> None:
-    """Write the run's progress to the rendezvous. A run that is stopped twice at the same point made no progress in between."""
+    """Write the run's progress to the rendezvous. If it is the same at two stops, the run has made no progress in between."""
     root = OurCluster(cluster).rendezvous
     if root is None:
         return
@@ -164,7 +164,7 @@ def _known(jobs: Jobs) -> list[Job]:
         try:
             return jobs.jobs()
         except Unreachable:
-            if not wait.again("waiting for the dashboard of this node, which accepts jobs", after_s=1.0):
+            if not wait.again("waiting for this node's dashboard, which accepts jobs", after_s=1.0):
                 raise
 
 
@@ -179,15 +179,15 @@ def _tell_nodes(cluster: str, status: int) -> None:
         nodes = [node for node in ours.ask().nodes if node.alive and node.rank]
         with connected(ours):
             calls = {node.rank: run_on(node.node_id, leave(node.temp_dir), env={}) for node in nodes if node.rank}
-            _, failures = answers_of(calls, wait=Wait(30.0), to="hear that the run is over")
+            _, failures = answers_of(calls, wait=Wait(30.0), to="receive the run's exit status")
     except ClusterError as error:
         failures = {0: str(error)}
     for rank, why in failures.items():
-        say(f"rank {rank} does not know that the run is over: {why}")
+        say(f"could not tell rank {rank} that the run is over: {why}")
 
 
 def _ignore_signals() -> None:
-    """Ignore signals, which are meant for the run: the run saves and its job ends, and then this process, which follows it, exits."""
+    """Ignore signals, because they are meant for the run. This process exits after the run has saved and its job has ended."""
     for number in SIGNALS:
         signal.signal(number, signal.SIG_IGN)
 

@@ -47,7 +47,7 @@ class Gpu:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeFacts:
-    """A node's answer to the probe, with its rank and address in the cluster."""
+    """A node's answer to the probe, with the node's rank and address in the cluster."""
 
     rank: int
     host: str
@@ -144,7 +144,7 @@ def judge_versions(nodes: Sequence[NodeFacts]) -> Iterator[Finding]:
                     "is not installed" if version is None else f"is version {version}, but the other nodes have {usual}"
                 )
                 wanted = f"{name}=={usual}" if usual else name
-                yield find(node, f"{name} {what}; run `{node.executable} -m pip install '{wanted}'` there")
+                yield find(node, f"{name} {what}; run `{node.executable} -m pip install '{wanted}'` on that node")
     usual = _majority(nodes, lambda node: node.torch_build)
     for node in nodes:
         if node.torch_build != usual:
@@ -182,13 +182,13 @@ def judge_memory(node: NodeFacts) -> Iterator[Finding]:
         what = f"only {free} of memory is available, so Ray would kill workers"
         yield find(node, f"{what}; `ps aux --sort=-rss | head` shows what uses it")
     if node.gpus and node.shm_total < 128 << 20:  # a container has 64 MiB by default
-        shm = f"/dev/shm has a size of only {node.shm_total / (1 << 20):.0f} MiB, which is too little for NCCL"
+        shm = f"/dev/shm is only {node.shm_total / (1 << 20):.0f} MiB in size, which is too little for NCCL"
         yield find(node, f"{shm}; make it larger, or start the container with --shm-size=16g")
 
 
 def judge_fit(node: NodeFacts, state_bytes: int | None) -> Iterator[Finding]:
-    """Check a single machine's memory. ``state_bytes`` is the size of weights and optimizer state, without gradients. A save copies
-    them to host memory. Without a GPU, host memory also contains the originals and the gradients."""
+    """Check a single machine's memory. ``state_bytes`` is the size of the weights and the optimizer state, without gradients.
+    Saving copies them to host memory. Without a GPU, host memory also contains the originals and the gradients."""
     need = 0 if state_bytes is None else state_bytes if node.gpus else state_bytes * 7 / 3
     if need > node.memory_available:
         what = (

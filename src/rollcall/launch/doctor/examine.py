@@ -36,7 +36,7 @@ from rollcall.process.ray.connect import connected
 from rollcall.process.ray.each_node import Pinned, answers_of
 from rollcall.reward.confine import available
 
-STAGE_S = 90.0  # for a probe to start and report its facts, or to try the other nodes
+STAGE_S = 90.0  # for a probe to start and report its facts, or to try to reach the other nodes
 REACH_S = 3.0  # for one connection
 MEASURE_S = 120.0  # mostly for importing torch on a busy node
 

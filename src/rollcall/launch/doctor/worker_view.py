@@ -37,7 +37,7 @@ class NodeView:
 
 
 def view_workers(cluster: Cluster, section: ClusterSection | None, *, submitted: Mapping[str, str]) -> list[NodeView]:
-    """Return a view for every node of the cluster, by rank. The error names ranks that did not answer in time."""
+    """Return a view for every node of the cluster, by rank. If ranks do not answer in time, raise an error that names them."""
     with connected(cluster):
         nodes = {node.rank: node for node in ranked_nodes()}
         wanted = {rank: declared(section, submitted=submitted, node_rank=rank) for rank in nodes}

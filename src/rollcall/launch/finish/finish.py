@@ -1,8 +1,8 @@
 """Gathers, merges, verifies and uploads a run's newest checkpoint.
 
 Steps that are already done are skipped. ``finish.json`` in the run directory records the inputs of the merge and the upload, and
-``verified.json`` in the model directory records what was verified. A different checkpoint, a different setting or a changed file
-makes the step run again, and all later steps too.
+``verified.json`` in the model directory records what was verified. If the checkpoint, a setting or a file
+has changed, the step runs again, and so do all later steps.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ Progress = Callable[[int, int], None]
 class FinishStep:
     name: str
     state: State
-    words: str  # what was done, or why not
+    words: str  # what was done, or why it was not done
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,7 +98,7 @@ class _Work:
         self.model = self.run_dir / MERGED
         self.section, self.hosts, self.dry_run, self.progress = config.finish, hosts, dry_run, progress
         self.uploaded: Uploaded | None = None
-        self.begun = False  # whether an earlier step runs in this call; then all later steps run too
+        self.begun = False  # whether an earlier step runs in this call; if so, all later steps run too
         try:
             self.notes: dict[str, Any] = json.loads((self.run_dir / NOTES).read_bytes())
         except (OSError, ValueError):  # the steps run again

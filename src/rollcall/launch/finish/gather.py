@@ -132,7 +132,7 @@ def gather(
 
 
 def _refuse_parts_of_another(checkpoint: Path, parts: Sequence[NodePart]) -> None:
-    """Refuse to remove files through a copy of a run: its manifest names files that the original run still needs."""
+    """Refuse to remove files through a copy of a run, because its manifest names files that the original run still needs."""
     checkpoints = checkpoint.parent
     names, inode = names_of_run(checkpoints)
     is_copy = inode not in (None, (checkpoints / FOLDER_NAME).stat().st_ino)
@@ -140,13 +140,13 @@ def _refuse_parts_of_another(checkpoint: Path, parts: Sequence[NodePart]) -> Non
     if others := [part for part in parts if part.run not in own]:
         raise GatherError(
             f"{checkpoints.parent} is a copy of another run, and {counted(len(others), 'part')} on the nodes, such as {others[0]}, "
-            "belong to the original; nothing was removed. Gather without --delete, or run this in the run that saved the parts"
+            "belong to the original; nothing was removed. Gather without --delete, or gather in the run that saved the parts"
         )
 
 
 @contextmanager
 def _locked(checkpoint: Path) -> Iterator[None]:
-    """Lock the checkpoint: two processes that gather it at the same time would write to the same files."""
+    """Lock the checkpoint, because two processes that gather it at the same time would write to the same files."""
     folder = checkpoint / FOLDER
     with plain_disk_errors(folder):
         folder.mkdir(exist_ok=True)
@@ -158,7 +158,7 @@ def _locked(checkpoint: Path) -> Iterator[None]:
 
 
 def _holders(nodes: Sequence[Node], parts: Sequence[NodePart]) -> tuple[dict[str, Node], list[str]]:
-    """Return the node that has each part, and the reasons why nodes did not answer."""
+    """For each part, return a node that has it; also return the reasons why nodes did not answer."""
     asked = [asdict(part) for part in parts]
     holders: dict[str, Node] = {}
     faults: list[str] = []

@@ -100,7 +100,7 @@ class RayNodeFiles:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SshNode:
-    """A host over ssh. Each request starts its own ssh process; a part's bytes are sent as fast as they are read."""
+    """A host that is reached over ssh. Each request starts its own ssh process; a part's bytes are sent as fast as they are read."""
 
     host: str
     login: Login
@@ -135,11 +135,11 @@ class SshNode:
             raise NodeError(f"{self.host}: the part on this host is too short")
 
     def _answer(self, **question: Any) -> Iterator[bytes]:
-        """Yield the host's output as it comes. A failure raises an error with the host's stderr."""
+        """Yield the host's output as it arrives. If the command fails, raise an error with the host's stderr."""
         entry = f"exec {shlex.join(self.inside)}\n" if self.inside else ""
         code = Path(node_files.__file__).read_text()
         with TemporaryFile() as script, TemporaryFile() as complaints:
-            # The request follows that line on stdin: bash reads no further than it has to.
+            # python reads the request from the next line: bash reads no further than the line that it runs.
             script.write(f"{entry}exec python3 -c {shlex.quote(code)}\n{json.dumps(question)}\n".encode())
             script.seek(0)
             process = start_ssh(self.login.words(self.host, *NO_FORWARDS), stdin=script, stderr=complaints)

@@ -157,7 +157,7 @@ def _chain(error: BaseException | None) -> Iterator[BaseException]:
 
 
 def _status(error: BaseException) -> int | None:
-    """Return the HTTP status behind an error, if there was an answer. The storage client shows the status only in its message."""
+    """Return an error's HTTP status, or None if there was no response. The storage client gives the status only in the message."""
     for each in _chain(error):
         code = getattr(getattr(each, "response", None), "status_code", None)
         if isinstance(code, int):

@@ -2,7 +2,7 @@
 
 A controller that exits by itself, with or without an error, has printed why, and its status becomes the job's status. A controller
 that a signal killed (out of memory, a crash in a library, someone's `kill -9`) is started again and continues from the run
-directory, at most `trainer.max_restarts` times in `trainer.restart_window_s`. A signal to stop is different: it is passed on to
+directory, at most `trainer.max_restarts` times in `trainer.restart_window_s`. A stop signal is different: it is passed on to
 the controller, which saves and exits.
 
 This process unseals the job's secrets and passes them to the controller as environment variables. It redacts the output of the

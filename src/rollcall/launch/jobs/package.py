@@ -146,7 +146,7 @@ def _imported(path: Path) -> set[str]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shared:
-    """What the submitter, itself a node, knows about the cluster's shared files."""
+    """What the submitter, if it is a node, knows about the cluster's shared files."""
 
     num_nodes: int
     folder: str | None  # a folder that all nodes see at the same path
@@ -176,7 +176,7 @@ def resolve_paths(config: Config, *, folder: Path, shared: Shared | None) -> Con
 
 
 def _paths(run: dict[str, Any]) -> list[tuple[str, dict[str, Any], str]]:
-    """Return the following for each path: its key in the run file, the dict that contains it, and its name in that dict."""
+    """For each path, return its key in the run file, the dict that contains it, and its name in that dict."""
     found = [("run.dir", run["run"], "dir"), ("model.path", run["model"], "path")]
     if run["model"]["lora"] and run["model"]["lora"]["path"]:
         found.append(("model.lora.path", run["model"]["lora"], "path"))
@@ -191,7 +191,7 @@ def _is_relative(text: str, key: str, folder: Path) -> bool:
         return not Path(name).is_absolute() and (name.startswith(".") or (folder / name).exists())
     if text.startswith("builtin:") or Path(text).is_absolute():
         return False
-    # A model is a folder here or a name on a hub.
+    # A model is either a folder on this machine or a name on a hub.
     return not key.endswith(".path") or text.startswith(".") or (folder / text).exists()
 
 

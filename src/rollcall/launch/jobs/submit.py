@@ -1,7 +1,7 @@
 """Submits and follows Ray jobs: the driver runs on the cluster's head, so the submitter may disconnect.
 
-``ray job ...`` sees the same jobs; ``process/ray/job_client.py`` reaches the head. ``follow`` reads a job's log as it grows;
-after a lost connection it continues where it stopped. A job never waits for a follower.
+``ray job ...`` shows the same jobs. ``process/ray/job_client.py`` connects to the head. ``follow`` reads a job's log as it grows;
+after a lost connection it continues where it stopped. A job never waits for anyone to read its log.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ if TYPE_CHECKING:  # it imports Ray, which reads variables at import
 
 PREFIX = "rollcall-"
 LATEST = "latest"
-SAVE_S = 300  # for a job to save after trainer.stop_grace_s, before Ray kills it
+SAVE_S = 300  # how long a job has to save after trainer.stop_grace_s, before Ray kills it
 STOP_WAIT = "RAY_JOB_STOP_WAIT_TIME_S"  # Ray reads it on the head; its default, 3 s, is too short for a checkpoint
 START_S = 180.0  # for the head to unpack the code and start the driver
-LOST_S = 120.0  # while following: how long the head may be silent
+LOST_S = 120.0  # how long ``follow`` waits for a head that does not answer
 # `rollcall node` sets ROLLCALL_PYTHON; on a head that was started in a different way, the first `python` on its PATH is used.
 # Ray starts the driver from a shell. `exec` replaces that shell, so that a signal for the driver does not kill a shell above it.
 ENTRYPOINT = f'exec "${{ROLLCALL_PYTHON:-python}}" -m rollcall.launch.jobs.driver {RUN_FILE}'
@@ -220,7 +220,7 @@ class Jobs:
             raise
 
     def _learn_secrets(self, job_id: str) -> None:
-        """Learn the job's sealed values, so that this process redacts them in its log too."""
+        """Register the job's sealed values, so that this process also redacts them in the job's log."""
         if self._token:
             remember(sealed_values(_variables(self._details(job_id)), token=self._token).values())
 
@@ -228,7 +228,7 @@ class Jobs:
 def reach(
     name: str | None = None, *, address: str | None, rendezvous: Path | None, ray_address: str | None = None
 ) -> Jobs:
-    """Connect to the job server of the cluster at ``address`` or in the rendezvous. Without either, ``nodes/cluster.py`` chooses it.
+    """Connect to the job server of the cluster at ``address`` or in ``rendezvous``. If both are None, ``nodes/cluster.py`` chooses it.
 
     ``ray_address`` comes from the run file.
     """

@@ -77,13 +77,13 @@ class Site:
             return record.knowing(**{HOSTS: list(self.hosts), SITE: rest}).save()
 
     def script(self, *lines: str) -> str:
-        """Return a script that runs shell lines in the nodes' environment. It begins once all lines have arrived; stdin may stay open."""
+        """Return a script that runs shell lines in the nodes' environment. It starts once all lines have arrived; stdin may stay open."""
         environment = []
         if self.activate is not None:
             path, shown = shell_path(self.activate), shlex.quote(str(self.activate))
             missing = f"printf 'the activate script %s does not exist on this host, or cannot be read\\n' {shown} >&2"
             environment += [f"[ -r {path} ] || {{ {missing}; exit 1; }}", f". {path} || exit 1"]
-        where = "in its environment" if self.activate else "on the PATH of a shell that is not a login shell"
+        where = "in its environment" if self.activate else "on the PATH of a non-login shell"
         missing = f"{{ echo 'rollcall was not found {where}; set launch.ssh.activate' >&2; exit 1; }}"
         environment += [
             *exports({**self.variables, CLUSTER: self.cluster}),
@@ -116,8 +116,8 @@ class Site:
 
 
 def run_there(record: LaunchRecord, *, where: str, command: Sequence[str]) -> list[str]:
-    """Run the user's command on one host or on all of them, print its output and return the problems. A command of one word is a
-    shell line."""
+    """Run the user's command on one host or on all of them, print its output and return the problems. A command with only one
+    word is run as a line of shell."""
     site = Site.of_record(record)
     if where not in ("all", *site.hosts):
         known = ", ".join(site.hosts)

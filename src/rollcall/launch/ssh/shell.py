@@ -28,7 +28,7 @@ from rollcall.launch.record import LaunchError
 from rollcall.process.here import exited
 
 CONNECT_S = 20  # for a connection, including its jump hosts
-NO_FORWARDS = ("-o", "ClearAllForwardings=yes")  # the forwards in the user's configuration are for other sessions
+NO_FORWARDS = ("-o", "ClearAllForwardings=yes")  # the user's configuration may contain port forwards for other sessions
 CONNECTED = "rollcall-is-connected"  # the first output of every script: ssh's own errors come before it
 LET_GO_S = 60.0  # for a command that is tied to its stdin to clean up
 DROPPED_S = 2.0  # the longest wait before a dropped connection is retried
@@ -41,7 +41,7 @@ Tell = Callable[[str, str], None]  # host, line
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Login:
-    """Login options on top of ssh's own configuration."""
+    """Login options in addition to ssh's own configuration."""
 
     user: str | None = None
     port: int | None = None
@@ -75,13 +75,13 @@ class Outcome:
 
     @property
     def answer(self) -> str | None:
-        """The last line with a JSON object, which is a Rollcall command's answer."""
+        """The last line that is a JSON object. A Rollcall command prints its result as such a line."""
         found = [line for line in self.lines if line.startswith("{")]
         return found[-1] if self.is_good and found else None
 
     @property
     def problem(self) -> str:
-        """The host's name, what went wrong there, and its last lines."""
+        """The host's name, what went wrong on the host, and its last lines of output."""
         shown = "".join(f"\n    {redact(line)}" for line in self.lines[-12:])
         if self.status is None:
             return f"{self.host}: timed out{shown}"
@@ -103,7 +103,7 @@ def run_on_all(
     tell: Tell | None = None,
     together: bool = False,
 ) -> list[Outcome]:
-    """Run each host's script on that host, all at once; the outcomes are in the order of ``scripts``.
+    """Run each host's script on that host, all at once, and return the outcomes in the order of ``scripts``.
 
     With ``together``, a failure on one host disconnects the others. Ctrl-C disconnects all hosts and waits for their cleanup.
     """

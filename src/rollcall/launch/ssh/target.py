@@ -42,8 +42,8 @@ LOOK_S = 180.0  # importing Python packages over a network file system is slow
 CHECK_S = 120.0
 LOOK, PREPARE, CHECK = "look.sh", "prepare.sh", "check.sh"  # rendered scripts
 CONTAINER_FILE, NODE_FILE = "container.sh", re.compile(r"node-\d+\.sh")
-UP = "up"  # the fact that lists the hosts that have, or were about to get, a node or its container
-HEAD = "head"  # the fact that contains the head's address
+UP = "up"  # key in the record's facts: the hosts that have a node or its container, or were about to get one
+HEAD = "head"  # key in the record's facts: the head's address
 
 
 class Ssh(Target):
@@ -80,8 +80,8 @@ class Ssh(Target):
             (CHECK, head, "check that all nodes have joined and that nothing would break the run", check),
         ]
         notes = [
-            f"stdin also sets variables: for {PREPARE}, the variables of the run (on {head[0]} also once=--once), and for a node's "
-            f"script, the token of the cluster ({TOKEN}) and the head's address ($head)",
+            f"stdin also sets variables: for {PREPARE}, the run's variables (and, on {head[0]}, once=--once); for a node's "
+            f"script, the cluster's token ({TOKEN}) and the head's address ($head)",
             f"then this machine submits the run through an ssh tunnel to the dashboard of {head[0]}",
         ]
         if (lines := _container_lines(request)) is not None:
@@ -110,9 +110,8 @@ class Ssh(Target):
         build_package(request.config, run_file="", folder=request.cwd)
         site = Site.of_request(request)
         record = site.claim(record)
-        is_fresh = (
-            record.state == "starting" and not record.id
-        )  # after a failure, a launch that already has a run stays up, for a retry or for `down`
+        # If a launch that already has a run fails, it stays up, so that the user can retry it or end it with `down`.
+        is_fresh = record.state == "starting" and not record.id
         try:
             record = _start_containers(site, rendered, record)
             head = _look(site, rendered, record)
@@ -164,7 +163,7 @@ class Ssh(Target):
                     if job is not None:
                         jobs.stop(job.id)  # the run saves
             except (LaunchError, ClusterError) as error:  # a head that does not answer has no run to save
-                say(f"{record.id} could not be asked to save: {error}")
+                say(f"could not ask {record.id} to save: {error}")
         if problems := _take_down(record):
             raise LaunchError(
                 "\n  ".join(["not everything that was started could be stopped:", *problems])
@@ -267,14 +266,14 @@ def _look(site: Site, rendered: Rendered, record: LaunchRecord) -> str:
             wanted, where = versions.setdefault(what, (version, host))
             if version != wanted:
                 problems.append(
-                    f"{host}: has {what} {version}, but {where} has {what} {wanted}; install the same version"
+                    f"{host} has {what} {version}, but {where} has {what} {wanted}; install the same version"
                 )
         if here.rank is not None and host not in record.facts.get(UP, ()):
             problems.append(
-                f"{host}: a cluster named {record.name!r} is already running, which this launch did not start; choose another --name"
+                f"{host} already runs a cluster named {record.name!r}, which this launch did not start; choose another --name"
             )
         if rank == 0 and here.is_alone and len(site.hosts) > 1:
-            problems.append(f"{host}: has no address that other machines can reach; set launch.ssh.interface")
+            problems.append(f"{host} has no address that other machines can reach; set launch.ssh.interface")
     if problems or head is None:
         used = f"{counted(len(problems), 'problem')} with the hosts, so nothing was started:"
         raise LaunchError("\n  ".join([used, *problems]))
@@ -312,7 +311,7 @@ def _check(site: Site, rendered: Rendered, record: LaunchRecord, *, is_running: 
     say(f"all {counted(found['num_slots'], 'slot')} have joined, on {counted(len(site.hosts), 'host')}")
     if found["dashboard_url"] is None:
         raise LaunchError(
-            f"{head}: Ray's dashboard, which accepts the run, does not listen on the loopback; see dashboard.log among Ray's logs there"
+            f"{head}: Ray's dashboard does not listen on the loopback, so no run can be submitted; see dashboard.log in Ray's logs there"
         )
     return record.knowing(**{DASHBOARD: urllib.parse.urlsplit(found["dashboard_url"]).port}).save()
 
@@ -349,7 +348,7 @@ def _undo(record: LaunchRecord, *, has_failed: bool) -> None:
 
 
 def _take_down(record: LaunchRecord, *, keep_logs: bool = False) -> list[str]:
-    """Stop the node, and its container, on every host that has or was about to get one; return the problems. A host that was
+    """Stop the node and its container on every host that has them or was about to get them; return the problems. A host that was
     taken down is removed from the record."""
     hosts = record.facts.get(UP, [])
     if not hosts:

@@ -23,7 +23,7 @@ from rollcall.launch.ssh.shell import CONNECT_S, CONNECTED, Login, end_ssh, star
 from rollcall.nodes.address import free_ports
 from rollcall.view.page_process import PAGE_FILE, parse_record
 
-DASHBOARD = "dashboard"  # the fact that contains the dashboard's port on the head's loopback
+DASHBOARD = "dashboard"  # key in a record's facts: the dashboard's port on the head's loopback
 
 
 class Tunnel:
@@ -87,7 +87,7 @@ def open_tunnel(record: LaunchRecord, *, local_port: int | None = None) -> Tunne
 
 
 def open_page(record: LaunchRecord) -> Tunnel | None:
-    """Open a tunnel to the run's page (``trainer.page``) and print its address; return None if no page is served now."""
+    """Open a tunnel to the run's page (``trainer.page``) and print its address; return None if no page is being served."""
     site = Site.of_record(record)
     path = shlex.quote(f"{record.run_dir}/{PAGE_FILE}")
     script = site.script(f"cat {path} 2>/dev/null </dev/null || true; echo")
@@ -124,7 +124,7 @@ def hold_tunnel(record: LaunchRecord, *, local_port: int | None) -> None:
 
 @contextmanager
 def jobs_of(record: LaunchRecord) -> Iterator[tuple[Jobs, Job | None]]:
-    """Open a tunnel and yield the jobs on the launch's cluster, and its run's job if it was submitted."""
+    """Open a tunnel and yield the jobs on the launch's cluster, and the job of the launch's run if it was submitted."""
     from rollcall.process.ray.job_client import HttpClient
 
     token, source = launch_token(record.folder), str(record.folder / TOKEN_FILE)
