@@ -29,7 +29,7 @@ def calm_transformers() -> None:
 
     logging.set_verbosity_error()
     logging.disable_progress_bar()
-    enable_progress_bars()  # the line above turns these off too, but downloads, which take minutes, need them
+    enable_progress_bars()  # the line above turns these off too, but users need them for downloads, which take minutes
 
 
 def load_named(path: str, *, key: str, what: str, example: str) -> Any:

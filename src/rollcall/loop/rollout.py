@@ -166,8 +166,8 @@ def player_of(
     section, max_prompt_tokens = config.environment, config.data.max_prompt_tokens
     if scorer.environment_readers and not isinstance(section, ClassEnvironment | StepEnvironment):
         raise ConfigError(
-            f"the reward {scorer.environment_readers[0]} reads the environment (its function takes `environments`), but this run's "
-            "environment, if any, does not allow that; add an environment of type class or step, or remove the reward"
+            f"the reward {scorer.environment_readers[0]} reads the environment (its function has the parameter `environments`), which is "
+            "possible only with an environment of type class or step; add such an environment, or remove the reward"
         )
     if section is None or environments is None:
         return None
