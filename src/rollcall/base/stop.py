@@ -31,7 +31,7 @@ T = TypeVar("T")
 STOPPED = 75
 INTERRUPTED = 130  # by Ctrl-C
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
-SAME_S = 2.0  # one request may arrive twice: it is sent to all processes in a job, and their parent forwards it too
+SAME_S = 2.0  # one request may arrive twice, because all processes in a job get it, and their parent forwards it too
 AGAIN_S = 5.0  # then raise again, because Python drops an exception that is raised while an object is being destroyed
 
 

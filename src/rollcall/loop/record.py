@@ -173,7 +173,7 @@ class Record:
 
     def write_token_scores(self, batch: StepBatch) -> None:
         """Score the tokens of the first groups with the learner's weights from before the step's update, and write the scores. They are
-        only for display, so the run continues if they cannot be written."""
+        only for display, so the run does not wait until the disk accepts them."""
         groups = batch.groups[:SCORED_GROUPS]
         rows = self.workers.learner.score(
             [
@@ -196,7 +196,7 @@ class Record:
 
     def save(self, batch: StepBatch) -> None:
         """Copy a step's checkpoint to host memory and start writing it; ``saves`` tracks the write while the run continues. Samples are
-        written first: if the process is killed before the checkpoint is complete, the resumed run writes both again."""
+        written first, because if the process is killed before the checkpoint is complete, the resumed run writes both again."""
         step, trainer = batch.step, self.trainer
         self.saves.settle()
         self.write_samples(step, "train", batch.groups[:8])

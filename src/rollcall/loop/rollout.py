@@ -139,7 +139,7 @@ class Rewards:
             self._count(generated=-1)
 
     def take_seconds(self) -> float:
-        """Return the seconds since the last call during which groups were being scored and none was being generated."""
+        """Return for how many seconds since the last call groups were being scored while none was being generated."""
         self._count()
         seconds, self._seconds = self._seconds, 0.0
         return seconds

@@ -174,9 +174,7 @@ class RunReader:
     def summary(self) -> dict[str, Any]:
         """Return the results of the whole run, from ``summary.json``, or from the metrics so far if the run has not finished."""
         summary, step = read_summary(self.dir), self.step
-        if (
-            summary is not None and summary["steps"] >= step
-        ):  # otherwise the run was trained further after it had finished
+        if summary is not None and summary["steps"] >= step:  # otherwise the run was trained further after it finished
             return summary
         name = None if self.config is None else self.config.run.name
         return build_summary(self.metrics, resume_step=step, run=name)

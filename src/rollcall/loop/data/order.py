@@ -1,5 +1,5 @@
-"""Maps the n-th draw of a run to a prompt. The prompt depends only on n and the settings, so the next n is the only state that a resumed
-run needs."""
+"""Maps the n-th draw of a run to a prompt. The prompt depends only on n and the settings, so a resumed run only needs to know which draws
+come next."""
 
 from __future__ import annotations
 
