@@ -302,9 +302,11 @@ def test_equal_rewards_teach_nothing_and_the_run_goes_on_and_says_so_at_its_end(
     config = make_run(tmp_path, *overrides, reward=reward)
     summary = finish(config)
     assert (summary["steps"], summary["no_signal"]) == (2, {"steps": 2, "of": 2})
-    assert "no step had a signal: nothing was learned in 2 steps" in caplog.text and "scored alike" in caplog.text
+    assert (
+        "no step had a signal, so nothing was learned in 2 steps" in caplog.text and "got the same score" in caplog.text
+    )
     show_run(config.run.dir, as_json=False)
-    assert "no step had a signal: nothing was learned in 2 steps" in capsys.readouterr().out
+    assert "no step had a signal, so nothing was learned in 2 steps" in capsys.readouterr().out
     assert column(config, "train/zero_variance_groups") == [1.0] * 2
     assert column(config, "train/grad_norm") == [0.0] * 2 and column(config, "train/skipped_fraction") == [1.0] * 2
     assert_unchanged(config, start_weights(tmp_path))

@@ -326,7 +326,7 @@ def test_who_stops_a_run_before_its_first_checkpoint_is_told_what_is_kept(tmp_pa
     (tmp_path / "metrics.jsonl").write_text('{"step": 7, "time/step_s": 1.0}\n')
     said = interrupted(tmp_path, num_steps=40, by="Ctrl-C", fresh=True)
     assert (
-        f"after step 7 of 40; {tmp_path} contains every finished group: the same command without --fresh continues"
+        f"after step 7 of 40; {tmp_path} contains every finished group; the same command without --fresh continues"
         in said
     )
 

@@ -46,7 +46,7 @@ def test_a_run_without_its_settings_is_refused_with_what_is_missing(tmp_path: Pa
     (tmp_path / "journal").mkdir()
     shown = CliRunner().invoke(app, ["compare", str(tmp_path), str(tmp_path)])
     assert shown.exit_code == 1 and "run.yaml does not exist" in shown.output
-    assert "restore it to read them" in shown.output and "--fresh" not in shown.output
+    assert "so restore the file first" in shown.output and "--fresh" not in shown.output
 
 
 @pytest.mark.parametrize("place", ["nowhere", "."])

@@ -501,7 +501,7 @@ def test_the_end_of_a_run_says_how_many_steps_taught_nothing_and_what_helps(
 
     assert "11 of 12 steps had no signal" in told([0.0] * 11 + [0.5])
     assert "rollout.samples_per_prompt" in caplog.text and "rollcall reward test" in caplog.text
-    assert "no step had a signal: nothing was learned in 12 steps" in told([0.0] * 12)
+    assert "no step had a signal, so nothing was learned in 12 steps" in told([0.0] * 12)
     assert told([0.0] + [0.5] * 11) == "", "one step in twelve is nothing to worry about"
 
 

@@ -196,7 +196,7 @@ def test_a_run_that_was_killed_failed_or_has_finished_says_so(tmp_path: Path) ->
         "killed": "killed", "failed": "failed", "finished": "finished"
     }  # fmt: skip
     assert rows["failed"]["text"] == "ValueError during update of step 3" and rows["failed"]["no_signal"] is None
-    assert rows["finished"]["no_signal"] == "no step had a signal: nothing was learned in 2 steps"
+    assert rows["finished"]["no_signal"] == "no step had a signal, so nothing was learned in 2 steps"
 
 
 def test_a_run_says_why_it_failed_and_what_it_waits_for(tmp_path: Path) -> None:

@@ -166,7 +166,7 @@ class _Arrays:
         self._payload, self._offset = payload, start
 
     def take(self, counts: Sequence[int], dtype: Any, stored: str) -> list[np.ndarray]:
-        """Read one array for each count."""
+        """Read consecutive arrays with these numbers of entries."""
         # A copy, because a view of the file's bytes would be read-only and keep all of them in memory.
         found = np.frombuffer(self._payload, dtype=stored, count=sum(counts), offset=self._offset).astype(dtype)
         self._offset += found.nbytes

@@ -12,7 +12,8 @@ from typing import Any
 
 @contextmanager
 def uncollected() -> Iterator[None]:
-    """Turn off the garbage collector, whose scans of the loaded modules take a quarter of an import's time."""
+    """Turn off the garbage collector while the block runs. Otherwise its scans of the loaded modules take a quarter of the time of an
+    import."""
     was_on = gc.isenabled()
     gc.disable()
     try:
@@ -29,7 +30,7 @@ def calm_transformers() -> None:
 
     logging.set_verbosity_error()
     logging.disable_progress_bar()
-    enable_progress_bars()  # the line above turns these off too, but downloads, which take minutes, need them
+    enable_progress_bars()  # the line above turns these off too, but users need them for downloads, which take minutes
 
 
 def load_named(path: str, *, key: str, what: str, example: str) -> Any:

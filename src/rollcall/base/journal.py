@@ -27,7 +27,7 @@ from rollcall.base.types import Group
 from rollcall.base.wait import warn
 
 GROUPS, ATTEMPTS = "groups", "attempts"
-_MAX_OPEN = 16  # files that rollout can fill at the same time; then the oldest is closed, and reopened if needed
+_MAX_OPEN = 16  # open files; to open another one, the oldest is closed, and reopened when it is needed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,7 +97,7 @@ class Journal(AbstractContextManager["Journal"]):
             ) from error
 
     def append(self, group: Group, *, again: bool = False) -> None:
-        """Write a finished group. Once this returns, the group outlives the process. ``again``: the group already has a
+        """Write a finished group. Once this returns, the group survives even if the process is killed. ``again``: the group already has a
         record, only its scores are new, and the new record replaces the old one."""
         what = f"the group of draw {group.draw}, step {group.step}"
         self._append(self._path(group.step), encode(group, again=again), what=what)
@@ -137,7 +137,7 @@ class Journal(AbstractContextManager["Journal"]):
     def sync(self) -> None:
         """Wait until everything appended so far is on the physical disk. Call this before training on the groups.
 
-        Other threads may append meanwhile, because nothing slow happens under the lock.
+        Other threads may append meanwhile, because nothing slow happens while the lock is held.
         """
         self._sync()
         self._guard()

@@ -2,13 +2,13 @@
 
 The lease is a file next to the run directory (so that ``--fresh`` can move the directory), ``.<name>.lease-<number>``. It contains the
 holder and a counter, which the holder advances every ``BEAT_S``. The highest number counts. A controller takes the lease by creating the
-file with the next number, using ``link``: if several try, only one succeeds, even on NFS. A released lease file stays and is marked as
-free, so numbers never decrease. Clocks and file times of other hosts are never compared.
+file with the next number, using ``link``, because if several controllers try, only one succeeds, even on NFS. A released lease file stays
+and is marked as free, so numbers never decrease. Clocks and file times of other hosts are never compared.
 
 A second controller takes over only if the first is provably gone: at once if its process ran on this host and has exited, otherwise when
 its counter has not moved for ``WATCH_S`` by the second controller's own clock. Otherwise the second controller refuses to start and names
-the holder. A holder that was frozen meanwhile finds the next number and stops: ``check`` is called before each write to the journal and
-before each checkpoint is moved into place.
+the holder. If the first controller was only frozen, it finds the file with the next number and stops, because it calls ``check`` before
+each write to the journal and before it moves a checkpoint into place.
 
 The file is overwritten in place, so that a full disk cannot make a holder look dead or hide that it is waiting.
 """
@@ -45,8 +45,9 @@ _KINDS = {"owner": str, "host": str, "pid": int, "place": str, "process_start": 
 
 
 class Heartbeat:
-    """Detects whether another process is alive, from the counter that it advances in a shared file. Pass each reading to ``see``. A new
-    owner restarts the watch. Uses only this process's clock, because file times and other hosts' clocks cannot be trusted."""
+    """Detects whether another process is alive, from the counter that the other process advances in a shared file. Pass each reading to
+    ``see``. If the file has a new owner, the watch begins again. Uses only this process's clock, because file times and other hosts'
+    clocks cannot be trusted."""
 
     def __init__(self) -> None:
         self.has_moved = False  # since this owner was first seen
@@ -245,7 +246,7 @@ def _refuse(run_dir: Path, holder: Holder) -> None:
 
 
 def read_holder(run_dir: Path) -> Holder | None:
-    """Return the last holder of the lease. It is ``released`` if nobody holds the lease now."""
+    """Return the last holder of the lease. Its ``released`` is true if nobody holds the lease now."""
     while files := sorted(_files(run_dir), key=lambda item: -item[1]):
         for path, number in files:
             try:

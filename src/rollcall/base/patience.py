@@ -1,9 +1,9 @@
 """Writes that survive a full or read-only disk.
 
-``persist`` performs a write. While the disk refuses it, ``persist`` retries every ``RETRY_S`` and warns at once and then every
-``SAY_EVERY_S``, with one line for all writes that wait for the same disk. It gives up after ``DEADLINE_S``, after Ctrl-C, or when a
-process that was asked to stop has no time left. The calling thread waits. The write is repeated, so it must leave nothing half-done when
-it raises.
+``persist`` performs a write. While the disk refuses the write, ``persist`` retries it every ``RETRY_S``. It warns at once and then every
+``SAY_EVERY_S``, with one line for all writes that are waiting for the same disk. It gives up after ``DEADLINE_S``, after Ctrl-C, or when
+a process that was asked to stop has no time left. The calling thread waits. The write is repeated, so it must leave nothing half-done
+when it raises.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ RETRY_S = 1.0
 SAY_EVERY_S = 10.0
 PASSING = frozenset(
     (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.EIO, errno.ESTALE)
-)  # errors that a user can fix while the write waits
+)  # errors that a user can fix while the write is waiting
 
 
 class DiskError(RuntimeError, ValueError):
@@ -76,7 +76,7 @@ def persist(action: Callable[[], T], *, path: Path, what: str, refuse: Callable[
             return result
 
 
-_said: dict[object, float] = {}  # the time of the last warning for each disk; one write warns on behalf of all
+_said: dict[object, float] = {}  # when each disk's last warning was printed; all writes to the disk share it
 _lock = threading.Lock()
 
 
@@ -96,7 +96,8 @@ def _is_word_due(disk: object) -> bool:
 
 
 def disk_fault(error: BaseException, *, near: Path) -> OSError | None:
-    """Return the temporary disk error that caused ``error``, or None if it has another cause. ``near`` is the path of the write."""
+    """Return the temporary disk error that caused ``error``, or None if it has another cause. ``near`` is the path that was being
+    written."""
     link: BaseException | None = error
     seen: set[int] = set()
     while link is not None and id(link) not in seen:
@@ -146,7 +147,8 @@ def plain_disk_errors(path: Path) -> Iterator[None]:
 
 
 def _is_a_report(error: BaseException) -> bool:
-    """Whether the error's text quotes other errors, such as a worker's traceback. For such an error, only its cause counts."""
+    """Whether the error's text quotes other errors, such as a worker's traceback. In such an error, only the cause is searched for a disk
+    error, not the text."""
     return type(error).__module__.startswith(("rollcall.", "ray."))
 
 

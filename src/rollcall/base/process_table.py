@@ -87,7 +87,7 @@ def session_of(pid: int) -> int | None:
 def environment_of(pid: int) -> dict[str, str] | None:
     """Return the variables that the process was started with; None if it has exited or belongs to another user.
 
-    Does not use psutil: it stops at an empty entry, and ``redact.hide_from_proc`` leaves such entries.
+    Does not use psutil, because psutil stops reading at an empty entry, and ``redact.hide_from_proc`` leaves empty entries.
     """
     try:
         lines = os.fsdecode(Path(f"/proc/{pid}/environ").read_bytes()).split("\0")

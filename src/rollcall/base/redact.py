@@ -22,7 +22,7 @@ from typing import Any, TextIO
 REDACTED = "<redacted>"
 SHORTEST = 6  # characters; shorter values occur too often in ordinary text
 LONGEST_SECRET = 1 << 16  # characters, including the name; a PEM key has a few thousand
-LONGEST_LINE = 1 << 20  # characters that are buffered until their line ends
+LONGEST_LINE = 1 << 20  # characters of an unfinished line that are buffered
 
 _ENDINGS = ("KEY", "TOKEN", "SECRET", "PASSWORD", "PASSWD")
 _NOT_THE_VALUE = ("PATH", "FILE", "DIR", "URL")  # HF_TOKEN_PATH says where a secret is, but is not a secret itself
@@ -78,14 +78,14 @@ def hide_from_proc(names: Iterable[str]) -> None:
     try:
         fields = Path("/proc/self/stat").read_text(errors="replace").rpartition(")")[2].split()
     except OSError:
-        return  # not Linux: other processes cannot read the environment there
+        return  # on systems other than Linux, other processes cannot read the environment
     place, end = int(fields[47]), int(fields[48])  # env_start and env_end, see proc(5)
     hidden = {os.fsencode(name) for name in names}
     for entry in ctypes.string_at(place, end - place).split(b"\0") if place else ():
         name, _, value = entry.partition(b"=")
         if name in hidden and value:
             if name in os.environb:
-                os.putenv(name, os.environb[name])  # makes a copy, which C code reads from now on
+                os.putenv(name, os.environb[name])  # stores a copy, so that C code still finds the value
             ctypes.memset(place + len(name) + 1, 0, len(value))
         place += len(entry) + 1
 
@@ -105,7 +105,7 @@ def redact(text: str) -> str:
 
 
 def redact_end(text: str, count: int) -> str:
-    """Return the last ``count`` characters, redacted. They cannot contain the end of a secret that begins before them."""
+    """Return the last ``count`` characters, redacted. A secret that begins before them is redacted too, so its end is not shown."""
     return redact(text[-(count + LONGEST_SECRET) :])[-count:]
 
 
@@ -265,7 +265,7 @@ class Redactor:
         text = self._held + piece
         cut = max(text.rfind("\n"), text.rfind("\r")) + 1
         if len(text) - cut > LONGEST_LINE:
-            text = redact(text)  # redact before the cut, which may be inside a secret
+            text = redact(text)  # redact before cutting, because the cut may be inside a secret
             cut = len(text) - LONGEST_SECRET
         self._held = text[cut:]
         return redact(text[:cut])

@@ -1,10 +1,10 @@
 """Stops a run on a signal: SIGTERM (Slurm, Kubernetes, `rollcall job stop`), SIGUSR1, which Slurm's `--signal` sends before the time
 limit, and SIGHUP, which a closed SSH session sends. Under `nohup`, SIGHUP stays ignored.
 
-The first signal is a request. Before training there is nothing to save, so the command exits right away, as with Ctrl-C.
-During training (``waiting``), the controller stops at the end of its step. If the grace period ends before that, ``Stopped``
-is raised in the main thread, wherever it is, except within ``shielded``, where weights or a checkpoint are half-written.
-A second signal kills the process at once. Ctrl-C is different: it ends a run without saving (``noting_interrupts``).
+The first signal asks the run to stop. Before training there is nothing to save, so the command exits right away, as with Ctrl-C. During
+training (``waiting``), the controller stops at the end of its step. If the grace period ends before that, ``Stopped`` is raised in the
+main thread, whatever it is doing, except within ``shielded``, where weights or a checkpoint may be half-written. A second signal kills
+the process at once. Ctrl-C is different: it ends a run without saving (``noting_interrupts``).
 
 Signal handlers are per process and run in the main thread, so there is only one ``Stop``: ``heed`` installs it, ``heeded`` returns it. If
 the main thread already has an event loop (a notebook), another thread does the work, and the main one forwards signals
@@ -31,7 +31,7 @@ T = TypeVar("T")
 STOPPED = 75
 INTERRUPTED = 130  # by Ctrl-C
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
-SAME_S = 2.0  # one request may arrive twice: it is sent to all processes in a job, and their parent forwards it too
+SAME_S = 2.0  # one request may arrive twice, because all processes in a job get it, and their parent forwards it too
 AGAIN_S = 5.0  # then raise again, because Python drops an exception that is raised while an object is being destroyed
 
 
@@ -81,7 +81,7 @@ class Stop:
 
     @property
     def is_late(self) -> bool:
-        """Whether the process must not wait for anything any more, because of Ctrl-C or because the grace period is over."""
+        """Whether the process must stop waiting for anything, because of Ctrl-C or because the grace period is over."""
         return self.is_interrupted or (self.asked is not None and self.left_s == 0)
 
     def check(self) -> None:
@@ -91,7 +91,7 @@ class Stop:
 
     @contextmanager
     def waiting(self, grace_s: float) -> Iterator[None]:
-        """Wrap the training. After a signal, the training has ``grace_s`` seconds to finish its step."""
+        """Wrap the training loop. After a signal, the loop has ``grace_s`` seconds to finish its step."""
         self.check()
         self._grace_s = grace_s
         try:
@@ -118,8 +118,8 @@ class Stop:
 
     @contextmanager
     def at_prompt(self) -> Iterator[None]:
-        """Wrap an open debugger prompt. When the grace period ends, ``Stopped`` is raised at the prompt, even within ``shielded``. The
-        prompt then lets the block continue, because nothing else would end the prompt."""
+        """Wrap an open debugger prompt. When the grace period ends, ``Stopped`` is raised at the prompt, even within ``shielded``,
+        because nothing else would close the prompt. The debugger catches it and lets a shielded block finish."""
         is_main = threading.current_thread() is threading.main_thread()
         self._num_prompts += is_main
         try:
@@ -129,13 +129,13 @@ class Stop:
 
     @contextmanager
     def noting_interrupts(self) -> Iterator[None]:
-        """Record Ctrl-C within ``asyncio.run``. asyncio's own handler cancels the running task, but a task in a blocking call does not
-        notice that, so it checks ``is_late``. Outside the main thread, ``pass_on`` cancels the task."""
+        """Record Ctrl-C within ``asyncio.run``. asyncio's own handler cancels the running task, but a task does not notice that while it
+        is in a blocking call, so such a call checks ``is_late``. Outside the main thread, ``pass_on`` cancels the task."""
         if threading.current_thread() is not threading.main_thread():
             import asyncio
 
             loop, task = asyncio.get_running_loop(), asyncio.current_task()
-            assert task is not None, "must be called by a task"
+            assert task is not None, "must be called from a task"
             self._cancel = lambda: loop.call_soon_threadsafe(task.cancel)
             try:
                 yield
@@ -159,7 +159,7 @@ class Stop:
 
     def pass_on(self, heard: KeyboardInterrupt, *, thread: threading.Thread) -> None:
         """Forward a signal from the main thread to the working thread. The first Ctrl-C cancels a run, as asyncio's handler does; the
-        second one ends it wherever it is."""
+        second one raises an exception in the working thread, whatever it is doing."""
         is_first = not self.is_interrupted
         self.is_interrupted = self.is_interrupted or not isinstance(heard, Stopped)
         if is_first and (cancel := self._cancel) is not None:
@@ -247,7 +247,8 @@ def outside_loop(work: Callable[[], T]) -> T:
 
     stop, is_main = heeded(), threading.current_thread() is threading.main_thread()
     thread = threading.Thread(target=run, name="rollcall")
-    # Let Ctrl-C raise in this thread. asyncio's handler would cancel a task in a blocking call, which would not notice it.
+    # Let Ctrl-C raise in this thread. asyncio's handler would only cancel the task, which would not notice that while it is in a blocking
+    # call.
     before = signal.signal(signal.SIGINT, signal.default_int_handler) if is_main else None
     try:
         thread.start()
@@ -274,8 +275,8 @@ def is_heeding() -> bool:
 
 @contextmanager
 def kept() -> Iterator[None]:
-    """Wrap a call that installs its own handlers, as ``ray.init`` does (2.60). If its handler exits on SIGTERM, that counts as a signal
-    for us. Our handlers are restored afterwards, and an ignored signal stays ignored."""
+    """Wrap a call that installs its own handlers, as ``ray.init`` does (Ray 2.60). If such a handler exits on SIGTERM, we treat that as
+    if our own handler had received the signal. Our handlers are restored afterwards, and an ignored signal stays ignored."""
     ignored = [number for number in SIGNALS if signal.getsignal(number) is signal.SIG_IGN]
     try:
         yield

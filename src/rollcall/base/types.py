@@ -88,7 +88,7 @@ class Turn:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Branch:
-    """An additional training row of an episode, for a conversation of its program that does not extend the first one."""
+    """An additional training row of an episode. It contains a conversation of the agent's program that does not extend the first one."""
 
     prompt_ids: Ints
     token_ids: Ints  # [T]
@@ -249,8 +249,8 @@ class Sample:
 
     @classmethod
     def of(cls, row: Completion | Branch, *, draw: int, attempt: int, prompt_ids: Ints) -> Sample:
-        """Build a row with zero advantages and no optional fields. ``prompt_ids`` are the group's; those of an episode take
-        precedence."""
+        """Build a row with zero advantages and no optional fields. ``prompt_ids`` are the tokens of the group's prompt; they are not used
+        if the row has its own prompt."""
         return cls(
             draw=draw,
             attempt=attempt,
@@ -306,8 +306,10 @@ class MicroBatch:
     values: Floats | None  # [L]
 
     def __post_init__(self) -> None:
-        assert len(self.token_ids) == len(self.positions) == self.cu_q[-1], "packed tokens and query segments differ"
-        assert len(self.kv_index) == self.cu_k[-1], "key index and key segments differ"
+        assert len(self.token_ids) == len(self.positions) == self.cu_q[-1], (
+            "packed tokens and query segments differ in length"
+        )
+        assert len(self.kv_index) == self.cu_k[-1], "key index and key segments differ in length"
         num_loss_tokens = len(self.targets)
         for name in ("logit_index", "row", "weights", "behaviour_logprobs", "advantages"):
             assert len(getattr(self, name)) == num_loss_tokens, f"{name} does not have one entry per loss token"

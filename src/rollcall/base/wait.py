@@ -1,4 +1,4 @@
-"""Prints messages for the user (``say``), and reports regularly during a wait what the process is waiting for.
+"""Prints messages for the user (``say``), and during a wait regularly reports what the process is waiting for.
 
 A process has one output channel (voice). It is stderr, unless a block changes it with ``speaking``; a run's console, for example, prints
 through its panel. Messages that the user needs even in a quiet run are warnings (``warn``). They go to the logger ``rollcall``, which the
@@ -64,7 +64,7 @@ def speaking(voice: Say) -> Iterator[None]:
 
 class Wait:
     """A wait that begins when the object is created. ``tell`` prints first after ``first_s``, then every ``every_s`` seconds. ``stalls``
-    means that the run makes no progress meanwhile, so `rollcall status` shows the wait. It is False for work that is only slow."""
+    means that the run makes no progress meanwhile, so `rollcall status` shows the wait. Pass False for work that is only slow."""
 
     def __init__(
         self, timeout_s: float = math.inf, *, first_s: float = 2.0, every_s: float = 10.0, stalls: bool = True

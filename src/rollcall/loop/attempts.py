@@ -1,9 +1,10 @@
 """Runs the attempts of a run: each attempt builds its workers and continues from the newest checkpoint and the journal.
 
-An attempt that loses a process or a node ends, and the next attempt resumes the run. An error in a worker's own code would happen
-again, so it ends the run, unless it only reports that another worker is lost. The run also ends after more losses than the budget
-allows; the message contains the last reason and the first traceback. If all roles are in this process, nothing can be lost while it runs,
-so there is only one attempt. If all ranks run a micro-batch together and it does not fit, the next attempt uses a smaller one.
+If a process or a node is lost, the attempt ends, and the next attempt resumes the run. An error in a worker's own code would happen
+again, so it ends the run, unless it only reports that another worker is lost. The run also ends if processes or nodes are lost more often
+than the budget allows; the message contains the last reason and the first traceback. If all roles are in this process, no process can be
+lost while the run continues, so there is only one attempt. If all ranks run a micro-batch together and it does not fit, the next attempt
+uses a smaller one.
 """
 
 from __future__ import annotations
@@ -32,8 +33,8 @@ class Regrow(Exception):  # noqa: N818 - not an error: the attempt ended cleanly
 
 
 class Budget:
-    """The number of losses that a run survives within a sliding time window. Losses without a new checkpoint between them always count
-    together, however far apart they are, so that a slow crash loop also ends."""
+    """Limits how many losses a run survives within a sliding time window. A loss is an error after which another attempt may succeed. If
+    there is no new checkpoint between two losses, both count, however far apart they are, so that a slow crash loop also ends."""
 
     def __init__(self, *, most: int, window_s: float, clock: Callable[[], float] = time.monotonic) -> None:
         self.most = most
@@ -53,10 +54,10 @@ class Budget:
         self._reached = reached
         if len(self._losses) >= self.most:
             raise RestartsSpentError(
-                f"{headline(loss)}; this is loss {len(self._losses) + 1} within {self.window_s:g} s or without a new "
-                f"checkpoint in between, but trainer.max_restarts is {self.most}. The files on disk are intact: fix the cause, then "
+                f"{headline(loss)}; this is failure {len(self._losses) + 1} within {self.window_s:g} s or since the "
+                f"last checkpoint, but trainer.max_restarts is {self.most}. The files on disk are intact: fix the cause, then "
                 "run the "
-                f"same command again. The first loss was:\n{''.join(traceback.format_exception(self._first, limit=-20)).rstrip()}"
+                f"same command again. The first failure was:\n{''.join(traceback.format_exception(self._first, limit=-20)).rstrip()}"
             ) from loss
         self._losses.append(self._clock())
 
@@ -69,7 +70,7 @@ def run_attempts(
     note: Callable[[Exception], None],
 ) -> T:
     """Return the result of the first successful attempt. Attempts are numbered from 1. ``note`` is called with the reason for another
-    attempt: a loss or ``Regrow``. ``reached`` is passed to ``Budget.spend``."""
+    attempt, which is an error or ``Regrow``. ``reached`` is passed to ``Budget.spend``."""
     number = 1
     while True:
         try:
@@ -98,7 +99,7 @@ def closing(workers: Workers) -> Iterator[None]:
             workers.close()
         except ClusterError as problem:
             say(str(problem))
-        # Calls that nobody waits for, such as writing a checkpoint, must not continue during the next attempt.
+        # Calls that no caller is waiting for, such as writing a checkpoint, must not continue during the next attempt.
         if left := wait_for_threads(timeout_s=1):
             say(f"waiting up to 30 s for {', '.join(left)}")
             if left := wait_for_threads(timeout_s=29):
@@ -108,7 +109,7 @@ def closing(workers: Workers) -> Iterator[None]:
 
 
 def loss_of(error: BaseException) -> BaseException | None:
-    """Return the loss that caused this error, or None if nothing was lost and another attempt would not help."""
+    """Return the loss that caused this error, or None if something else caused it and another attempt would not help."""
     kinds = WorkerLostError | NoRoomError | BatchTooLargeError
     return next((one for one in causes(error) if isinstance(one, kinds)), None)
 

@@ -56,7 +56,7 @@ class EvaluationDone:
 class CheckpointSaved:
     step: int
     num_steps: int
-    path: Path  # transformers can open its model/ folder, unless the model is in parts (`rollcall merge`)
+    path: Path  # transformers can open its model/ folder, unless the model is saved in parts (`rollcall merge`)
 
 
 _NAMES = {StepDone: "on_step", EvaluationDone: "on_evaluation", CheckpointSaved: "on_save"}

@@ -12,12 +12,12 @@ allows. Groups that are already in the journal are read from it, and the engine 
 ``_train`` waits for a step's groups, updates, and announces the new version. With staleness 0 the two coroutines take turns.
 
 If all roles are in this process, long calls (update, new weights) block the loop. On a cluster they run in a thread, so that rollout
-continues. For a checkpoint, the loop only waits for a copy, which is written while the run trains (``record.Saves``).
-With ``trainer.in_flight``, engines take new weights in the middle of completions. Without it, the controller first waits until they have
-finished all requests (``Engine.pause``). In both cases, no engine decodes from the time an update changes its parameters until
-``serve``.
+continues. To save a checkpoint, the loop only waits until the state has been copied; the copy is written while the run trains
+(``record.Saves``). With ``trainer.in_flight``, engines take new weights in the middle of completions. Without it, the controller first
+waits until they have finished all requests (``Engine.pause``). In both cases, once an update has changed an engine's parameters, the
+engine does not decode until ``serve`` is called.
 
-Step n is the n-th update. Its groups are sampled from version n - 1 (or up to ``staleness`` versions older), and it makes version n.
+Step n is the n-th update. Its groups are sampled from version n - 1 (or up to ``staleness`` versions older), and it produces version n.
 After a crash, the same code runs again from the last checkpoint. Replayed steps take their groups from the journal, so they train on the
 same groups as before. ``loop/record.py`` writes the run's files.
 """
@@ -130,7 +130,7 @@ class Controller:
                 await self._call(partial(self.record.export, step=self.version))
 
     async def _fill(self) -> None:
-        """Only roll out: journal the groups of all steps that may be sampled from the current weights."""
+        """Generate and journal the groups of all steps that may be sampled from the current weights, without training on them."""
         for step in self.steps_ahead:
             await self._batch(step)
 
@@ -316,6 +316,6 @@ class Controller:
         return await in_thread(function, *args) if self.workers.is_remote else function(*args)
 
     async def _admit(self, admit: Callable[[], Awaitable[None]]) -> None:
-        """Let new rollout processes serve, at a time when the actor has the current weights."""
+        """Let new rollout processes serve. Waits for a running update first, so that they get the current version of the weights."""
         async with self._policy:
             await admit()

@@ -72,10 +72,10 @@ class GroupMaker:
         return SuppliedGroup(group=group, from_journal=True)
 
     def has_signal(self, group: Group) -> bool:
-        # A step that is trained again keeps the groups of its first training.
+        # A step that is trained again keeps the groups that it was first trained on.
         keeps_recorded = self._config.algorithm.dynamic_sampling and self._config.trainer.order == "in_order"
         recorded = self.trained.get(group.step, ()) if keeps_recorded else ()
-        if len(recorded) > 1:  # a single group may be the substitute for a step without signal
+        if len(recorded) > 1:  # a single group may have been used because no group had a signal
             return group.draw in recorded
         return has_signal(trained(group, self._config.environment))
 
@@ -154,9 +154,9 @@ class GroupMaker:
 
 
 class OpenGroups:
-    """Passes finished completions of unfinished groups to ``write``, in one batch at most once a second. After a kill, the resumed run
-    generates only the missing completions. A finished completion is written with the second batch that follows, because most groups
-    are finished and written as a whole before then."""
+    """Passes finished completions of unfinished groups to ``write``, in one batch at most once a second. If the process is killed, the
+    resumed run generates only the missing completions. A finished completion is written with the second batch that follows, because most
+    groups are finished and written as a whole before then."""
 
     def __init__(self, write: Callable[[list[tuple[int, Group]]], Awaitable[Any]]) -> None:
         self._write = write

@@ -1,8 +1,9 @@
 """The part of the loop that a command runs: everything, only rollout, or only update.
 
-``rollout`` fills the journal with the groups that ``trainer.staleness`` allows from the newest checkpoint, and stops.
-``update`` trains the steps whose groups are in the journal, saves, and stops. It can run later and on another cluster.
-Alternating these two has the same effect as ``both``. A phase only limits the loop (``loop/controller.py``); there are no separate loops.
+``rollout`` starts from the newest checkpoint, generates all the groups that ``trainer.staleness`` allows, writes them to the journal, and
+stops. ``update`` trains the steps whose groups are in the journal, saves, and stops. It can run later and on another cluster. Alternating
+these two has the same effect as ``both``. Every phase uses the same loop (``loop/controller.py``); the phase only decides which part of
+the loop runs.
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ class Bounds:
 
 
 def steps_ahead(staleness: int, *, order: str) -> int:
-    """Return the number of steps that one weight version may sample for."""
+    """Return the number of steps whose groups may be sampled from the same weight version."""
     return max(staleness, min(staleness + 1, 2)) if order == "as_completed" else staleness + 1
 
 

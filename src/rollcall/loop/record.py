@@ -50,10 +50,11 @@ class Update:
 
 
 class Saves:
-    """Tracks the checkpoint that is written while the run continues. There is at most one.
+    """Tracks the checkpoint that is written while the run continues. There is at most one such checkpoint.
 
     ``begin`` returns at once. ``settle`` waits for the checkpoint; ``poll`` never waits. Both call ``tell`` once the checkpoint is
-    committed. If the save failed, both raise its error every time, because the first thread to get the error may no longer have a caller.
+    committed. If the save failed, both raise its error on every call, because the thread that gets the error first may have no caller
+    left to report it to.
     """
 
     def __init__(self, tell: Callable[[int, Path], None]) -> None:
@@ -99,10 +100,9 @@ class Saves:
                 raise KeyboardInterrupt
             if time.monotonic() > deadline:
                 raise CheckpointError(
-                    f"the checkpoint of step {step} has still not been written after {LONGEST_S / 3600:,.1f} hours: the disk, or a node "
-                    "that writes a part of it, does not respond; check that checkpoint files can be written there, then run the same "
-                    "command "
-                    "again: it continues from the newest complete checkpoint"
+                    f"the checkpoint of step {step} has still not been written after {LONGEST_S / 3600:,.1f} hours, because the disk, "
+                    "or a node that writes a part of the checkpoint, does not respond; check that checkpoint files can be written "
+                    "there, then run the same command again: it continues from the newest complete checkpoint"
                 )
         self.poll()
 
@@ -127,14 +127,14 @@ class Record:
         self._row: Callable[[], dict[str, float]] | None = None  # for a step that is trained but not yet logged
         self.saves = Saves(self._tell_saved)
         self._evaluated_step = -1
-        self._scores: dict[str, float] = {}  # that step's scores, by the metric that can rank checkpoints
+        self._scores: dict[str, float] = {}  # scores of that evaluation; keys: metrics that can rank checkpoints
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
         for sink in (*self.sinks, self.console):
             sink.log(step, metrics)
 
     def begin_update(self) -> None:
-        """Until ``note_update``, the weights belong to no step, so nothing can be saved."""
+        """Until ``note_update`` is called, the weights do not belong to any step, so they cannot be saved."""
         self.unsaved = self.newest = None
 
     def note_update(self, batch: StepBatch, update: Update, *, stats: Stats, reward_s: float, started: float) -> None:
@@ -172,8 +172,8 @@ class Record:
         persist(write, path=directory, what=f"the {split} samples of step {step}")
 
     def write_token_scores(self, batch: StepBatch) -> None:
-        """Write the learner's scores for the tokens of the first groups, from before the step's update. They are only for display, so the
-        run does not wait if the disk refuses them."""
+        """Score the tokens of the first groups with the learner's weights from before the step's update, and write the scores. They are
+        only for display, so the run does not wait until the disk accepts them."""
         groups = batch.groups[:SCORED_GROUPS]
         rows = self.workers.learner.score(
             [
@@ -195,8 +195,8 @@ class Record:
             )
 
     def save(self, batch: StepBatch) -> None:
-        """Copy a step's checkpoint to host memory and start to write it; ``saves`` tracks it while the run continues. Samples are written
-        first: if the process is killed before the checkpoint is complete, the resumed run writes both again."""
+        """Copy a step's checkpoint to host memory and start writing it; ``saves`` tracks the write while the run continues. Samples are
+        written first, because if the process is killed before the checkpoint is complete, the resumed run writes both again."""
         step, trainer = batch.step, self.trainer
         self.saves.settle()
         self.write_samples(step, "train", batch.groups[:8])

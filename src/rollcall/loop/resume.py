@@ -61,7 +61,7 @@ def changes_on_resume(config: Config, run_dir: Path) -> list[Change]:
     """
     path = run_dir / RUN_FILE
     if not path.exists():
-        # A start that was killed while writing this file leaves a temporary file.
+        # A process that was killed while writing this file leaves a temporary file behind.
         if run_dir.exists() and any(not child.name.startswith(TEMPORARY) for child in run_dir.iterdir()):
             raise ConfigError(
                 f"run.dir={run_dir} contains files but no {RUN_FILE}, so it is not a run; choose another run.dir, or "
@@ -76,7 +76,7 @@ def changes_on_resume(config: Config, run_dir: Path) -> list[Change]:
             "with --fresh (the old directory is moved aside)"
         ) from None
     found = list(differences("", public_dump(before), public_dump(config)))
-    if config.algorithm.name != "ppo":  # nothing reads the critic's section
+    if config.algorithm.name != "ppo":  # only PPO uses the critic's section
         found = [change for change in found if not change.key.startswith("critic.")]
     if fixed := [change for change in found if change.is_fixed]:
         raise ConfigError(
@@ -88,7 +88,8 @@ def changes_on_resume(config: Config, run_dir: Path) -> list[Change]:
 
 
 def refuse_changing_base(config: Config) -> None:
-    """Refuse an adapter on top of a run directory. An adapter belongs to one model, but a run's newest model changes at each save."""
+    """Refuse to train an adapter if ``model.path`` is a run directory. An adapter belongs to one model, but a run's newest model changes
+    at each save."""
     path = Path(config.model.path).expanduser()
     if config.model.lora is None or is_model_dir(path):
         return

@@ -139,7 +139,7 @@ class Rewards:
             self._count(generated=-1)
 
     def take_seconds(self) -> float:
-        """Return the seconds since the last call during which groups were being scored and none was being generated."""
+        """Return for how many seconds since the last call groups were being scored while none was being generated."""
         self._count()
         seconds, self._seconds = self._seconds, 0.0
         return seconds
@@ -166,8 +166,8 @@ def player_of(
     section, max_prompt_tokens = config.environment, config.data.max_prompt_tokens
     if scorer.environment_readers and not isinstance(section, ClassEnvironment | StepEnvironment):
         raise ConfigError(
-            f"the reward {scorer.environment_readers[0]} reads the environment (its function takes `environments`), but this run's "
-            "environment, if any, does not allow that; add an environment of type class or step, or remove the reward"
+            f"the reward {scorer.environment_readers[0]} reads the environment (its function has the parameter `environments`), which is "
+            "possible only with an environment of type class or step; add such an environment, or remove the reward"
         )
     if section is None or environments is None:
         return None

@@ -32,7 +32,8 @@ def make_samples(
 ) -> list[Sample]:
     """Build all rows for a step, group by group. ``reference`` and ``values`` are called once for all rows.
 
-    ``environment`` says which episodes are masked or dropped; ``environment_weight`` is its rewards' weight in the score.
+    ``environment`` says which episodes are masked or dropped; ``environment_weight`` is the weight of the environment's rewards in the
+    score.
     """
     samples = [sample for group in groups for sample in _rows(group, environment)]
     if reference is not None and samples:
@@ -110,5 +111,5 @@ def _token_kl(sample: Sample, algorithm: Algorithm) -> Floats:
 
 
 def _required(array: Floats | None) -> Floats:
-    assert array is not None, "an earlier stage left this out"
+    assert array is not None, "an earlier stage did not compute this array"
     return array

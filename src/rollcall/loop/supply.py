@@ -4,13 +4,14 @@ A supply passes draws in data order to ``make``, which returns the finished grou
 collects finished groups into steps. It never runs further ahead of training than ``staleness`` allows, so every token
 in step n was sampled from version n - 1 - staleness or later.
 
-- ``InOrder``: step n gets the n-th batch of ``wanted`` draws. Its rollout begins at version n - 1 - staleness.
+- ``InOrder``: step n gets the n-th batch of ``wanted`` draws. The rollout of this batch begins once version n - 1 - staleness exists.
 - ``AsCompleted``: step n gets the groups that finished first; other groups go to later steps. A group whose rollout
   began at version v must be trained by step v + 1 + staleness, so step v + 1 + staleness waits for it.
 
-Who waits for whom: ``run`` waits for versions (``announce``) and starts rollouts; ``batch`` waits for groups.
+``run`` waits until a weight version is announced (``announce``), and then starts rollouts. ``batch`` waits until the groups of its step
+are finished.
 
-No draw is skipped or used twice: a checkpoint stores its step's ``Cursor``.
+No draw is skipped or used twice, because each checkpoint stores where the next step begins in the data order (``Cursor``).
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ class SuppliedGroup:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cursor:
-    """The draws that come next: first those that were started but not trained, then all from ``next_draw`` on."""
+    """The draws that come next: first those that were started but not yet trained on, then all draws from ``next_draw`` on."""
 
     pending: tuple[int, ...]
     next_draw: int
@@ -128,12 +129,12 @@ class InOrder(Supply):
                 fills.append(asyncio.create_task(self._fill(step, draws, self._cursor)))
                 self._fills.put_nowait(fills[-1])
                 if demand.max_refills:
-                    await asyncio.wait({fills[-1]})  # we know only afterwards how many draws the step took
+                    await asyncio.wait({fills[-1]})  # only then is it known how many draws the step used
             await asyncio.gather(*fills, return_exceptions=True)
         finally:
             for fill in fills:
                 if fill.done() and not fill.cancelled():
-                    fill.exception()  # ``batch`` has raised this error, or that of an earlier step
+                    fill.exception()  # ``batch`` has raised this error, or the error of an earlier step
                 fill.cancel()
 
     async def batch(self, step: int) -> StepBatch:
@@ -146,8 +147,8 @@ class InOrder(Supply):
         return draws
 
     async def _fill(self, step: int, draws: list[int], cursor: Cursor) -> StepBatch:
-        """Make the step's groups. ``draws`` are the step's first draws, and ``cursor`` points after them. Groups without signal are
-        dropped and replaced by groups of new draws, for up to ``max_refills`` rounds."""
+        """Make the step's groups. ``draws`` are the step's first draws, and ``cursor`` points to the draw after them. Groups without
+        signal are dropped and replaced by groups of new draws, for up to ``max_refills`` rounds."""
         started, demand = time.perf_counter(), self._demand
         made: list[SuppliedGroup] = []
         kept: list[Group] = []
@@ -194,8 +195,9 @@ class Begun:
 class AsCompleted(Supply):
     """``recorded`` contains the draws of steps that were trained before a crash. These steps get the same draws again.
 
-    With staleness k, the groups that are started and not yet trained fill at most k steps (2 for k = 1, and 1 for k = 0). If they filled
-    k + 1 steps, every step would have to wait for exactly the oldest groups, so there would be nothing to choose.
+    With staleness k, the groups that have been started but not yet trained on fill at most k steps (2 for k = 1, and 1 for k = 0). If
+    they filled k + 1 steps, every step would have to wait for the oldest groups and train on exactly these, so it could not choose groups
+    that finished earlier.
     """
 
     def __init__(self, demand: Demand, *, cursor: Cursor, recorded: Mapping[int, Sequence[int]]) -> None:
@@ -293,7 +295,7 @@ class AsCompleted(Supply):
             del self._begun[begun.draw]
 
     def _is_stuck(self) -> bool:
-        """Whether nothing more will finish."""
+        """Whether no further group will finish."""
         items = self._begun.values()
         return any(item.missing for item in items) and all(item.missing or item.is_finished for item in items)
 
@@ -308,7 +310,7 @@ def choose(begun: Iterable[Begun], *, step: int, wanted: int, staleness: int) ->
     """Choose a step's draws: those that finished first, provided every other group can still be trained before it gets too old. Returns
     None if too few groups have finished, or if a group that must be trained in this step has not finished.
 
-    >>> late, *others = (Begun(draw=draw, version=draw // 2) for draw in range(4))  # staleness 1: 0 and 1 are due in step 2
+    >>> late, *others = (Begun(draw=draw, version=draw // 2) for draw in range(4))  # with staleness 1, draws 0 and 1 are due in step 2
     >>> for place, item in enumerate(others): item.made, item.place = object(), place
     >>> choose([late, *others], step=1, wanted=2, staleness=1), choose([late, *others], step=2, wanted=2, staleness=1)
     ([1, 2], None)
@@ -320,7 +322,7 @@ def choose(begun: Iterable[Begun], *, step: int, wanted: int, staleness: int) ->
     due = {item.draw: item.version + 1 + staleness for item in begun}
     chosen: list[int] = []
     for last in sorted(set(due.values())):
-        # Later steps, up to ``last``, have room for (last - step) * wanted of the groups that are due by then.
+        # The steps after this one, up to ``last``, can train on (last - step) * wanted of the groups that are due by ``last``.
         left = sum(due[item.draw] <= last for item in begun) - sum(due[draw] <= last for draw in chosen)
         must = left - max(last - step, 0) * wanted
         if must > 0:

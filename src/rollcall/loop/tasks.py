@@ -1,7 +1,7 @@
 """Runs blocking calls in threads while the event loop continues, and runs coroutines as a group that ends together.
 
 The threads are daemons, so the process can exit without waiting for them. Such a thread may be waiting for another process that is about
-to be killed; its call then raises, but nobody waits for the result.
+to be killed; its call then raises, but nobody is waiting for the result.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ P = ParamSpec("P")
 T = TypeVar("T")
 K = TypeVar("K")
 _calls: weakref.WeakKeyDictionary[Future[Any], str] = weakref.WeakKeyDictionary()  # names of the functions
-_idle: list[_Thread] = []  # threads that wait for a call
+_idle: list[_Thread] = []  # threads that are waiting for a call
 os.register_at_fork(after_in_child=_idle.clear)  # a forked child has none of these threads
 
 
@@ -86,14 +86,14 @@ async def together(work: Coroutine[Any, Any, T], *, background: Sequence[Corouti
 
 
 async def all_of(work: Mapping[K, Awaitable[T]], keep: Callable[[K, T], None]) -> None:
-    """Wait for all of these, and pass each result to ``keep`` when it arrives. The first failure cancels the others. Futures need no task,
-    which would cost the event loop more than the rest of a completion's way."""
+    """Wait for all of these, and pass each result to ``keep`` when it arrives. The first failure cancels the others. A future is used as
+    it is, because wrapping it in a task would cost the event loop more time than everything else that it does for a completion."""
     futures = {key: asyncio.ensure_future(each) for key, each in work.items()}
     num_left, ended = len(futures), asyncio.get_running_loop().create_future()
 
     def end(key: K, future: asyncio.Future[T]) -> None:
         nonlocal num_left
-        error = None if future.cancelled() else future.exception()  # asyncio reports errors that nobody has looked at
+        error = None if future.cancelled() else future.exception()  # asyncio reports an error that was never retrieved
         if ended.done():
             return
         if future.cancelled():
@@ -124,7 +124,7 @@ async def every(seconds: float, work: Callable[[], Awaitable[object]]) -> None:
 
 
 def wait_for_threads(*, timeout_s: float) -> list[str]:
-    """Wait until all calls have ended, including those whose callers no longer wait. Returns the names of calls still running at the
-    deadline."""
+    """Wait until all calls have ended, including those whose callers are no longer waiting. Returns the names of calls still running at
+    the deadline."""
     wait(list(_calls), timeout=timeout_s)
     return [name for call, name in list(_calls.items()) if not call.done()]

@@ -50,7 +50,7 @@ class CallFile(LineFile):
 
 
 class BusySpans:
-    """Records when something in this process was busy. One thread calls ``note``; any thread may read."""
+    """Records the periods in which something in this process was busy. One thread calls ``note``; any thread may read."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -59,7 +59,7 @@ class BusySpans:
         self._lock = threading.Lock()
 
     def note(self, is_busy: bool) -> None:
-        """Record that the work starts or stops now. Repeating the same state has no effect."""
+        """Record that the work starts or stops now. Calling it again with the same state has no effect."""
         if is_busy == (self._since is not None):
             return
         now = time.time()

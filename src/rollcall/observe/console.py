@@ -41,7 +41,7 @@ class Console:
         self.progress.update(step, metrics)
 
     def restart(self, step: int) -> None:
-        """Start an attempt at this step. Later steps will be repeated."""
+        """Note that a new attempt continues from this step. Later steps will be repeated."""
         self.progress.restart(step)
 
     def phase(self, text: str | None) -> None:

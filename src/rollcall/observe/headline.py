@@ -30,7 +30,7 @@ class Headline:
         return self.metric.removeprefix("eval/")
 
     def values(self, rows: Iterable[Mapping[str, Any]]) -> list[float]:
-        """Return the value for each evaluation in turn."""
+        """Return the values of all evaluations, in order."""
         return [row[self.metric] for row in rows if row.get(self.metric) is not None]
 
 

@@ -1,8 +1,8 @@
 """The current state of every process in a run, in ``run_dir/live.json``. The controller replaces the file every two seconds.
 
-The file is small, and nothing in it matters after the run: where each process is, what it has been doing and since when, and its memory.
-Times are unix times on the controller host's clock. If the file is older than ``STALE_S``, its controller has exited or is
-stopped.
+For each process, the file says where it runs, what it is doing and since when, and how much memory it uses. The file is small, and it is
+not needed after the run. Times are unix times on the controller host's clock. If the file is older than ``STALE_S``, its controller has
+exited or is stopped.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class ProcessState:
     pid: int = 0
     state: str = WorkState.IDLE
     doing: str = ""  # a method, or a phase of the controller; empty if idle
-    since_s: float | None = None  # when it started that or, if idle, when the last call ended; None if unknown
+    since_s: float | None = None  # when this call began or, if idle, when the last one ended; None if unknown
     num_calls: int = 0
     memory_bytes: int = 0  # resident
     device_bytes: int = 0  # accelerator memory that torch has reserved

@@ -2,7 +2,7 @@
 
 The output of child processes goes to stderr (``ChildPrints``). It is redacted, and appears above the live panel if there is one. This
 process prints through ``sys.stdout`` and ``sys.stderr``, which the command redacts and a panel redirects. A child and its own children
-write to a file descriptor instead. So they get a pipe, and a thread in this process prints what comes out of it.
+write to a file descriptor instead. So they get a pipe, and a thread in this process prints what they write to it.
 
 The last lines of each worker go to ``run_dir/logs/``, one short file per timeline lane. On a cluster, a worker's full output is in a
 file on its own node (``ProcessState.log``). The controller gets the newest lines with the worker's regular status. They are redacted
@@ -64,11 +64,12 @@ def _end(path: Path, count: int) -> bytes:
 
 
 class ChildPrints:
-    """Prints a child's output. ``fd`` is for its stdout and stderr. The output goes to our stderr, as our stdout may contain JSON."""
+    """Prints the output of child processes. Use ``fd`` as their stdout and stderr. The output goes to our stderr, as our stdout may
+    contain JSON."""
 
     def __init__(self) -> None:
         read_fd, self.fd = os.pipe()
-        # A daemon thread that ends with the last child, so that a child that outlives its owner can still print.
+        # A daemon thread that runs until the last child has exited, so that a child can still print after ``close``.
         self._thread = threading.Thread(target=_pass_on, args=(read_fd,), name="child prints", daemon=True)
         self._thread.start()
 

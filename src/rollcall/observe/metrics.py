@@ -36,7 +36,9 @@ METRICS: dict[str, Metric] = {
     ),
     "train/tis_weight_mean": Metric("", "Mean truncated importance weight (old / behaviour)."),
     "train/masked_fraction": Metric("share", "Response tokens left out of the loss by `algorithm.mismatch_mask`."),
-    "train/advantage_abs_mean": Metric("", "Mean absolute advantage. Near 0 there is nothing to learn from."),
+    "train/advantage_abs_mean": Metric(
+        "", "Mean absolute advantage. If it is near 0, the step teaches the model almost nothing."
+    ),
     "train/zero_variance_groups": Metric(
         "share", "Groups without a signal: their rewards are all equal, or their episodes are masked or dropped."
     ),
@@ -88,9 +90,11 @@ METRICS: dict[str, Metric] = {
     ),
     "episode/turns_mean": Metric(
         "count",
-        "Mean number of turns per episode. If its program has several conversations, only the first one counts.",
+        "Mean number of turns per episode. If the agent's program has several conversations in an episode, only the first one counts.",
     ),
-    "episode/tool_calls_mean": Metric("count", "Mean number of tool calls per episode, in the same turns."),
+    "episode/tool_calls_mean": Metric(
+        "count", "Mean number of tool calls per episode, in the turns that `episode/turns_mean` counts."
+    ),
     "episode/failed_fraction": Metric(
         "share", "Episodes whose environment raised, died or returned something invalid."
     ),
@@ -142,7 +146,7 @@ METRICS: dict[str, Metric] = {
 }
 
 _GROUPS = {
-    "train": "What the update was trained on, and what it changed.",
+    "train": "What each update trained on, and what it changed.",
     "rollout": "What the engine sampled.",
     "reward": "One metric for each reward in the run file.",
     "reward_errors": "A reward that fails scores 0 and is counted. The run stops only if a reward fails on every completion of a step.",

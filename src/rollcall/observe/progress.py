@@ -1,4 +1,4 @@
-"""Computes a run's progress and remaining time. Does not display them."""
+"""Computes a run's progress and remaining time, but does not display them."""
 
 from __future__ import annotations
 

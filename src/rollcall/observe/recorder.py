@@ -1,7 +1,7 @@
 """The controller's thread that records a run's processes: ``live.json``, ``calls.jsonl``, marks and logs.
 
-It asks the roles for a ``Look`` every ``EVERY_S``. They answer with what they already know, so this sends no messages and no
-step waits for it. Only the last ``Look`` of an attempt queries the workers.
+It asks the roles for a ``Look`` every ``EVERY_S``. The roles answer with what they already know, so a ``Look`` sends no messages to
+workers and delays no step. Only the last ``Look`` of an attempt queries the workers.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ EVERY_S = 2.0
 
 
 class Recorder:
-    """Starts recording immediately. ``look`` takes the keyword ``last``, which is true for an attempt's last ``Look``. ``rewards``
+    """Starts recording immediately. ``look`` has the keyword argument ``last``, which is true for an attempt's last ``Look``. ``rewards``
     records when this process's reward functions are busy."""
 
     def __init__(self, run_dir: Path, *, events: Events, look: Callable[..., Look], rewards: BusySpans) -> None:

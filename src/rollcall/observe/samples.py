@@ -22,7 +22,7 @@ from rollcall.base.types import Completion, EndReason, Floats, Group, Turn
 from rollcall.base.words import counted
 
 TOKEN_SCORES = "token_scores"
-SCORED_GROUPS = 4  # per step: enough to look at, and cheap compared to the update
+SCORED_GROUPS = 4  # groups per step; enough for a look, and cheap compared to the update
 _ENDS = {
     EndReason.TURNS: "ended at the turn limit",
     EndReason.TOKENS: "ended at the token limit",

@@ -76,7 +76,7 @@ class TensorBoardSink:
         persist(write, path=self._dir, what=f"the TensorBoard curves of step {step}")
 
     def _reopen(self) -> Any:
-        # Try a plain file first: a writer that fails prints a traceback from its thread.
+        # Try a plain file first, because a TensorBoard writer that fails prints a traceback from its thread.
         probe = self._dir / ".probe"
         try:
             probe.write_bytes(bytes(1 << 16))
@@ -112,7 +112,7 @@ class WandbSink:
                 f"wandb could not start ({type(error).__name__}); run `wandb login`, set WANDB_MODE=offline, or remove "
                 "wandb from trainer.loggers"
             ) from None
-        # wandb drops rows whose step goes backwards, as in a replay. It keeps them if our step is a metric.
+        # wandb drops rows whose step goes backwards, as in a replay. It keeps them if we log the step as a metric.
         self._run.define_metric("step")
         self._run.define_metric("*", step_metric="step")
 

@@ -127,7 +127,7 @@ def idle_shares(timeline: Timeline) -> dict[str, float]:
 
 
 def _phases(events: Sequence[PhaseEvent], *, ends: Sequence[float]) -> list[TimeSpan]:
-    """Build the controller's lane. A phase without an end is still running, or ended with its controller."""
+    """Build the controller's lane. A phase without an end is still running, or its controller exited during the phase."""
     events = sorted(events, key=lambda event: event.start_s)
     spans: list[TimeSpan] = []
     for index, event in enumerate(events):
@@ -174,7 +174,7 @@ class _Places:
 
 
 def _spans(lane: str, calls: Sequence[RecordedCall], places: _Places) -> list[TimeSpan]:
-    """Build a worker's spans. It does one thing at a time, so if two calls overlap due to clock error, cut the first one."""
+    """Build a worker's spans. A worker handles one call at a time, so if two calls overlap because of clock errors, cut the first one."""
     spans: list[TimeSpan] = []
     for call in sorted(calls, key=lambda call: (call.start_s, -call.end_s)):
         if spans and spans[-1].name == call.name and call.end_s <= spans[-1].end_s + SAME_S:
@@ -260,8 +260,8 @@ _CONTROLLER = 1  # the controller's process id in the trace; a node's process id
 def chrome_trace(timeline: Timeline, *, name: str) -> dict[str, Any]:
     """Convert a timeline for Perfetto (ui.perfetto.dev) and chrome://tracing. ``name`` is the run's name.
 
-    Each node is a process in the trace, and each worker a thread of its node. The controller and its rewards share another process.
-    Times are microseconds since the first event. A fault is a line across the full trace. The events that name processes and threads
+    Each node is a process in the trace, and each worker a thread of its node. The controller and its rewards share another process. Times
+    are microseconds since the first event. A fault is drawn as a line across the full trace. The events that name processes and threads
     come first; the others are sorted by time.
     """
     places = {lane: _place(lane, number) for number, lane in enumerate(timeline.lanes)}

@@ -48,7 +48,7 @@ class ShownRun:
 
 
 class UnknownRunError(LookupError):
-    """No run with this id is shown."""
+    """The page does not show a run with this id."""
 
 
 class ShownRuns:
@@ -76,7 +76,7 @@ class ShownRuns:
         self.all()
         if place := self._found.get(id):
             return place
-        raise UnknownRunError(f"this page shows no run {id!r}; the run may have been moved or removed")
+        raise UnknownRunError(f"run {id!r} is not on this page; it may have been moved or removed")
 
     def _look(self, path: Path) -> Iterator[ShownRun]:
         real = Path(os.path.realpath(path))
@@ -231,8 +231,8 @@ class Api:
         return {"metrics": curves.describe(sorted(names)[:5000])}
 
     def curves(self, ask: Ask) -> Any:
-        """Return these runs' curves for each ``name``, with faults and recoveries. ``seen`` is the ``mark`` of an earlier
-        answer; if nothing is new since then, the answer is short."""
+        """Return these runs' curves for each ``name``, with faults and recoveries. ``seen`` is the ``mark`` of an earlier answer; if
+        nothing has changed since then, the answer contains no curves."""
         runs = [self.run(id) for id in ask.run]
         for run in runs:
             run.metrics.refresh()
@@ -248,7 +248,7 @@ class Api:
         }
 
     def difference(self, ask: Ask) -> Any:
-        """Return the run file keys in which these runs differ, and each run's row."""
+        """Return the run file keys whose values differ between these runs, and each run's row in the list of runs."""
         runs = [self.run(id) for id in ask.run]
         dumps = [one.public_config() for one in runs]
         settings = [

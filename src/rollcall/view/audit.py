@@ -1,7 +1,8 @@
 """Counts errors in a run directory: draws that were skipped, trained twice or generated twice, and torn files.
 
-``audit`` reads the journal, the record of trained steps, the checkpoints and the JSONL files. It changes nothing and recounts
-everything. A killed run's files may have torn ends until the run is resumed. When a run has finished, all error counts are 0.
+``audit`` reads the journal, the record of trained steps, the checkpoints and the JSONL files. It does not change any file, and it does
+not rely on earlier counts. A killed run's files may have torn ends until the run is resumed. When a run has finished, all error counts
+are 0.
 """
 
 from __future__ import annotations
@@ -131,15 +132,16 @@ def judge_file(path: Path) -> list[tuple[bytes, bool]]:
 
 
 def _is_superseded(path: Path) -> bool:
-    """Whether this is an old checkpoint that was replaced. Without a replacement, the old one is still the checkpoint."""
+    """Whether this is an old checkpoint that was replaced. If nothing has replaced it, it is still the current checkpoint."""
     return path.name.startswith(".old-") and path.with_name(path.name.removeprefix(".old-")).exists()
 
 
 def _skipped(run_dir: Path, trained: set[int], journaled: set[int], checkpoints: Sequence[Checkpoint]) -> set[int]:
     """Return the untrained draws below the highest trained draw.
 
-    If the run may leave out groups without signal or train groups as they complete, a draw counts as skipped only if it is not in the
-    journal, the newest checkpoint does not list it as pending, and it came before that checkpoint.
+    With ``algorithm.dynamic_sampling`` or ``trainer.order: as_completed``, a run may leave out draws on purpose or train on them later.
+    In such a run, a draw counts as skipped only if it came before the newest checkpoint, is not pending in that checkpoint, and is not in
+    the journal.
     """
     last = max(trained, default=-1)
     if last > FARTHEST * (len(trained) + len(journaled)) + FARTHEST:

@@ -132,7 +132,7 @@ def thinned(values: Numbers, *, points: int) -> NDArray[np.intp]:
 
 
 def short(values: NDArray[np.floating]) -> list[float]:
-    """Round to six digits. This is more than a screen can show, and halves the size of an answer."""
+    """Round to six digits. This is more precise than a screen can show, and it halves the size of an answer."""
     return [float(f"{value:.6g}") for value in values.tolist()]
 
 

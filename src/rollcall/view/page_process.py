@@ -1,7 +1,7 @@
 """Serves the page of a running run (`trainer.page`) in a separate process, so that it never disturbs the controller.
 
-The child process prints an address, and a new one whenever the last one was used; the controller shows them. The child exits when its
-stdin closes, which also happens when the controller dies. If the child fails, the run continues.
+The child process prints an address, and a new one whenever the last one has been used; the controller shows them. The child exits when
+its stdin closes, which also happens when the controller dies. If the child fails, the run continues.
 
 An address works only once. ``page.json`` in the run directory says where the page is served. It contains a secret, from which `rollcall
 tunnel` creates addresses to open the page from other machines. Only its owner can read the file.
@@ -47,7 +47,7 @@ class Keys:
         return f"{nonce}.{_sign(self.secret, nonce)}"
 
     def use(self, key: str) -> bool:
-        """Use up a key. Returns whether the key is valid and was not used before."""
+        """Use up a key. Returns whether the key is valid and had not been used before."""
         nonce, _, mark = key.partition(".")
         if not hmac.compare_digest(mark.encode(), _sign(self.secret, nonce).encode()):
             return False
@@ -63,7 +63,7 @@ def _sign(secret: str, nonce: str) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PageRecord:
-    host: str  # the server listens on this host's loopback
+    host: str  # the server listens on this host's loopback interface
     port: int
     secret: str
 
@@ -97,7 +97,8 @@ def serving_page(run_dir: Path, *, tell: Callable[[str], None]) -> Iterator[None
     """Serve the page of this run directory while the block runs."""
     refuse_without_packages()
     record, is_over = run_dir / PAGE_FILE, threading.Event()
-    # The child needs no secrets, and its environment can be read in /proc. In its own session, it does not get Ctrl-C.
+    # The child does not need any secrets, so leave them out of its environment, which can be read in /proc. Start it in its own session,
+    # so that it does not receive Ctrl-C.
     env = {name: value for name, value in os.environ.items() if not is_secret(name)}
     child = subprocess.Popen(
         [sys.executable, "-m", "rollcall.view.server", str(run_dir)],
@@ -110,7 +111,7 @@ def serving_page(run_dir: Path, *, tell: Callable[[str], None]) -> Iterator[None
         for line in lines:
             tell(line.rstrip())
         if child.wait() and not is_over.is_set():
-            record.unlink(missing_ok=True)  # nobody listens on its port any more
+            record.unlink(missing_ok=True)  # nothing is listening on its port any longer
             warn(
                 f"the process that serves the page of {run_dir} exited with status {child.returncode}; the run continues without it"
             )

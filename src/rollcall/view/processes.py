@@ -20,7 +20,7 @@ from rollcall.observe.timeline import idle_shares, read_timeline
 from rollcall.plan.placement import plan_for
 from rollcall.view.growing import MetricsTable
 
-MOST_SPANS = 5000  # the most that the page shows at once
+MOST_SPANS = 5000  # limits on what the page shows at once
 MOST_LANES = 600
 MOST_MARKS = 300
 

@@ -63,7 +63,7 @@ class RunReader:
         """Return the settings, or raise an error that says why they cannot be read."""
         config, problem = self._read_config()
         if config is None:
-            raise ConfigError(f"{problem}\nOnly this file contains the settings of the run; restore it to read them")
+            raise ConfigError(f"{problem}\nOnly this file contains the settings of the run, so restore the file first")
         return config
 
     def _read_config(self) -> tuple[Config | None, str]:
@@ -131,7 +131,7 @@ class RunReader:
         alive = self._is_alive(holder)
         mark = next(reversed(self.events.marks()), None)
         if alive is not False and holder is not None and holder.waits:
-            unsure = "" if alive else f"; held by {holder}, checking whether it is alive"
+            unsure = "" if alive else f"; held by {holder}; checking whether it is alive"
             return RunState(word="waiting", text=holder.waits + unsure, since_s=holder.waits_since)
         if alive and mark is not None and mark.name == ATTEMPT_LOST:
             return RunState(word="waiting", text=f"for the next attempt: {mark.note}", since_s=mark.at_s)
@@ -141,7 +141,7 @@ class RunReader:
             doing = _at_work(phase)
             return RunState(
                 word="waiting",
-                text=f"{doing.text}; held by {holder}, checking whether it is alive",
+                text=f"{doing.text}; held by {holder}; checking whether it is alive",
                 since_s=doing.since_s,
             )
         return self._ended(phase, mark)
@@ -174,7 +174,7 @@ class RunReader:
     def summary(self) -> dict[str, Any]:
         """Return the results of the whole run, from ``summary.json``, or from the metrics so far if the run has not finished."""
         summary, step = read_summary(self.dir), self.step
-        if summary is not None and summary["steps"] >= step:  # otherwise a finished run has been trained further
+        if summary is not None and summary["steps"] >= step:  # otherwise the run was trained further after it finished
             return summary
         name = None if self.config is None else self.config.run.name
         return build_summary(self.metrics, resume_step=step, run=name)

@@ -25,8 +25,8 @@ from rollcall.view.curves import short
 from rollcall.view.growing import TrainedDraws
 from rollcall.view.journal_index import FOLDER, GroupRow, JournalIndex
 
-SHORT = 280  # characters of a text that a list shows
-LONG = 20_000  # characters of a text that a group shows
+SHORT = 280  # characters of each text in a list
+LONG = 20_000  # characters of each text in a group
 MOST_HELD_OUT = 200
 _HELD_OUT = re.compile(r"val-(\d{6,12})\.jsonl")
 
@@ -248,7 +248,7 @@ class Vocabulary:
         }
 
     def texts(self, ids: list[int]) -> list[str]:
-        """Return each token's text. If several tokens form one character, only the last of them has a text."""
+        """Return each token's text. If several tokens form one character, only the last of them gets the text."""
         from tokenizers.decoders import DecodeStream
 
         stream = DecodeStream(skip_special_tokens=False)

@@ -85,7 +85,7 @@ def _plotly(request: Request) -> Response:
 
 
 class Guard:
-    """Wraps the app and refuses requests without the cookie. Calls ``on_open`` after an address was used."""
+    """Wraps the app and refuses requests without the cookie. Calls ``on_open`` each time an address has been used."""
 
     def __init__(self, app: ASGIApp, *, keys: Keys, on_open: Callable[[], None] = lambda: None) -> None:
         self._app = app
@@ -114,7 +114,7 @@ class Guard:
                     own[name] = value
                 own.setdefault("cache-control", "no-store")
                 if answer is not None:
-                    own["connection"] = "close"  # a refused client does not keep its connection
+                    own["connection"] = "close"  # do not keep a connection to a refused client open
             await send(message)
 
         await (answer or self._app)(scope, receive, with_headers)
@@ -161,7 +161,7 @@ class PageServer:
 
 
 def serve(shown: ShownRuns, *, port: int, open_browser: bool, tell: Callable[[str], None]) -> None:
-    """Serve the page for a user at a terminal: print an address, and a new one whenever the last one was used."""
+    """Serve the page for a user at a terminal: print an address, and a new one whenever the last one has been used."""
     server = PageServer(shown, port=port)
     tell(f"showing {counted(len(shown.all()), 'run')}; stop with Ctrl-C")
     address = server.new_address()

@@ -26,9 +26,9 @@ from rollcall.view.growing import MetricsTable
 ADVANTAGE = "train/advantage_abs_mean"
 WORTH_SAYING = 0.1  # the fraction of steps without signal that is worth a message
 ADVICE = (
-    "In such a step, all completions of each group scored alike or were left out of the loss, so the model had nothing to learn. Use "
-    "prompts that the model solves sometimes but not always, raise rollout.samples_per_prompt, or use a reward with more values than "
-    "right and wrong"
+    "In such a step, all completions of each group got the same score or were left out of the loss, so the model had nothing to "
+    "learn. Use prompts that the model solves sometimes but not always, raise rollout.samples_per_prompt, or use a reward with more "
+    "values than right and wrong"
 )
 
 
@@ -38,7 +38,7 @@ def build_summary(
     """Build the summary. ``seconds`` and ``peak_gib`` are the training process's wall time and memory. Steps up to
     ``resume_step`` add the time that they took in earlier processes.
 
-    ``extra`` values (run name, model directory, ...) are copied to the result. A number that no row contains is None.
+    ``extra`` values (run name, model directory, ...) are copied to the result. A number is None if no row contains it.
     """
     metrics.refresh()
     before_s = 0.0
@@ -93,16 +93,16 @@ def trained(num_steps: int) -> str:
 
 
 def no_signal(counts: Mapping[str, int]) -> str | None:
-    """Say in how many steps every advantage was 0, so that nothing was learned. Returns None if there are few such steps.
+    """Say in how many steps every advantage was 0, so the model learned nothing from them. Returns None if there are few such steps.
 
     >>> no_signal({"steps": 11, "of": 12}), no_signal({"steps": 12, "of": 12}), no_signal({"steps": 1, "of": 12})
-    ('11 of 12 steps had no signal', 'no step had a signal: nothing was learned in 12 steps', None)
+    ('11 of 12 steps had no signal', 'no step had a signal, so nothing was learned in 12 steps', None)
     """
     num, num_steps = counts["steps"], counts["of"]
     if num == 0 or num < WORTH_SAYING * num_steps:
         return None
     if num == num_steps:
-        return f"no step had a signal: nothing was learned in {counted(num, 'step')}"
+        return f"no step had a signal, so nothing was learned in {counted(num, 'step')}"
     return f"{num} of {num_steps} steps had no signal"
 
 
@@ -147,7 +147,7 @@ def interrupted(run_dir: Path, *, num_steps: int, by: str, fresh: bool) -> str:
         "every finished group" if saved is None else f"a checkpoint of step {saved} and every group finished since then"
     )
     return (
-        f"stopped by {by} after step {metrics.step} of {num_steps}; {run_dir} contains {kept}: "
+        f"stopped by {by} after step {metrics.step} of {num_steps}; {run_dir} contains {kept}; "
         f"{same}, and so does `rollcall train {run_dir}`"
     )
 
@@ -204,7 +204,7 @@ def standing_rows(found: dict[str, Any]) -> list[tuple[str, str]]:
     if headline["first"] is not None:
         rows.append((headline["words"], f"{headline['first']:.3f} -> {headline['last']:.3f}"))
     if words is not None:
-        rows.append(("", f"{words} (all completions of each group scored alike)"))
+        rows.append(("", f"{words} (all completions of each group got the same score)"))
     if found["left_s"] is not None:
         rows.append(("left", format_duration(found["left_s"])))
     return rows
@@ -244,7 +244,7 @@ def _left_s(metrics: MetricsTable, *, num_steps: int | None, since: float) -> fl
 
 
 def _since(holder: Holder) -> float:
-    """Return when the holder took the directory, on the same clock as its metrics. 0 if this is not known."""
+    """Return the time at which the holder took the directory, on the same clock as its metrics; 0 if this is not known."""
     try:
         return datetime.strptime(holder.since, "%Y-%m-%d %H:%M:%S UTC").replace(tzinfo=UTC).timestamp()
     except ValueError:

@@ -15,8 +15,8 @@ def arithmetic(*, split: Literal["train", "val"], seed: int = 0) -> Iterator[dic
     """Yield sums a+b with both numbers up to ``MAX_NUMBER``, in a shuffled order. Each sum belongs to one split.
 
     a+b and b+a are in the same split, so held-out sums are new in either order. The held-out sums are the same for every ``seed``,
-    because the embedded model has seen all the others; ``seed`` only changes the order. Even sums without a carry in the units are left
-    out, so that six of ten remaining sums need a carry, which is the part that the model has to learn.
+    because the embedded model has seen all the others; ``seed`` only changes the order. Even sums without a carry from the units digit
+    are left out, so that six in ten of the remaining sums need a carry. Carrying is the part that the model has to learn.
     """
     rows: list[tuple[float, int, int]] = []
     for a, b in itertools.product(range(MAX_NUMBER + 1), repeat=2):

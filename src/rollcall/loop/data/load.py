@@ -41,7 +41,8 @@ class PromptSet:
 
     @property
     def with_template(self) -> str:
-        """Words that follow a token count in messages, because a chat template makes a prompt longer than its row."""
+        """Words to add after a token count in a message. They mention the chat template, because it makes a prompt longer than its
+        row."""
         return _IN_TEMPLATE if any("prompt_messages" in prompt.metadata for prompt in self.prompts) else ""
 
 
@@ -51,7 +52,7 @@ class _Asked:
 
     row: Row
     text: str  # empty for a chat until it is rendered
-    messages: list[dict[str, Any]] | None  # None for plain text, which no chat template renders
+    messages: list[dict[str, Any]] | None  # None for plain text, which needs no rendering
     answer: str
     token_ids: list[int] | None = None  # None if the text is far too long
 
@@ -78,7 +79,7 @@ def load_prompts(
     prompts: list[Prompt] = []
     num_overlong, shortest, words = 0, math.inf, ""
     seen: dict[str, tuple[str, int]] = {}
-    # Tokenising takes a second and 250 MB per million characters, and cannot be interrupted. A text certainly is too long if it exceeds
+    # Tokenising takes a second and 250 MB per million characters, and cannot be interrupted. A text is certainly too long if it exceeds
     # the token limit times the length of the longest token, times four because a token may combine a letter with its accents.
     most = max(_FEW_CHARACTERS, 4 * data.max_prompt_tokens * max(map(len, tokenizer.get_vocab())))
     for batch in _batches(_asked_rows(source, data=data, tokenizer=tokenizer, split=split, needs=needs)):
@@ -132,7 +133,7 @@ def _check_section(data: DataSection, tokenizer: Any) -> None:
         )
     if data.system is not None and tokenizer.chat_template:
         asked = [{"role": "user", "content": "a"}]
-        with suppress(TemplateError):  # a template that refuses a system message raises later, for a row
+        with suppress(TemplateError):  # if the template refuses system messages, rendering a row raises later
             with_it, without = render_chats(tokenizer, [[{"role": "system", "content": data.system}, *asked], asked])
             if with_it == without:
                 raise DataError(
@@ -241,9 +242,8 @@ def _refuse_same_text(asked: _Asked, seen: dict[str, tuple[str, int]]) -> None:
     where, other = seen.setdefault(asked.text, (asked.row.where, asks))
     if other != asks:
         raise DataError(
-            f"the chat template renders the same text for {where} and {asked.row.where}, although they differ: it drops their "
-            "questions. Set "
-            "model.chat_template to one that keeps them, or data.chat=false"
+            f"the chat template renders the same text for {where} and {asked.row.where}, although they differ. It drops "
+            "their questions. Set model.chat_template to one that keeps them, or data.chat=false"
         )
 
 

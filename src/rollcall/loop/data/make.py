@@ -45,7 +45,7 @@ class TaskRows:
     train: Iterable[RowDict]
     test: Iterable[RowDict]
     num_rows: int | None  # number of train and test rows together, if known before reading
-    reward: str  # the reward type that fits
+    reward: str  # the type of reward that grades the task
 
 
 def make_task(task: str, *, num: int | None, seed: int, source: Path | None) -> TaskRows:
@@ -94,7 +94,8 @@ def _make_arithmetic(*, num: int | None, seed: int) -> TaskRows:
 
 
 def countdown(num_rows: int, *, seed: int) -> Iterator[RowDict]:
-    """Yield distinct puzzles with three or four numbers up to 99 and two-digit targets, each made from a solution.
+    """Yield distinct puzzles with three or four numbers up to 99 and two-digit targets. Each is built from a solution, so it can be
+    solved.
 
     ``answer`` is one solution; the reward reads ``numbers`` and ``target``.
     """
@@ -116,7 +117,7 @@ def countdown(num_rows: int, *, seed: int) -> Iterator[RowDict]:
 
 
 def _combine(numbers: list[int], rng: random.Random) -> tuple[int, str]:
-    """Combine the numbers at random, two at a time, so that every result is a positive integer. Returns value and expression."""
+    """Combine the numbers at random, two at a time, so that every result is a positive integer. Returns the result and its expression."""
     terms = [(number, str(number)) for number in numbers]
     while len(terms) > 1:
         (a, left), (b, right) = sorted((terms.pop(rng.randrange(len(terms))) for _ in range(2)), reverse=True)

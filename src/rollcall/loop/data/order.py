@@ -1,4 +1,5 @@
-"""Maps the n-th draw of a run to a prompt. This is a pure function, so a run's cursor is one integer."""
+"""Maps the n-th draw of a run to a prompt. The prompt depends only on n and the settings, so a resumed run only needs to know which draws
+come next."""
 
 from __future__ import annotations
 

@@ -83,7 +83,7 @@ def _renamed(row: Row, names: Mapping[str, str]) -> dict[str, Any]:
     columns = {name: value for name, value in row.columns.items() if name not in names}
     for before, after in names.items():
         if before not in row.columns and after in columns:
-            continue  # this row already has the new name, because data.train and data.val may differ
+            continue  # data.train and data.val may differ, and this row already has the new name
         if before not in row.columns:
             raise DataError(
                 f"{row.where} has no column {before!r}, which data.columns renames; its columns are {listed(row.columns)}"
@@ -142,7 +142,8 @@ def _dataset_rows(source: str, *, data: DataSection, split: Split) -> Iterator[R
 
 
 def _check_name(name: str, source: str) -> None:
-    """Refuse a name that is neither a named folder nor valid on the hub. With ``..``, the library would read every file below."""
+    """Refuse a name that is neither a named folder nor valid on the hub. For ``..``, the library would read every file below the parent
+    folder."""
     from huggingface_hub.utils import validate_repo_id
 
     try:
