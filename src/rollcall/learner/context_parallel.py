@@ -6,8 +6,8 @@ heads, and a second one reverses this (Ulysses):
 
     [N / c tokens, H heads]  ──▶  [N tokens, H / c heads]  ── attention ──▶  [N / c tokens, H heads]
 
-So attention sees complete rows, with the prefixes that they share, and every rank has the same work. Tokens are dealt out in turn
-because the tokens that need a logit are at the ends of rows: a contiguous part would often have all of them, or none.
+So attention sees complete rows, with the prefixes that they share, and every rank has the same work. Tokens are distributed round-robin
+because the tokens that need a logit are at the ends of rows, so a contiguous part would often have all of them, or none.
 
 The logit statistics go to all ranks of the group, so each rank computes the full loss. Each rank has the gradient of its own tokens,
 and the gradient of the weights is the sum over all ranks, just as over data ranks.
@@ -37,7 +37,7 @@ class Own:
 
     token_ids: Longs  # [n]
     positions: Longs  # [n]
-    logit_index: Longs  # [m], among the rank's own tokens
+    logit_index: Longs  # [m], indices into the rank's own tokens
     targets: Longs  # [m]
     # [M]: index of each of the micro-batch's logits in the concatenation over all ranks; None if there is only one rank.
     places: Longs | None
@@ -49,7 +49,7 @@ def own_of(batch: MicroBatch, *, rank: int, size: int) -> Own:
     most = int(counts.max())
     order = np.argsort(holder, kind="stable")
     places = np.empty(len(holder), dtype=np.int64)
-    # Sorted by holder: each holder's logits begin where those of the previous holders end.
+    # Sorted by holder, so that each holder's logits begin where the previous holder's end.
     places[order] = np.arange(len(holder)) + (most * np.arange(size) - (np.cumsum(counts) - counts))[holder[order]]
     mine = holder == rank
     return Own(
@@ -122,7 +122,7 @@ class ContextGroup:
         return got.transpose(0, 1).flatten(1)
 
     def _swap(self, x: Tensor) -> Tensor:
-        """Send slice i of [c, ...] to rank i, and receive slice i from rank i. The same exchange reverses it."""
+        """Send slice i of [c, ...] to rank i, and receive slice i from rank i. Calling this twice restores ``x``."""
         x = x.contiguous()
         out = torch.empty_like(x)
         dist.all_to_all_single(out, x, group=self.group)

@@ -204,8 +204,8 @@ def make_meshes(gang: Gang, split: ModelSplit, *, device_type: str, kv_copies: i
 
 
 def share(costs: Sequence[int], *, keys: Sequence[int], attempts: Sequence[int], rank: int, size: int) -> list[int]:
-    """Return the items for ``rank`` of ``size``. All ranks get about the same cost. Items with equal keys stay together if there are
-    enough keys for all members. Items of one attempt always stay together.
+    """Return the items for ``rank`` of ``size``. The total cost is about the same for all ranks. Items with equal keys stay together if
+    there are enough keys for all members. Items of one attempt always stay together.
 
     >>> share([5, 1, 1, 3], keys=[0, 1, 2, 3], attempts=[0, 1, 2, 3], rank=1, size=2)
     [1, 2, 3]

@@ -273,7 +273,7 @@ class Sharded(BodyBase):
         """Create a parameter for this rank. It is float32 if it serves as the master weight, because FSDP rounds what it gathers."""
         trained = trained and not self.frozen
         dtype = torch.float32 if self.section.master_weights and trained else self.dtype
-        if tensor.is_meta:  # FSDP takes this rank's part, whose values are then read from the files
+        if tensor.is_meta:  # FSDP keeps only this rank's part, whose values are read from the files later
             kept = torch.empty(tensor.shape, device=self.device, dtype=dtype)
         else:
             kept = tensor.detach().to(self.device, dtype).contiguous()
@@ -314,7 +314,7 @@ class Sharded(BodyBase):
     def _run(self, work: Work) -> tuple[Tensor, ...]:
         out = self.root(work)
         if not torch.is_grad_enabled():
-            self.root.reshard()  # no backward pass follows to do this, and gathered weights would be stale after an update
+            self.root.reshard()  # no backward pass will free the gathered weights, which would be stale after an update
         return out
 
     def sum_gradients(self, optimizer: Optimizer) -> None:

@@ -113,8 +113,8 @@ def train(
 
 @contextmanager
 def _examining() -> Iterator[None]:
-    """Open the debugger for exceptions in this process, if the user asked for it. Errors from another process have been examined there
-    already. Each error opens the debugger only once, so these blocks may be nested."""
+    """Open the debugger for exceptions in this process, if the user asked for it. An error from another process was already debugged
+    there. Each error opens the debugger only once, so these blocks may be nested."""
     try:
         yield
     except Exception as error:
@@ -145,7 +145,7 @@ class _Run:
         changes: list[Change] = []
         if (
             has_begun(run_dir) or not (run_dir / RUN_FILE).exists()
-        ):  # a directory with another run's file may be left from a failed start
+        ):  # a failed start may have left another run's file in the directory
             changes = changes_on_resume(config, run_dir)  # refuses impossible changes before anything is loaded
         if not has_begun(run_dir):
             refuse_changing_base(config)
@@ -225,7 +225,7 @@ class _Run:
         return build_workers_on_cluster(config, backend=self.backend)
 
     def _note_end(self, reason: Exception) -> None:
-        """Record in the events why another attempt follows, and reduce its micro-batches if one did not fit."""
+        """Record in the events why another attempt is needed. If a micro-batch did not fit, the next attempt uses smaller ones."""
         run_dir = self.config.run.dir
         if isinstance(reason, Regrow):
             _mark(run_dir, "node back", MarkKind.RECOVERY, reason=reason)
@@ -346,7 +346,7 @@ def _drive(controller: Controller, *, grace_s: float) -> None:
             raise KeyboardInterrupt from None
     except Exception as error:
         if stop.is_interrupted:
-            say(f"stopped by Ctrl-C, and then: {headline(error)}")
+            say(f"stopped by Ctrl-C; this error occurred while stopping: {headline(error)}")
             raise KeyboardInterrupt from error
         if stop.asked is None:
             if loss_of(error) is None:  # so a checkpoint that is being written can be finished
@@ -354,7 +354,7 @@ def _drive(controller: Controller, *, grace_s: float) -> None:
                     controller.record.saves.settle()
             raise
         # The other processes were also asked to stop, and have ended.
-        say(f"asked to stop by {stop.asked}, and then: {headline(error)}")
+        say(f"asked to stop by {stop.asked}; this error occurred while stopping: {headline(error)}")
     with _saying_why("the newest step cannot be saved"):
         controller.save_unsaved()
     raise Stopped(stop.asked)
@@ -413,7 +413,7 @@ def _say_size(config: Config) -> None:
     try:
         sizes = read_sizes(config.model.path)
     except SizesUnknown:
-        return  # another check refuses such an architecture by name
+        return  # another check refuses unknown architectures, with a message that names them
     width = element_size(config)
     if not _has_slots(config):
         width = resolve_dtype(config.model.dtype, resolve_device(config.model.device)).itemsize
@@ -452,12 +452,13 @@ def _say_where(run_dir: Path, start_step: int, journal: Journal) -> None:
         ahead = sum(len(journal.read(step)) for step in journal.steps() if step > start_step)
         say(
             f"resuming {run_dir} from step {start_step}; {counted(ahead, 'finished group')} "
-            f"{'waits' if ahead == 1 else 'wait'} in the journal"
+            f"{'is' if ahead == 1 else 'are'} waiting in the journal"
         )
 
 
 def _journaled_failures(directory: Path, *, shown: list[dict[str, str]]) -> list[dict[str, str]]:
-    """Return the first failure of each kind that is missing from ``shown``, because an earlier process encountered it."""
+    """Return the first failure of each kind that is in the journal but not in ``shown``. An earlier process of the run encountered
+    these."""
     known = {(failure["reward"], failure["kind"]) for failure in shown}
     found: dict[tuple[str, str], dict[str, str]] = {}
     with Journal(directory) as journal:

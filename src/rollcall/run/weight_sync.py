@@ -25,7 +25,7 @@ from rollcall.engine.weights.protocol import Invitation
 from rollcall.engine.weights.transports import FanOut, open_sender
 from rollcall.plan.placement import HOLDERS, Role
 
-if TYPE_CHECKING:  # team.py needs what only clusters need, and a run in one process imports this module too
+if TYPE_CHECKING:  # team.py imports modules for clusters, which a run in one process does not need
     from rollcall.run.team import Team
 
 
@@ -61,8 +61,8 @@ class WeightSync:
         """After a failed push, wait until the actor's processes have stopped sending. Raises if one takes longer than ``timeout_s``."""
         deadline, actors = time.monotonic() + timeout_s, self._team.members[Role.ACTOR]
         for name in [name for worker, name in self._names().items() if worker in lost and name in self._invitations]:
-            # A sender that was connected to the receiver noticed the loss and no longer listens; others may listen only on their own
-            # host.
+            # Errors are expected: a sender that was connected to the lost receiver has stopped listening already, and other senders may
+            # listen only on their own host.
             for invitation in self._invitations[name]:
                 with suppress(MissingPeerError):
                     decline(invitation, name=name, timeout_s=2.0)
@@ -118,7 +118,8 @@ class WorkerWeights:
         return self._sender is not None
 
     def invite(self, receivers: Mapping[str, bool], host: str, *, name: str) -> Mapping[str, Invitation]:
-        """Open a sender to these receivers. A value says whether the receiver is on this host; ``name`` appears in messages."""
+        """Open a sender to these receivers. Each value says whether the receiver is on this host; ``name`` is this sender's name in
+        messages."""
         if self._sender is not None:
             self._sender.close()
             self._sender = None
