@@ -44,7 +44,7 @@ class PartTensor:
     start: tuple[int, ...]
     whole: tuple[int, ...]
     dtype: torch.dtype  # in the file
-    values: Tensor  # of the block, on any device and in any dtype
+    values: Tensor  # the block's values, on any device and in any dtype
 
     @classmethod
     def of(cls, block: Block, part: Tensor, *, dtype: torch.dtype, prefix: str = "") -> PartTensor:

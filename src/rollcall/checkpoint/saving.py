@@ -23,7 +23,7 @@ Call = Callable[..., list[Any]]  # calls a method in these processes and returns
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Saving:
-    """The controller's side of a save. ``call`` addresses the training processes by number."""
+    """The controller's side of a save. ``processes`` are the numbers by which ``call`` identifies the training processes."""
 
     call: Call
     processes: Sequence[int]

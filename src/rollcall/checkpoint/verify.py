@@ -63,7 +63,7 @@ class Verified:
 def verify(model_dir: Path, probe: Path | None = None, *, dtype: str | None = None) -> Verified:
     """Compare ``model_dir`` with a saved probe, by default the one in the directory. Raises ``VerifyError`` if they differ.
 
-    ``dtype`` is torch's name for the precision that the weights were converted to on purpose, if any.
+    If the weights were converted to another precision on purpose, ``dtype`` is torch's name for it.
     """
     recorded = read_probe(model_dir / PROBE if probe is None else probe)
     values = [value for row in recorded.logprobs for value in row]

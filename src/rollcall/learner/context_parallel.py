@@ -106,7 +106,8 @@ class ContextGroup:
         return everyones.index_select(0, on_device(own.places, values.device))
 
     def _to_heads(self, q: Tensor, k: Tensor, v: Tensor, count: int) -> list[Tensor]:
-        """Exchange [n, H, D] for own tokens into [count, H / c, D] for own heads. Ranks that share a key/value head all get that head."""
+        """Exchange [n, H, D] (own tokens, all heads) for [count, H / c, D] (all tokens, own heads). Ranks that share a key/value head all
+        get that head."""
         copies = max(1, self.size // k.shape[1])
         if copies > 1:
             k, v = k.repeat_interleave(copies, dim=1), v.repeat_interleave(copies, dim=1)
@@ -116,7 +117,7 @@ class ContextGroup:
         return [heads.transpose(0, 1).flatten(0, 1)[:count] for heads in got.split(widths, dim=2)]
 
     def _to_tokens(self, attended: Tensor) -> Tensor:
-        """Exchange [N, H / c * D] for own heads into [n, H * D] for own tokens."""
+        """Exchange [N, H / c * D] (all tokens, own heads) for [n, H * D] (own tokens, all heads)."""
         padded = pad_rows(attended, -(-len(attended) // self.size) * self.size)
         got = exchanged(padded.unflatten(0, (-1, self.size)).transpose(0, 1), self._swap, self._swap)
         return got.transpose(0, 1).flatten(1)

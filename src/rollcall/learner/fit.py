@@ -128,7 +128,7 @@ def passes_of(body: BodyBase, fit: Fit, *, recompute: Recompute | None = None) -
 
 
 def row_sentence(body: BodyBase, fit: Fit, batch: MicroBatch, *, why: str, optimizer: Optimizer | None) -> str:
-    """Return the error message for a single row, or for an attempt whose rows stay together, that does not fit."""
+    """Return the error message for when a single row, or an attempt whose rows stay together, does not fit."""
     rows = "a row" if batch.num_rows == 1 else f"an attempt ({counted(batch.num_rows, 'row')} that stay together)"
     parts = _needs(body, optimizer)
     parts["activations of this row"] = passes_of(body, fit).peak(-(-batch.num_tokens // body.context.size))

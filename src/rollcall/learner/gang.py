@@ -115,7 +115,7 @@ class Gang:
         return [json.loads(data) for data in self.gather_bytes(json.dumps(value).encode())]
 
     def names_of_all(self, names: list[str]) -> list[str]:
-        """Return the names that any member has. All members get the same list, so either all continue or none does."""
+        """Return the union of all members' ``names``. All members get the same list, so either all continue or none does."""
         return list(dict.fromkeys(name for own in self.gather(names) for name in own))
 
     def gather_floats(self, values: Floats) -> list[Floats]:

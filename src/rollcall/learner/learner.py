@@ -206,7 +206,7 @@ class Learner:
 
 
 class Critic:
-    """PPO's value function: a body like the policy's with a scalar head, and an optimizer."""
+    """PPO's value function: a body like the policy's but with a scalar head, and its own optimizer."""
 
     def __init__(
         self,
@@ -321,7 +321,7 @@ def whole_body(model: Any, *, gang: Gang | None = None, context: int = 1, adapte
 
 
 def share_rows(samples: Sequence[Sample], rows: Sequence[int], body: Body) -> list[int]:
-    """Return the rows for this member of the gang: an equal share of the tokens."""
+    """Return the rows for this member of the gang. All members get about the same number of tokens."""
     costs = [len(samples[row].prompt_ids) + len(samples[row].response_ids) for row in rows]
     rank, size = body.place
     keys, attempts = [samples[row].draw for row in rows], attempts_of([samples[row] for row in rows]).tolist()

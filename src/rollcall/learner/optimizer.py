@@ -180,12 +180,12 @@ class Optimizer:
         saved, own = state["adamw"]["param_groups"], self.adamw.state_dict()["param_groups"]
         if (before := state.get("optimizer", name)) != name:
             raise ValueError(
-                f"the checkpoint has the state of {before}, which {name} (optimizer.name) cannot use; set "
+                f"the checkpoint has the optimizer state of {before}, which {name} (optimizer.name) cannot use; set "
                 f"optimizer.name={before}, or start over with --fresh"
             )
         if [len(group["params"]) for group in saved] != [len(group["params"]) for group in own]:
             raise ValueError(
-                f"the checkpoint has optimizer state of {_count(saved)} weights, but the model has {_count(own)}; restore the "
+                f"the checkpoint has optimizer state for {_count(saved)} weights, but the model has {_count(own)}; restore the "
                 "model.path that the run began with, or start over with --fresh"
             )
         for key in STATEFUL if name in ELEMENTWISE and name != "torch.optim.SGD" else ():

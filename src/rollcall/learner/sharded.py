@@ -188,7 +188,7 @@ class Sharded(BodyBase):
         self._first_gives = any(gang.gather(decoder.device.type == "meta" and unread is None))
         if len({str(names) for names in gang.gather(list(decoder.named_tensors()))}) > 1:
             raise ValueError(
-                "the processes that run this model have different weights: config.json says that the output head is the embeddings, but "
+                "the processes that run this model have different weights: config.json ties the output head to the embeddings, but "
                 "the weight file has a different head; set tie_word_embeddings to false in config.json"
             )
         self.homes: dict[str, Home] = {}
@@ -201,7 +201,8 @@ class Sharded(BodyBase):
             self._read(unread, made=heads or {}, path=next(filter(None, origins)))
 
     def _read(self, unread: Stored | None, *, made: Collection[str], path: str) -> None:
-        """Read this rank's parts from the files, except the ``made`` weights. All ranks call this, even if they already have values."""
+        """Read this rank's parts from the files, except the weights in ``made``. All ranks call this, even if they already have
+        values."""
         base = {name: self.local(name) for name in self.base_names}
         if unread is not None:
             for name, local in base.items():

@@ -123,7 +123,7 @@ class RoleMemory:
     copied: bool = False  # several data ranks have full copies that could be sharded
     recompute: Recompute = Recompute.NO
     parked: int = 0  # activations offloaded to host memory
-    tokens: int = 0  # in a micro-batch, if this role trains
+    tokens: int = 0  # tokens in a micro-batch, if this role trains
     longest: int = 0  # a rank's share of the longest row; a micro-batch has at least this many tokens
     kv_per_token: int = 0
     divides: bool = False  # vLLM could split these weights over more slots per process
@@ -357,7 +357,7 @@ class _Job:
         in_parts = role in self.in_parts
         shards, width = data * mesh.tensor, self.width
         masters = width == 2 and section.master_weights
-        # FSDP's own weights are the masters, and a forward pass reads what FSDP gathers.
+        # FSDP's own weights serve as the master weights, so the forward pass needs memory only for the gathered layers.
         optimizer = trained * state_width(section, width=self.width) // shards
         gathered = self._gathered(mesh) if in_parts else 0
         weights = gathered if in_parts and masters and lora is None else num_parameters * width // shards + gathered

@@ -413,7 +413,7 @@ def _groups_of(processes: Iterable[PlannedProcess]) -> tuple[RoleGroup, ...]:
 
 
 def shrink(section: ClusterSection, plan: Plan, *, kept: Sequence[int]) -> ClusterSection:
-    """Return the section for only the ``kept`` nodes (ranks, in order), renumbered from 0. ``plan`` is for all nodes."""
+    """Return the section for only the ``kept`` nodes (ranks, in order), renumbered from 0. ``plan`` is the plan for all nodes."""
     lost = [rank for rank in range(plan.num_nodes) if rank not in kept]
     old = [slot for rank in kept for slot in plan.node_slots(rank)]
     number = {slot.index: new for new, slot in enumerate(old)}

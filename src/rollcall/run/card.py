@@ -41,8 +41,8 @@ from rollcall.plan.placement import Role, plan_for
 
 
 def settle(config: Config, model: Any, *, learners: Sequence[Learner | Critic], samples: bool) -> int | None:
-    """Choose and print the micro-batch sizes of the learners in this process. Returns the number of KV tokens for a native engine that
-    ``samples`` from ``model`` in this process; None if the run file sets it."""
+    """Choose and print the micro-batch sizes of the learners in this process. If a native engine in this process samples from ``model``
+    (``samples``), returns its number of KV tokens, or None if the run file sets it."""
     device = learners[0].body.device if learners else next(model.parameters()).device
     if device.type != "cuda":
         return None

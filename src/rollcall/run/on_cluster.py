@@ -172,7 +172,7 @@ def _fill(
 
 
 def _start(config: Config, site: Site, *, inputs: Inputs, in_parts: frozenset[Role]) -> tuple[Team, Facts]:
-    """Start all processes; each joins its gang and loads its roles. Raises if a process has a different tokenizer."""
+    """Start all processes; each joins its gang and loads its roles. Raises if a process's tokenizer differs from the controller's."""
     plan, processes = site.plan, site.plan.all_processes
     # A builtin model is part of the package, so each node uses its own copy.
     path = config.model.path if config.model.path.startswith("builtin:") else inputs.model_path

@@ -34,7 +34,7 @@ from rollcall.model.stored.find import adapter_folder
 from rollcall.model.tokenizers import stop_token_ids, tokenizer_mark
 
 ROWS, BASE, CODE = "data.json", "base.json", "code.json"
-FORMAT = 3  # of a run directory; earlier formats are refused
+FORMAT = 3  # the format of a run directory; earlier formats are refused
 _KEPT = {
     "reward": "groups in the journal keep their scores from the old code, except those that it failed to score; the new code scores "
     "these and all later groups; do not compare held-out results from before the change with later results",
@@ -268,8 +268,7 @@ def _noted(run_dir: Path, name: str, read: Callable[[Any], T]) -> T | None:
     if not has_begun(run_dir):
         return None
     earlier = (
-        f"a version of Rollcall before {__version__} began this run; finish it with the version that began it, or "
-        f"{ANOTHER_RUN}"
+        f"a version of Rollcall before {__version__} began this run; finish the run with that version, or {ANOTHER_RUN}"
     )
     try:
         found = json.loads(read_small(path, most=1 << 31))

@@ -353,7 +353,7 @@ def _drive(controller: Controller, *, grace_s: float) -> None:
                 with _saying_why("the checkpoint that was being written is lost", known=error):
                     controller.record.saves.settle()
             raise
-        # The other processes were also asked to stop, and have ended.
+        # The other processes were also asked to stop, and have already ended.
         say(f"asked to stop by {stop.asked}; this error occurred while stopping: {headline(error)}")
     with _saying_why("the newest step cannot be saved"):
         controller.save_unsaved()
@@ -362,7 +362,7 @@ def _drive(controller: Controller, *, grace_s: float) -> None:
 
 @contextmanager
 def _saying_why(what: str, *, known: Exception | None = None) -> Iterator[None]:
-    """If the block raises, only report it, because the user will see another error (``known``) or the end of the run."""
+    """If the block raises, only print the error, because the user will see another error (``known``) or the end of the run."""
     try:
         yield
     except Exception as error:  # noqa: BLE001 - there is no time to retry, whatever it is
@@ -438,7 +438,7 @@ def _say_changes(events: Events, changes: list[Change], *, step: int, code: list
         return
     lines = [f"  {change}" for change in changes]
     meaning = (
-        "groups in the journal were made with the old values; steps after the checkpoint are trained with the new values, and the "
+        "groups in the journal were generated with the old values; steps after the checkpoint are trained with the new values, and the "
         "learning rate may differ where it depends on them"
     )
     say("\n".join(["settings that this resume changes:", *lines, meaning]))
@@ -485,7 +485,7 @@ def _say_rollout(run_dir: Path, controller: Controller, summary: dict[str, Any])
     counts = {step: len(controller.journal.read(step)) for step in controller.steps_ahead}
     ready = ", ".join(f"step {step}: {counted(count, 'group')}" for step, count in counts.items())
     say(
-        f"the journal has groups for {ready}; train on them with --phase update"
+        f"the journal has groups that are ready for training ({ready}); train on them with --phase update"
         if ready
         else f"{trained(controller.start_step)}, so there is nothing to generate; raise trainer.steps to continue"
     )

@@ -2,9 +2,9 @@
 
 The first actor process sends. If only vLLM's process has the weights, each actor process sends its own part instead
 (``engine/weights/parts.py``). Every process with a rollout or inference role but no actor receives. A process with an actor reads the
-actor's parameters, so it only records the version. The controller calls all of them at once (``WeightSync``). The data goes directly from
-process to process (``WorkerWeights``), over the transport that ``rollout.weights`` names. When a process is new, or is back after a
-failure, the senders invite all receivers again, and the next update sends all weights.
+actor's parameters, so it only records the version. The controller calls all of these processes at once (``WeightSync``). The data goes
+directly from process to process (``WorkerWeights``), over the transport that ``rollout.weights`` names. When a process is new, or is back
+after a failure, the senders invite all receivers again, and the next update sends all weights.
 """
 
 from __future__ import annotations

@@ -240,9 +240,9 @@ class RoleWorker(Trained):
     def _load(
         self, gang: Gang, role: Role, *, in_roles: Collection[Role], whole: bool = False
     ) -> tuple[Any, Stored | None]:
-        """Load the model for ``role``, or only its outline and the location of its weights: if the model is in parts, each process in the
-        gang later reads its own part. If the files do not allow that, the first process of the gang loads the model and sends the others
-        their parts. ``whole`` means that something in this process needs the full model."""
+        """Load the model for ``role``. If the model is split over the gang, load only its outline and the location of its weights,
+        because each process later reads its own part. If the files do not allow that, the first process of the gang loads the model and
+        sends the others their parts. ``whole`` means that something in this process needs the full model."""
         in_parts = role in self._in_parts and role in in_roles
         outline = self._outline() if in_parts and not whole else None
         unread, why = None, None

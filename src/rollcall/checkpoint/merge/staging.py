@@ -65,7 +65,7 @@ class Staging:
                     file.truncate(out.size)
             fsync_tree(self.model)
             self._progress.touch()
-            # From now on, a later try knows that the files belong to this plan.
+            # From now on, a later try can see that the files belong to this plan.
             write_atomic(kept, json.dumps({"fingerprint": self._plan.fingerprint}))
 
     @contextmanager
