@@ -46,7 +46,8 @@ def test_the_measured_pass_corrects_the_estimate(
     assert need == 1_000_000 + 900 * 10_000
     told = capsys.readouterr().err
     assert (
-        told == "actor: 10000 tokens in a micro-batch (measured: 1.00 MB and 900 bytes per token; 10.00 MB were free)\n"
+        told
+        == "actor: 10000 tokens in a micro-batch (measured: 1.00 MB plus 900 bytes per token; 10.00 MB were free)\n"
     )
 
 

@@ -391,7 +391,7 @@ def test_changed_code_of_a_reward_is_told_once_and_the_run_goes_on(
     (tmp_path / "my_grades.py").write_text("def grade(text): return -float(len(text))\n")
     [line] = told(2)
     assert "the reward code has changed since the run" in line
-    assert "last ran (my_grades): groups in the journal keep the scores of the old code" in line
+    assert "last ran (my_grades): groups in the journal keep their scores from the old code" in line
     assert line in (tmp_path / "run/events.jsonl").read_text()
     assert told(3) == [], "it ran with this code before"
 

@@ -227,9 +227,11 @@ def test_who_is_waited_for_is_told_by_purpose() -> None:
     engines = [spec(rank, node=rank, address="10.0.0.2") for rank in range(5)]
     actor = spec(0, title="actor rank 0", node=0, address="10.0.0.1")
     where = ", ".join(f"run rank {rank} on node {rank} (10.0.0.2)" for rank in range(3))
-    assert waits_words({"to send weights of version 4": [actor], "to receive weights of version 4": engines}) == (
-        "the run waited for actor rank 0 on node 0 (10.0.0.1) to send weights of version 4, and for "
-        f"{where} and 2 more to receive weights of version 4"
+    assert waits_words(
+        {"to send version 4 of the weights": [actor], "to receive version 4 of the weights": engines}
+    ) == (
+        "the run waited for actor rank 0 on node 0 (10.0.0.1) to send version 4 of the weights, and for "
+        f"{where} and 2 more to receive version 4 of the weights"
     )
     assert waits_words({}) == ""
 

@@ -50,7 +50,7 @@ def export_model(
     write an adapter in place of the weights, pass its files as ``adapter``.
     """
     dir = Path(dir)
-    ours = any((dir / name).exists() for name in ("config.json", PROBE))  # one of them may be missing
+    ours = any((dir / name).exists() for name in ("config.json", PROBE))  # either may be missing
     if dir.exists() and (not dir.is_dir() or (any(dir.iterdir()) and not ours)):
         raise ValueError(
             f"{dir} exists and is not a model directory; choose another directory, or remove this one yourself"
@@ -87,7 +87,7 @@ def config_files(
     generation = copy.deepcopy(model.generation_config) or GenerationConfig()
     ids = list(stops or stop_token_ids(tokenizer, config, generation))
     config.eos_token_id = generation.eos_token_id = ids[0] if len(ids) == 1 else ids
-    generation._from_model_config = False  # so that loaders take these ids as given, not as class defaults
+    generation._from_model_config = False  # otherwise loaders would take these ids for class defaults
     if generation.pad_token_id not in special_ids(tokenizer):
         generation.pad_token_id = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
     with tempfile.TemporaryDirectory(prefix="rollcall-") as folder:

@@ -47,7 +47,7 @@ def _refuse_damaged(model: Path) -> None:
             with plain_damage(f"{path} is not a complete JSON file"):
                 found = json.loads(read_small(path))
                 if not isinstance(found, dict):
-                    raise ValueError(f"a {type(found).__name__}, not a map")
+                    raise ValueError(f"it contains a {type(found).__name__}, not a map")
                 names += (
                     found.get("beside", {}) if path.name == PROBE else []
                 )  # config files that were saved with the weights

@@ -26,7 +26,7 @@ from rollcall.base.wait import warn
 from rollcall.model.stored.files import file_checksum
 from rollcall.model.stored.find import read_manifest
 
-FOLDER_NAME = "node-folder"  # in the run's checkpoints folder
+FOLDER_NAME = "node-folder"  # the file with the folder's name, in the run's checkpoints folder
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,99}")
 
 
@@ -84,7 +84,7 @@ def tidy(name: str, *, keep: Collection[str]) -> None:
                 if os.path.realpath(path) not in kept:
                     path.unlink(missing_ok=True)
             except OSError as error:
-                warn(f"{path} belongs to no checkpoint and cannot be removed: {error.strerror}")
+                warn(f"{path} does not belong to any checkpoint, but it cannot be removed: {error.strerror}")
         if folder != str(root):
             with suppress(OSError):  # the folder is not empty, or another process was faster
                 os.rmdir(folder)

@@ -33,7 +33,7 @@ from rollcall.learner.layout import Block
 from rollcall.model.stored.files import new_checksum
 from rollcall.model.stored.safetensors import write_header
 
-CHUNK_BYTES = 16 << 20  # written and hashed at a time
+CHUNK_BYTES = 16 << 20  # the number of bytes that are written and hashed at a time
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,7 +44,7 @@ class PartTensor:
     start: tuple[int, ...]
     whole: tuple[int, ...]
     dtype: torch.dtype  # in the file
-    values: Tensor  # of the block, on any device and in any dtype
+    values: Tensor  # the block's values, on any device and in any dtype
 
     @classmethod
     def of(cls, block: Block, part: Tensor, *, dtype: torch.dtype, prefix: str = "") -> PartTensor:
@@ -94,7 +94,7 @@ class PartWriter:
         threading.Thread(target=work, name="write the checkpoint", daemon=True).start()
 
     def written(self) -> Written | None:
-        """Return the result of the write, or None while it is running. Raises any error from the write."""
+        """Return the result of the write, or None while it is running. If the write failed, raises its error."""
         assert self._done is not None, "start comes first"
         return self._done.result() if self._done.done() else None
 

@@ -109,7 +109,7 @@ def read_probe(path: Path) -> TrainedProbe:
     pairs = zip(probe.rows, probe.logprobs, strict=False)
     fits = len(probe.rows) == len(probe.logprobs) > 0 and all(len(row) == len(own) + 1 for row, own in pairs)
     if not fits or not isinstance(getattr(torch, probe.dtype, None), torch.dtype):
-        raise CheckpointError(f"{path} is not a probe of a saved model: its rows and log-probs do not fit together")
+        raise CheckpointError(f"{path} is not a probe of a saved model: its rows and log-probs do not match")
     return probe
 
 

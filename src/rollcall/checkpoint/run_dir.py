@@ -21,7 +21,7 @@ from rollcall.plan.memory import GIB, ModelSizes, state_width
 
 RUN_FILE = "run.yaml"  # the config that the run was last started with
 _OF_A_RUN = (RUN_FILE, "journal", "checkpoints", "events.jsonl", "metrics.jsonl", "summary.json")
-ATOMIC_FOLDERS = ("samples", "token_scores", "logs")  # a killed write may leave temporary files in these
+ATOMIC_FOLDERS = ("samples", "token_scores", "logs")  # a killed process may leave temporary files in these folders
 
 
 def is_run(run_dir: Path) -> bool:

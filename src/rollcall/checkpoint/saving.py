@@ -23,7 +23,7 @@ Call = Callable[..., list[Any]]  # calls a method in these processes and returns
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Saving:
-    """The controller's side of a save. ``call`` addresses the training processes by number."""
+    """The controller's side of a save. ``processes`` are the numbers by which ``call`` identifies the training processes."""
 
     call: Call
     processes: Sequence[int]
@@ -52,7 +52,7 @@ class Saving:
         return list(written.values())
 
     def tidy(self, checkpoints: Path, *, keep: Sequence[str]) -> None:
-        """Remove parts on the nodes' own disks that no checkpoint refers to any more."""
+        """Remove parts on the nodes' own disks that no checkpoint refers to any longer."""
         if (checkpoints / local.FOLDER_NAME).exists():
             run = local.name_of_run(checkpoints, run=self.run_name)
             self.call(self.processes, "tidy_parts", run, list(keep))
@@ -138,7 +138,7 @@ class Trained:
         self.learner = learner
         self.critic = critic
         self._parts = PartWriter()
-        self._config_files: dict[str, bytes] | None = None  # the same for every save of a run, without the probe
+        self._config_files: dict[str, bytes] | None = None  # without the probe, the same for every save of a run
 
     def copy_parts(self) -> None:
         """Copy the models' state to host memory. Afterwards the models may change."""

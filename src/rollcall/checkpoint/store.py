@@ -106,7 +106,7 @@ class CheckpointStore:
                 swap_in(tmp, final)
 
         persist(attempt, path=final, what="the checkpoint", refuse=CheckpointError)
-        if tries > 1:  # a failed try could not clean up if the folder was not writable
+        if tries > 1:  # if the folder was not writable, the failed attempts could not clean up
             self.clean()
         self._prune(just_saved=final, best_by=best_by)
         return final
@@ -172,7 +172,7 @@ class CheckpointStore:
         if not self.dir.is_dir():
             return []
         found: dict[int, Path] = {}
-        # A kill between the two renames of a replacement leaves only .old-step-N.
+        # If the process was killed between the two renames of a replacement, only .old-step-N is left.
         for prefix in (".old-", ""):
             for path in self.dir.iterdir():
                 match = STEP_NAME.fullmatch(path.name.removeprefix(prefix)) if path.name.startswith(prefix) else None

@@ -1,9 +1,8 @@
-"""Checks that a model directory computes the same as the trained model did when it was saved.
+"""Checks that a model directory gives the same results as the trained model did when it was saved.
 
-``verify`` loads the directory with plain transformers and compares the log-probs of the probe's rows (``probe.py``). Rounding
-makes them differ slightly, by an amount that follows from both precisions. A wrong weight makes them differ more.
-The result is saved in the directory (``verified.json``), with a checksum of every file. A directory that changes
-afterwards no longer counts as verified.
+``verify`` loads the directory with plain transformers and compares the log-probs of the probe's rows (``probe.py``). Rounding causes
+small differences, whose size can be estimated from both precisions. A wrong weight causes larger differences. The result is saved in the
+directory (``verified.json``), with a checksum of every file. A directory that changes afterwards no longer counts as verified.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ _SPARE = 0.6  # fraction of the free memory that the model may use
 
 
 class VerifyError(CheckpointError):
-    """The model directory is not the trained model. The message contains the numbers."""
+    """The model directory does not match the trained model. The message contains the numbers."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,8 +48,8 @@ class Verified:
     tolerance: float
     num_tokens: int
     dtype: str  # the precision of the weights in the directory
-    trained: str  # the precision that the learner computed in
-    computed: str  # the precision that this comparison computed in
+    trained: str  # the precision in which the learner computed
+    computed: str  # the precision in which this comparison ran
 
     @property
     def words(self) -> str:
@@ -64,7 +63,7 @@ class Verified:
 def verify(model_dir: Path, probe: Path | None = None, *, dtype: str | None = None) -> Verified:
     """Compare ``model_dir`` with a saved probe, by default the one in the directory. Raises ``VerifyError`` if they differ.
 
-    ``dtype`` is torch's name for the precision that the weights were converted to on purpose, if any.
+    If the weights were converted to another precision on purpose, ``dtype`` is torch's name for it.
     """
     recorded = read_probe(model_dir / PROBE if probe is None else probe)
     values = [value for row in recorded.logprobs for value in row]
@@ -160,7 +159,7 @@ def _load(model_dir: Path, stored: Stored) -> tuple[Any, str]:
         )
     if not (
         model_dir / "tokenizer_config.json"
-    ).is_file():  # transformers would make an empty tokenizer for some models
+    ).is_file():  # without this file, transformers would create an empty tokenizer for some models
         raise VerifyError(
             f"{model_dir} has no tokenizer_config.json, so it has no tokenizer; merge the checkpoint again"
         )
@@ -199,9 +198,10 @@ def _logprobs(model: Any, probe: TrainedProbe, *, model_dir: Path) -> np.ndarray
 def _tolerance(logprobs: np.ndarray, config: Any, *, trained: str, stored: str, computed: str) -> float:
     """Estimate how much rounding can change any of these log-probs.
 
-    A layer rounds the hidden state a few times, each time by about one unit of the precision. The roundings of all layers add up
-    like a random walk. A float32 sum of products loses more than one unit, and longer sums lose more. A logit's relative error applies
-    to the spread of the logits, which we estimate from the log-probs of tokens across the vocabulary.
+    A layer rounds the hidden state a few times, each time with an error of about one unit of the precision. The errors of all layers add
+    up like a random walk. For a float32 sum of products the error is more than one unit, and it grows with the length of the sum. The
+    relative error of a logit is multiplied by the spread of the logits, which we estimate from the log-probs of tokens across the
+    vocabulary.
     """
     layers, width = config.num_hidden_layers, config.hidden_size
     sums = _unit("float32") * math.sqrt(width)

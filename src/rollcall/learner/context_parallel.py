@@ -6,8 +6,8 @@ heads, and a second one reverses this (Ulysses):
 
     [N / c tokens, H heads]  ──▶  [N tokens, H / c heads]  ── attention ──▶  [N / c tokens, H heads]
 
-So attention sees complete rows, with the prefixes that they share, and every rank has the same work. Tokens are dealt out in turn
-because the tokens that need a logit are at the ends of rows: a contiguous part would often have all of them, or none.
+So attention sees complete rows, with the prefixes that they share, and every rank has the same work. Tokens are distributed round-robin
+because the tokens that need a logit are at the ends of rows, so a contiguous part would often have all of them, or none.
 
 The logit statistics go to all ranks of the group, so each rank computes the full loss. Each rank has the gradient of its own tokens,
 and the gradient of the weights is the sum over all ranks, just as over data ranks.
@@ -37,7 +37,7 @@ class Own:
 
     token_ids: Longs  # [n]
     positions: Longs  # [n]
-    logit_index: Longs  # [m], among the rank's own tokens
+    logit_index: Longs  # [m], indices into the rank's own tokens
     targets: Longs  # [m]
     # [M]: index of each of the micro-batch's logits in the concatenation over all ranks; None if there is only one rank.
     places: Longs | None
@@ -49,7 +49,7 @@ def own_of(batch: MicroBatch, *, rank: int, size: int) -> Own:
     most = int(counts.max())
     order = np.argsort(holder, kind="stable")
     places = np.empty(len(holder), dtype=np.int64)
-    # Sorted by holder: each holder's logits begin where those of the previous holders end.
+    # Sorted by holder, so that each holder's logits begin where the previous holder's end.
     places[order] = np.arange(len(holder)) + (most * np.arange(size) - (np.cumsum(counts) - counts))[holder[order]]
     mine = holder == rank
     return Own(
@@ -106,7 +106,8 @@ class ContextGroup:
         return everyones.index_select(0, on_device(own.places, values.device))
 
     def _to_heads(self, q: Tensor, k: Tensor, v: Tensor, count: int) -> list[Tensor]:
-        """Exchange [n, H, D] for own tokens into [count, H / c, D] for own heads. Ranks that share a key/value head all get that head."""
+        """Exchange [n, H, D] (own tokens, all heads) for [count, H / c, D] (all tokens, own heads). Ranks that share a key/value head all
+        get that head."""
         copies = max(1, self.size // k.shape[1])
         if copies > 1:
             k, v = k.repeat_interleave(copies, dim=1), v.repeat_interleave(copies, dim=1)
@@ -116,13 +117,13 @@ class ContextGroup:
         return [heads.transpose(0, 1).flatten(0, 1)[:count] for heads in got.split(widths, dim=2)]
 
     def _to_tokens(self, attended: Tensor) -> Tensor:
-        """Exchange [N, H / c * D] for own heads into [n, H * D] for own tokens."""
+        """Exchange [N, H / c * D] (all tokens, own heads) for [n, H * D] (own tokens, all heads)."""
         padded = pad_rows(attended, -(-len(attended) // self.size) * self.size)
         got = exchanged(padded.unflatten(0, (-1, self.size)).transpose(0, 1), self._swap, self._swap)
         return got.transpose(0, 1).flatten(1)
 
     def _swap(self, x: Tensor) -> Tensor:
-        """Send slice i of [c, ...] to rank i, and receive slice i from rank i. The same exchange reverses it."""
+        """Send slice i of [c, ...] to rank i, and receive slice i from rank i. Calling this twice restores ``x``."""
         x = x.contiguous()
         out = torch.empty_like(x)
         dist.all_to_all_single(out, x, group=self.group)

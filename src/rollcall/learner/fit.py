@@ -1,12 +1,12 @@
 """Handles micro-batches that do not fit in memory.
 
-A failed allocation loses no gradient: the results for the micro-batch are dropped, and it is packed again with half the tokens.
-All later micro-batches keep the smaller size. The run ends only if a single row does not fit; the error lists the memory that it
-needs.
+A failed allocation does not affect the gradient, because the micro-batch's results are dropped and its rows are packed again with half
+the tokens. All later micro-batches keep the smaller size. The run ends only if a single row does not fit; the error lists the memory that
+it needs.
 
 If a model or its tokens are split across ranks, all ranks are inside the same forward pass. A rank that fails cannot run it again,
-because the other ranks wait for it in a collective. So it raises ``BatchTooLargeError``. The attempt ends, and the next one starts from
-the newest checkpoint with half the tokens. The groups are in the journal, so they are not lost.
+because the other ranks are waiting for it in a collective. So it raises ``BatchTooLargeError``. The attempt ends, and the next one starts
+from the newest checkpoint with half the tokens. The groups are in the journal, so they are not lost.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def each_fitting(
     body: BodyBase, fit: Fit, packing: Packing, run: Callable[[MicroBatch], T], *, optimizer: Optimizer | None = None
 ) -> Iterator[tuple[MicroBatch, T]]:
     """Yield each micro-batch with the result of ``run``. If a micro-batch does not fit, use smaller ones, unless other ranks run
-    the same micro-batch. The next micro-batch is packed while a GPU still computes the previous one."""
+    the same micro-batch. The next micro-batch is packed while a GPU is still computing the previous one."""
     rows, done = range(len(packing.samples)), set[int]()
     waiting = packing.batches(rows, fit.tokens * body.context.size)
     if body.in_parts:  # every rank must run the same number of micro-batches
@@ -128,7 +128,7 @@ def passes_of(body: BodyBase, fit: Fit, *, recompute: Recompute | None = None) -
 
 
 def row_sentence(body: BodyBase, fit: Fit, batch: MicroBatch, *, why: str, optimizer: Optimizer | None) -> str:
-    """Return the error message for a single row, or for an attempt whose rows stay together, that does not fit."""
+    """Return the error message for when a single row, or an attempt whose rows stay together, does not fit."""
     rows = "a row" if batch.num_rows == 1 else f"an attempt ({counted(batch.num_rows, 'row')} that stay together)"
     parts = _needs(body, optimizer)
     parts["activations of this row"] = passes_of(body, fit).peak(-(-batch.num_tokens // body.context.size))

@@ -115,7 +115,7 @@ class Gang:
         return [json.loads(data) for data in self.gather_bytes(json.dumps(value).encode())]
 
     def names_of_all(self, names: list[str]) -> list[str]:
-        """Return the names that any member has. All members get the same list, so either all continue or none does."""
+        """Return the union of all members' ``names``. All members get the same list, so either all continue or none does."""
         return list(dict.fromkeys(name for own in self.gather(names) for name in own))
 
     def gather_floats(self, values: Floats) -> list[Floats]:
@@ -204,8 +204,8 @@ def make_meshes(gang: Gang, split: ModelSplit, *, device_type: str, kv_copies: i
 
 
 def share(costs: Sequence[int], *, keys: Sequence[int], attempts: Sequence[int], rank: int, size: int) -> list[int]:
-    """Return the items for ``rank`` of ``size``. All ranks get about the same cost. Items with equal keys stay together if there are
-    enough keys for all members. Items of one attempt always stay together.
+    """Return the items for ``rank`` of ``size``. The total cost is about the same for all ranks. Items with equal keys stay together if
+    there are enough keys for all members. Items of one attempt always stay together.
 
     >>> share([5, 1, 1, 3], keys=[0, 1, 2, 3], attempts=[0, 1, 2, 3], rank=1, size=2)
     [1, 2, 3]

@@ -1,9 +1,8 @@
 """How a weight is split across the ranks of a gang, and which blocks of the model's tensors each rank has.
 
-A rank's part of a fused weight (q/k/v, gate/up) contains rows from several model tensors. ``blocks`` says where each run of
-these rows belongs in the tensors that transformers knows, so that checkpoints use transformers' names and any other gang can
-read them. If several ranks have the same data (copies of the state, weights that tensor parallelism does not cut, shared
-key/value heads), one of them owns it.
+A rank's part of a fused weight (q/k/v, gate/up) contains rows from several model tensors. ``blocks`` maps each range of consecutive rows
+to its position in transformers' tensors, so that checkpoints use transformers' names and any other gang can read them. If several ranks
+have the same data (copies of the state, weights that tensor parallelism does not cut, shared key/value heads), one of them owns it.
 
 A rank reads its part directly from the model files: only its own blocks, one piece at a time. So reading needs host memory for only
 one piece, whatever the size of the model and the number of processes.
@@ -73,7 +72,7 @@ class WeightSplit:
 
     def blocks(self, *, own: bool = False) -> Iterator[Block]:
         """Yield all blocks of this rank's part, in row order. With ``own``, leave out the blocks that another rank writes."""
-        # Maps each row of the part to its row in the full weight. The second dimension exists because it may be cut.
+        # The row in the full weight of each row of the part. The second dimension is only for ``cut``, which may cut along it.
         index = torch.arange(self.shape[0])[:, None].expand(-1, self.split.tensor if self.dim == 1 else 1)
         rows = self.cut(index)[:, 0].numpy()
         keep = self._is_own(rows) if own else np.ones(len(rows), dtype=bool)

@@ -71,9 +71,9 @@ class Learner:
         unread: Stored | None = None,
         adapter: Adapter | None = None,
     ):
-        """If each rank takes only a part of ``model``, the model may be on a different device than ``device``. Training then does not
-        change ``model``, unless ``mirror`` makes it follow the trained weights. ``unread`` has the weights of a model on the meta device.
-        With an ``adapter``, only the adapter is trained, and only the adapter is mirrored."""
+        """If each rank copies only a part of ``model``, the model may be on a different device than ``device``. Training then does not
+        change ``model``, unless ``mirror`` keeps it equal to the trained weights. ``unread`` contains the weights of a model on the meta
+        device. With an ``adapter``, only the adapter is trained, and only the adapter is mirrored."""
         self.adapter = adapter
         self.model = model
         self.gang = gang or Gang.alone()
@@ -94,8 +94,8 @@ class Learner:
 
     @cached_property
     def base_identities(self) -> dict[str, str]:
-        """Fingerprints, by dtype, of the weights that the adapter is added to, which never change. Empty without an adapter, or if its
-        base is itself an adapter, because that has no fingerprint."""
+        """Fingerprints, by dtype, of the frozen weights that the adapter is added to. Empty without an adapter, or if its base is itself
+        an adapter, because an adapter has no fingerprint."""
         if self.adapter is None or is_adapter(self.adapter.base):
             return {}
         return base_identities(self.body.base_tensors(), dtype=self.body.dtype)
@@ -105,7 +105,7 @@ class Learner:
         return score_samples(self.body, samples, self.section, temperature=self.temperature)
 
     def update(self, samples: Sequence[Sample]) -> dict[str, float]:
-        """Make all updates of one step (epochs x minibatches). The metrics are means over the updates."""
+        """Run all updates of one step (epochs x minibatches). The metrics are means over the updates."""
         rows: list[dict[str, float]] = []
         if self.rescores and samples[0].old_logprobs is None:
             scores = self.score(samples)
@@ -171,7 +171,7 @@ class Learner:
         if regularised:
             return with_loss
         learns = {row for row in with_loss if samples[row].advantages.any()}
-        if self.algorithm.name == "gspo":  # an attempt has one ratio over all its rows
+        if self.algorithm.name == "gspo":  # GSPO computes one ratio per attempt, over all its rows
             attempts = attempts_of(samples)
             learning = {attempts[row] for row in learns}
             learns = {row for row in with_loss if attempts[row] in learning}
@@ -206,7 +206,7 @@ class Learner:
 
 
 class Critic:
-    """PPO's value function: a body like the policy's with a scalar head, and an optimizer."""
+    """PPO's value function: a body like the policy's but with a scalar head, and its own optimizer."""
 
     def __init__(
         self,
@@ -321,7 +321,7 @@ def whole_body(model: Any, *, gang: Gang | None = None, context: int = 1, adapte
 
 
 def share_rows(samples: Sequence[Sample], rows: Sequence[int], body: Body) -> list[int]:
-    """Return the rows for this member of the gang: an equal share of the tokens."""
+    """Return the rows for this member of the gang. All members get about the same number of tokens."""
     costs = [len(samples[row].prompt_ids) + len(samples[row].response_ids) for row in rows]
     rank, size = body.place
     keys, attempts = [samples[row].draw for row in rows], attempts_of([samples[row] for row in rows]).tolist()
@@ -331,8 +331,8 @@ def share_rows(samples: Sequence[Sample], rows: Sequence[int], body: Body) -> li
 def step_on(
     model: Learner | Critic, samples: Sequence[Sample], *, rows: Sequence[int], weights: Floats
 ) -> tuple[dict[str, float], dict[str, float]]:
-    """Run the backward passes of the gang's micro-batches for these rows, then one optimizer step. Return the metrics of both. Metrics
-    of the micro-batches are summed, but of ``*_max`` the largest is returned."""
+    """Run the backward passes of the gang's micro-batches for these rows, then one optimizer step. Return the metrics of both. The
+    micro-batches' metrics are summed, except for ``*_max``, where the largest value is returned."""
     body, optimizer = model.body, model.optimizer
     mine = share_rows(samples, rows, body)
     packing = Packing(
@@ -342,7 +342,7 @@ def step_on(
         whole_attempts=model.algorithm.name == "gspo",  # its ratio is a mean over the full attempt
     )
     own = accumulate(body, model.fit, packing, model._loss, optimizer)
-    # Read the values only now, not while the device still computes other micro-batches.
+    # Read the values only now, because reading them earlier would make the device wait between micro-batches.
     metrics = [
         {name: float(value) for name, value in row.items()} | {"packed": float(batch.num_tokens)} for batch, row in own
     ]

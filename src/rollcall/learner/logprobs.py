@@ -44,13 +44,13 @@ class _TokenStats(torch.autograd.Function):
             stats = _row_stats(logits, targets[part], scale)
             for index, values in enumerate(stats):
                 out[index, part] = values
-            del logits  # the next chunk takes its place
+            del logits  # free them before the next chunk's logits are computed
         logprobs, lse, entropy, mean = out.unbind(0)
         certainty = lse - mean - torch.log(torch.tensor(float(len(weight))))
         ctx.save_for_backward(hidden, weight, targets, lse, entropy)
         ctx.scale = scale
         ctx.mark_non_differentiable(certainty)
-        ctx.set_materialize_grads(False)  # an unused entropy then costs nothing in the backward pass
+        ctx.set_materialize_grads(False)  # so that the backward pass computes nothing for an unused entropy
         return logprobs, entropy, certainty
 
     @staticmethod

@@ -24,7 +24,7 @@ class Rows:
     group: int  # completions per prompt
 
     def fill(self, tokens: int, *, vocab: int) -> list[Sample]:
-        """Create groups with about this many packed tokens and several rows."""
+        """Create groups of several rows that have about this many tokens when packed."""
         prompt, response = min(self.prompt, max(1, tokens // 8)), min(self.response, max(2, tokens // 4))
         rng = np.random.default_rng(0)
         samples: list[Sample] = []
@@ -61,7 +61,7 @@ def measured(model: Learner | Critic, rows: Rows) -> Line | None:
     with logprobs.not_kept():
         _peak(model, rows, few)  # the first run compiles
         points = [(tokens, _peak(model, rows, tokens)) for tokens in (few, many)]
-    # If the GPU was too small for this, the fit has shrunk.
+    # If the GPU was too small for this, the passes have lowered ``fit.tokens``.
     if model.fit.tokens < most:
         return None
     return Line.through(*points, at_least=0.5 * estimated)

@@ -55,12 +55,12 @@ class Optimizer:
 
     @torch.no_grad()
     def allocate(self) -> None:
-        """Create Adam's state at the start, as its first step would, so that a GPU that is too small fails before anything is sampled.
-        Other optimizers create their state in the first update."""
+        """Create Adam's state at the start, as its first step would, so that a run on a GPU that is too small fails before anything is
+        sampled. Other optimizers create their state in the first update."""
         if not isinstance(self.adamw, torch.optim.Adam | torch.optim.AdamW | HalfStateAdamW) or self.adamw.state:
             return
         for group in self.adamw.param_groups:
-            group["lr"] = 0.0  # so that the step changes no weight; every update sets its own rate
+            group["lr"] = 0.0  # so that this step leaves the weights unchanged; every update sets the rate again
         for target in self.targets.values():
             target.grad = torch.zeros_like(target)
             self.adamw.step()
@@ -101,15 +101,15 @@ class Optimizer:
         self._sums.clear()
 
     def step(self) -> dict[str, float]:
-        """Clip the gradients, update the weights, and clear the gradients. A zero gradient changes nothing. A non-finite gradient raises
-        before anything changes."""
+        """Clip the gradients, update the weights, and clear the gradients. If the gradient is zero, nothing changes. If it is not finite,
+        this raises before anything changes."""
         grad_norm = float(self._norm(self._sums))
         if not math.isfinite(grad_norm):
             self.discard()
             raise NonFiniteError(f"the gradient norm is {grad_norm}")
         lr = self.learning_rate(self.num_updates)
         if grad_norm == 0:
-            # There is nothing to learn: momentum and decay must not change the weights, and the schedule must not advance.
+            # There is nothing to learn, so momentum and decay must not change the weights, and the schedule must not advance.
             self.discard()
             return {"grad_norm": 0.0, "lr": lr, "skipped_fraction": 1.0}
         clip = self.section.grad_clip
@@ -165,7 +165,7 @@ class Optimizer:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Load momentum, masters and the number of updates from the state. The settings come from the section.
 
-        Load the weights first, because they replace masters that the state does not have.
+        Load the weights before calling this, because masters that are missing from the state are created from the weights.
         """
         groups = self._groups_for(state)
         self.adamw.state.clear()  # a GPU may not have room for both the old and the new state
@@ -180,12 +180,12 @@ class Optimizer:
         saved, own = state["adamw"]["param_groups"], self.adamw.state_dict()["param_groups"]
         if (before := state.get("optimizer", name)) != name:
             raise ValueError(
-                f"the checkpoint has the state of {before}, which {name} (optimizer.name) cannot use; set "
+                f"the checkpoint has the optimizer state of {before}, which {name} (optimizer.name) cannot use; set "
                 f"optimizer.name={before}, or start over with --fresh"
             )
         if [len(group["params"]) for group in saved] != [len(group["params"]) for group in own]:
             raise ValueError(
-                f"the checkpoint has optimizer state of {_count(saved)} weights, but the model has {_count(own)}; restore the "
+                f"the checkpoint has optimizer state for {_count(saved)} weights, but the model has {_count(own)}; restore the "
                 "model.path that the run began with, or start over with --fresh"
             )
         for key in STATEFUL if name in ELEMENTWISE and name != "torch.optim.SGD" else ():
@@ -210,7 +210,8 @@ class Optimizer:
 
     @torch.no_grad()
     def _lay_out_states(self) -> None:
-        """Give the state the memory layout of the weights. The ranks that saved it may have used one that makes steps slow."""
+        """Give the state the memory layout of the weights. It may have been saved in a different layout, which would make the steps
+        slow."""
         for weight, entry in self.adamw.state.items():
             for key, value in entry.items():
                 if isinstance(value, Tensor) and value.shape == weight.shape and value.stride() != weight.stride():
@@ -244,7 +245,8 @@ ELEMENTWISE = (
     "torch.optim.Adadelta", "torch.optim.Adamax", "torch.optim.NAdam", "torch.optim.RAdam", "torch.optim.ASGD",
     "torch.optim.Rprop",
 )  # fmt: skip
-# Arguments of these optimizers that need state from the first update on. Only SGD creates missing momentum.
+# Arguments of these optimizers that need state from the first update on. Of this state, only SGD's momentum is created later if it is
+# missing.
 STATEFUL = ("amsgrad", "centered", "momentum")
 
 
@@ -308,7 +310,7 @@ class HalfStateAdamW(torch.optim.Optimizer):
 
     Everything is computed in float32. Only the stored state is rounded, randomly up or down so that the mean is right: the second moment
     changes by a thousandth per step, less than bfloat16 can represent, and would never change if it were rounded to nearest. The random
-    numbers depend on the number of the update, so a resumed run draws the same ones.
+    numbers are seeded with the update's number, so a resumed run draws the same ones.
 
     AdamW: Loshchilov & Hutter 2019, https://arxiv.org/abs/1711.05101. Stochastic rounding: Zamirai et al. 2020,
     https://arxiv.org/abs/2010.06192.

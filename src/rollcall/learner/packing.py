@@ -1,9 +1,8 @@
 """Packs samples into micro-batches: rows are concatenated under a token budget, and each shared prefix is laid out once.
 
-A row with response tokens r0..rn feeds its prompt and r0..r(n-1); the prompt's last token predicts r0. Rows of one draw in the
-same micro-batch form a prefix tree: a row reuses the tokens that it has in common with the beginning of an earlier row, in the
-prompt or after it. So tokens that the attempts of a group or the branches of an episode share are computed once. Rows are
-never split.
+The input of a row with response tokens r0..rn is its prompt and r0..r(n-1); the prompt's last token predicts r0. Rows of one draw in the
+same micro-batch form a prefix tree: a row reuses the tokens that it has in common with the beginning of an earlier row, in the prompt or
+after it. So tokens that the attempts of a group or the branches of an episode share are computed once. Rows are never split.
 
     system, task ─┬─ answer 1
                   └─ turn 1, observation 1 ─┬─ turn 2
@@ -39,7 +38,7 @@ class Fit:
     name: str  # the section's name: actor or critic
     tokens: int
     recompute: Recompute
-    may_recompute: bool = False  # whether the section leaves recomputation open
+    may_recompute: bool = False  # whether activation_checkpointing is auto, so that ``shrink`` may change ``recompute``
 
     @classmethod
     def of(cls, section: OptimizerSection, *, name: str) -> Fit:
@@ -132,7 +131,7 @@ def pack(
 
 class _Row(NamedTuple):
     index: int  # the sample's index
-    ids: Ints  # the tokens that the row feeds
+    ids: Ints  # the row's input tokens
     key: bytes  # the same tokens as bytes
     parent: int  # the row in the micro-batch with which it shares the most tokens
     shared: int  # how many tokens at its start it shares with the parent
@@ -196,7 +195,7 @@ def _lay_out(samples: Sequence[Sample], rows: list[_Row], weights: Floats) -> Mi
     positions: list[np.ndarray] = []
     kv_index: list[np.ndarray] = []
     logit_index: list[np.ndarray] = []
-    paths: list[Longs] = []  # per row: the packed position of each token that it feeds
+    paths: list[Longs] = []  # per row: the packed position of each of its input tokens
     end = 0
     for row in rows:
         sample, length = samples[row.index], len(row.ids)
@@ -204,7 +203,7 @@ def _lay_out(samples: Sequence[Sample], rows: list[_Row], weights: Floats) -> Mi
         if row.shared:
             path[: row.shared] = paths[row.parent][: row.shared]
         paths.append(path)
-        # The prompt is a separate segment, so that responses of equal length have segments of one shape.
+        # The prompt is a separate segment, so that responses of equal length have segments of the same shape.
         prompt_end = len(sample.prompt_ids)
         for start, stop in ((row.shared, prompt_end), (max(row.shared, prompt_end), length)):
             if start < stop:

@@ -188,7 +188,7 @@ class Sharded(BodyBase):
         self._first_gives = any(gang.gather(decoder.device.type == "meta" and unread is None))
         if len({str(names) for names in gang.gather(list(decoder.named_tensors()))}) > 1:
             raise ValueError(
-                "the processes that run this model have different weights: config.json says that the output head is the embeddings, but "
+                "the processes that run this model have different weights: config.json ties the output head to the embeddings, but "
                 "the weight file has a different head; set tie_word_embeddings to false in config.json"
             )
         self.homes: dict[str, Home] = {}
@@ -201,7 +201,8 @@ class Sharded(BodyBase):
             self._read(unread, made=heads or {}, path=next(filter(None, origins)))
 
     def _read(self, unread: Stored | None, *, made: Collection[str], path: str) -> None:
-        """Read this rank's parts from the files, except the ``made`` weights. All ranks call this, even if they already have values."""
+        """Read this rank's parts from the files, except the weights in ``made``. All ranks call this, even if they already have
+        values."""
         base = {name: self.local(name) for name in self.base_names}
         if unread is not None:
             for name, local in base.items():
@@ -273,7 +274,7 @@ class Sharded(BodyBase):
         """Create a parameter for this rank. It is float32 if it serves as the master weight, because FSDP rounds what it gathers."""
         trained = trained and not self.frozen
         dtype = torch.float32 if self.section.master_weights and trained else self.dtype
-        if tensor.is_meta:  # FSDP takes this rank's part, whose values are then read from the files
+        if tensor.is_meta:  # FSDP keeps only this rank's part, whose values are read from the files later
             kept = torch.empty(tensor.shape, device=self.device, dtype=dtype)
         else:
             kept = tensor.detach().to(self.device, dtype).contiguous()
@@ -314,7 +315,7 @@ class Sharded(BodyBase):
     def _run(self, work: Work) -> tuple[Tensor, ...]:
         out = self.root(work)
         if not torch.is_grad_enabled():
-            self.root.reshard()  # no backward pass follows to do this, and gathered weights would be stale after an update
+            self.root.reshard()  # no backward pass will free the gathered weights, which would be stale after an update
         return out
 
     def sum_gradients(self, optimizer: Optimizer) -> None:

@@ -48,7 +48,7 @@ def cut_dim(field: str) -> int | None:
 
 
 def split_order(field: str, *, heads: int, kv_heads: int, dim: int, intermediate: int, tensor: int) -> Tensor | None:
-    """Return the order of rows in which consecutive equal slices are the ranks' parts, or None if that is the existing order.
+    """Return the order that the rows must have so that equal consecutive slices are the ranks' parts, or None if they already have it.
 
     >>> split_order("qkv", heads=4, kv_heads=2, dim=1, intermediate=0, tensor=2).tolist()
     [0, 1, 4, 6, 2, 3, 5, 7]
@@ -109,7 +109,8 @@ class TensorGroup:
         return exchanged(x, _same, self._add_up)
 
     def with_kv_copies(self, weight: Tensor, *, num_own: int) -> Tensor:
-        """Return a fused q/k/v weight. Other ranks share its rows from ``num_own`` on, so the gradients of these rows are summed."""
+        """Return a fused q/k/v weight. Its rows from ``num_own`` on also exist on other ranks, so the gradients of these rows are
+        summed."""
         if self.kv_copies == 1:
             return weight
         own, copied = weight.split((num_own, len(weight) - num_own))

@@ -100,7 +100,8 @@ class Passes:
         return tokens * (self._kept_of_all + self._around) + gradient + chunk
 
     def at_layers(self, tokens: int) -> int:
-        """Includes the head's gradient, kept until the embeddings have theirs, because they share the head's weight or come last."""
+        """Includes the head's gradient. It is kept until the embeddings' gradient exists, because embeddings and head share a weight or
+        because the embeddings come last."""
         head = self.sizes.vocab * self.sizes.hidden * self.width if self.has_head and not self.frozen else 0
         again = self.kept_per_layer if self.recompute else 0
         return tokens * (self._kept_of_all + again + self._gradients_of_layer) + head
@@ -148,5 +149,5 @@ class Passes:
 
     @property
     def _gradients_of_layer(self) -> int:
-        """The most bytes per token that gradients take at once while a layer is differentiated. This peak is around the MLP."""
+        """The peak memory of gradients while a layer is differentiated, in bytes per token. It is reached around the MLP."""
         return (3 * self.sizes.hidden + 3 * self.sizes.intermediate // self.tensor) * self.width

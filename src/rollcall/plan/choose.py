@@ -20,7 +20,7 @@ KV_BLOCK = 64  # tokens
 FILL_TOKENS = 32768  # the native engine prefills prompts in packs of this size
 KV_FRACTION = 0.3  # share of a GPU's memory, if `rollout.kv_memory_fraction` is auto and nothing better is known
 FEW = 8  # an engine is slow if it can decode less than 1/FEW of its completions at once
-SMALL = ENOUGH_TOKENS // 4  # tokens; smaller micro-batches are memory-bound
+SMALL = ENOUGH_TOKENS // 4  # micro-batches with fewer tokens are memory-bound
 
 
 class Needs(Protocol):
@@ -62,7 +62,7 @@ class Choice:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KvNeed:
-    """How many bytes of KV cache an engine can use."""
+    """The minimum and maximum bytes of KV cache that an engine can use."""
 
     least: int  # for one sequence
     most: int  # for ``max_running`` sequences
@@ -166,7 +166,7 @@ class EngineNeeds:
 
 
 def on_kv(config: Config, *, tokens: int, longest: int, per_token: int, num_engines: int) -> str | None:
-    """Warn about a small KV cache that ``auto`` chose. ``longest`` counts the tokens of prompt and completion."""
+    """Warn about a small KV cache that ``auto`` chose. ``longest`` is the most tokens that a prompt and its completion can have."""
     at_once = min(config.rollout.max_running, -(-config.completions_per_step // num_engines))
     rows = max(1, tokens // longest)
     if rows * FEW >= at_once:

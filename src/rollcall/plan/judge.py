@@ -205,7 +205,7 @@ def _width_problems(role: Role, width: int, rollout: RolloutSection) -> list[str
 
 
 def _unreachable(config: Config, plan: Plan) -> list[str]:
-    """Report the first process that ``rollout.weights`` cannot reach."""
+    """Report the first process that cannot receive weights in the way that ``rollout.weights`` sets."""
     if config.rollout.weights != "shared_memory":
         return []
     actors = plan.processes[Role.ACTOR]

@@ -123,7 +123,7 @@ class RoleMemory:
     copied: bool = False  # several data ranks have full copies that could be sharded
     recompute: Recompute = Recompute.NO
     parked: int = 0  # activations offloaded to host memory
-    tokens: int = 0  # in a micro-batch, if this role trains
+    tokens: int = 0  # tokens in a micro-batch, if this role trains
     longest: int = 0  # a rank's share of the longest row; a micro-batch has at least this many tokens
     kv_per_token: int = 0
     divides: bool = False  # vLLM could split these weights over more slots per process
@@ -212,7 +212,8 @@ def element_size(config: Config) -> int:
 
 
 def state_width(section: OptimizerSection, *, width: int) -> int:
-    """Return the bytes of optimizer state per trained parameter: AdamW's two moments, and a master weight if there are any."""
+    """Return the bytes of optimizer state per trained parameter: AdamW's two moments, and the master weight if the section uses master
+    weights."""
     masters = width == 2 and section.master_weights
     moment = 2 if section.optimizer.state == "bfloat16" else 4 if masters else width
     return (4 if masters else 0) + 2 * moment
@@ -276,7 +277,8 @@ class _Job:
         choices: Mapping[Role, Choice],
         room: int | None,
     ) -> RoleMemory:
-        """Return one role's memory. ``room`` limits the KV cache if its size is open; NO_ROOM leaves it out; None means no GPU."""
+        """Return one role's memory. If the run file does not set the size of the KV cache, ``room`` limits it. NO_ROOM leaves out the KV
+        cache, and None means that there is no GPU."""
         mesh = meshes.get(role) or Mesh(data=1, tensor=1, context=1)
         match role:
             case Role.ACTOR | Role.CRITIC:
@@ -314,7 +316,8 @@ class _Job:
         return READ_AT_ONCE + (trained * self.width + state + kept) // shards
 
     def saved_whole(self, role: Role) -> int:
-        """Return the host memory into which the first process copies a checkpoint, if every process has the full model."""
+        """Return the bytes of host memory that the first process needs for its copy of a checkpoint, if every process has the full
+        model."""
         if role not in TRAINED or role in self.in_parts:
             return 0
         return self._num_trained(role) * (self.width + state_width(self._section(role), width=self.width))
@@ -354,7 +357,7 @@ class _Job:
         in_parts = role in self.in_parts
         shards, width = data * mesh.tensor, self.width
         masters = width == 2 and section.master_weights
-        # FSDP's own weights are the masters, and a forward pass reads what FSDP gathers.
+        # FSDP's own weights serve as the master weights, so the forward pass needs memory only for the gathered layers.
         optimizer = trained * state_width(section, width=self.width) // shards
         gathered = self._gathered(mesh) if in_parts else 0
         weights = gathered if in_parts and masters and lora is None else num_parameters * width // shards + gathered
@@ -380,7 +383,8 @@ class _Job:
         )
 
     def _compiles(self, section: OptimizerSection, mesh: Mesh) -> bool:
-        """Whether the learner compiles, or keeps as few activations as if it did. On a CPU, hand-written derivatives keep as few."""
+        """Whether the learner compiles, or keeps as few activations as if it did. On a CPU, the hand-written derivatives keep just as
+        few."""
         if mesh.tensor > 1:
             return False
         return section.compile if section.compile is not None else self.sizes.num_parameters >= COMPILE_FROM

@@ -3,7 +3,7 @@
 Ranks are numbered along three axes, the last one fastest: ``replicate`` (copies of the state), ``shard`` (FSDP: each rank has a
 part of each weight) and ``tensor`` (each rank has different heads and columns). Ranks in a tensor group work on the same tokens.
 A lane is a tensor group; there are replicate x shard lanes. Each set of ``context`` neighbouring lanes splits the tokens of the same
-rows. This does not affect how weights are split: the gang just has lanes / context data ranks, each with different rows.
+rows. This does not affect how weights are split. It only reduces the number of data ranks, each with different rows, to lanes / context.
 A full copy on every rank (``sharding: replicate``) needs no ``ModelSplit``.
 """
 
@@ -66,7 +66,11 @@ def split_of(
     num_ranks, tensor, context = len(nodes), section.tensor_parallel_size, section.context_parallel_size
     if num_ranks % (tensor * context):
         have = f"{num_ranks} processes" if num_ranks > 1 else "one process"
-        hint = f"use a divisor of {num_ranks}" if num_ranks > 1 else "give the run a cluster of several slots, or use 1"
+        hint = (
+            f"use a divisor of {num_ranks}"
+            if num_ranks > 1
+            else "give the run a cluster of several slots, or leave the size at 1"
+        )
         raise ValueError(f"{product_of(name, tensor=tensor, context=context)}, but {name} has {have}; {hint}")
     if not is_split(section, num_ranks=num_ranks):
         return None
@@ -98,7 +102,8 @@ def product_of(name: str, *, tensor: int, context: int) -> str:
 
 
 def indivisible_heads(*, heads: int, kv_heads: int, tensor: int, context: int, name: str) -> str | None:
-    """Return why the ranks of a context group cannot split the heads that their tensor group leaves them, or None if they can."""
+    """Return why the ranks of a context group cannot split their heads evenly, or None if they can. With tensor parallelism, these are
+    the heads of one tensor rank."""
     own, kv_own = heads // tensor, max(1, kv_heads // tensor)
 
     def fit(size: int) -> bool:

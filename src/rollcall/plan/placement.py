@@ -1,4 +1,4 @@
-"""Parses ``cluster.component_placement`` into a ``Plan``: which role's processes run on which slots. Needs no Ray and no torch.
+"""Parses ``cluster.component_placement`` into a ``Plan``: which role's processes run on which slots. Needs neither Ray nor torch.
 
 ``slots.py`` defines the syntax for a role's slots. A role's ranks are numbered from 0 in slot order.
 
@@ -99,7 +99,8 @@ class Mesh:
 
     @property
     def lanes(self) -> int:
-        """The number of tensor groups. Those in a context group work on the same rows, but have weights like any other tensor group."""
+        """The number of tensor groups. Tensor groups in the same context group work on the same rows, but their weights are like those of
+        any other tensor group."""
         return self.data * self.context
 
 
@@ -110,7 +111,7 @@ class Plan:
     processes: Mapping[Role, tuple[PlannedProcess, ...]]  # by rank
     groups: tuple[RoleGroup, ...]  # each process in the cluster is in one of them, except environment processes
     meshes: Mapping[Role, Mesh]  # for the roles with a model
-    notes: tuple[str, ...]  # decisions that the user did not make
+    notes: tuple[str, ...]  # messages about decisions that the run file leaves to the planner
 
     @property
     def roles(self) -> tuple[Role, ...]:
@@ -412,7 +413,7 @@ def _groups_of(processes: Iterable[PlannedProcess]) -> tuple[RoleGroup, ...]:
 
 
 def shrink(section: ClusterSection, plan: Plan, *, kept: Sequence[int]) -> ClusterSection:
-    """Return the section for only the ``kept`` nodes (ranks, in order), renumbered from 0. ``plan`` is for all nodes."""
+    """Return the section for only the ``kept`` nodes (ranks, in order), renumbered from 0. ``plan`` is the plan for all nodes."""
     lost = [rank for rank in range(plan.num_nodes) if rank not in kept]
     old = [slot for rank in kept for slot in plan.node_slots(rank)]
     number = {slot.index: new for new, slot in enumerate(old)}

@@ -119,7 +119,7 @@ def _parse_part(text: str, *, nodes: Nodes, given: str) -> _Part:
 
 
 def _check_ranks(part: _Part, *, num_before: int, given: str) -> None:
-    """Check that the ranks follow the slots and that each process gets the same number of slots."""
+    """Check that the ranks are in slot order and that each process gets the same number of slots."""
     if part.ranks is None:
         return
     slots, processes = part.num_slots, part.num_processes

@@ -201,7 +201,7 @@ def check_compiler(key: str) -> None:
     """Raise an error if torch cannot compile for this CPU, rather than fail at the first call."""
     if not has_compiler():
         raise ConfigError(
-            f"{key}: true needs a C++ compiler on a CPU, and {os.environ.get('CXX', 'g++')!r} was not found; install g++, set CXX to "
+            f"on a CPU, {key}: true needs a C++ compiler, but {os.environ.get('CXX', 'g++')!r} was not found; install g++, set CXX to "
             f"another compiler, or leave the key out"
         )
 
@@ -347,8 +347,8 @@ def build_scorers(
     num_workers: int = NUM_REWARD_WORKERS,
 ) -> tuple[Scorer, Scorer]:
     """Build the scorers for training and for evaluation. They are the same unless all rewards come from models (``judges_of``). ``score``
-    is the policy's scoring function; ``models`` maps a reward model's position in the run file to its function. ``owned`` closes the
-    scorers."""
+    is the policy's scoring function; ``models`` maps a reward model's position in the run file to its function. The scorers are closed
+    together with ``owned``."""
     functions = dict(models)
     for index, reward in enumerate(rewards):
         if reward.type == "self_certainty":
@@ -369,7 +369,7 @@ def build_environments(
     extended turn by turn."""
     if section is None:
         return None
-    from rollcall.environments.host import make_environments  # imported late: few runs have an environment
+    from rollcall.environments.host import make_environments  # imported here, because few runs have an environment
 
     say("starting the environment")
     rows = [prompt.metadata for prompts in sets if prompts is not None for prompt in prompts.prompts]

@@ -41,8 +41,8 @@ from rollcall.plan.placement import Role, plan_for
 
 
 def settle(config: Config, model: Any, *, learners: Sequence[Learner | Critic], samples: bool) -> int | None:
-    """Choose and print the micro-batch sizes of the learners in this process. Returns the number of KV tokens for a native engine that
-    ``samples`` from ``model`` in this process; None if the run file sets it."""
+    """Choose and print the micro-batch sizes of the learners in this process. If a native engine in this process samples from ``model``
+    (``samples``), returns its number of KV tokens, or None if the run file sets it."""
     device = learners[0].body.device if learners else next(model.parameters()).device
     if device.type != "cuda":
         return None
@@ -82,8 +82,8 @@ def engine_needs(config: Config, decoder: Decoder) -> EngineNeeds:
 
 
 def _kv_of(engine: EngineNeeds, model: Any, *, card: int) -> KvNeed:
-    """Return how much of the free memory to keep for the engine. This is its KV cache and, for vLLM, also its weights, but nothing if
-    vLLM sleeps while the learners work."""
+    """Return how much of the free memory to keep for the engine. The engine needs it for its KV cache and, with vLLM, also for its
+    weights. If vLLM sleeps while the learners work, it needs none."""
     rollout = engine.config.rollout
     if kv_is_open(rollout):
         return engine.open_kv
@@ -139,7 +139,8 @@ def _agreed(learner: Learner | Critic, choice: Choice) -> Choice:
 
 
 def _together(learner: Learner | Critic, line: Line | None) -> Line | None:
-    """Combine the ranks' lines into the worst case. Returns None if a rank has no line; all ranks then use that rank's smaller size."""
+    """Combine the ranks' measurements into the worst case. Returns None if a rank has no measurement; all ranks then use that rank's
+    smaller size."""
     fit, gang = learner.fit, learner.body.gang
     own = None if line is None else [line.fixed, line.per_token]
     members = gang.gather([own, fit.tokens, fit.recompute])
@@ -151,13 +152,13 @@ def _together(learner: Learner | Critic, line: Line | None) -> Line | None:
 
 
 def _chosen(fit: Fit, line: Line | None, *, room: int) -> str:
-    by = "by estimate" if line is None else f"measured: {size(line.fixed)} and {size(int(line.per_token))} per token"
+    by = "by estimate" if line is None else f"measured: {size(line.fixed)} plus {size(int(line.per_token))} per token"
     return f"{fit.name}: {fit.tokens} tokens in a micro-batch{fit.recompute.sentence} ({by}; {size(room)} were free)"
 
 
 def _kv_tokens(engine: EngineNeeds, *, device: torch.device, needs: Sequence[int]) -> int:
-    """Return how many KV tokens fit next to the learners. Engine and learners take turns with their memory, but CUDA graphs keep
-    theirs."""
+    """Return how many KV tokens fit next to the learners. The engine and the learners use their working memory in turn, but CUDA graphs
+    keep theirs."""
     config = engine.config
     room = room_on(device) - engine.graphs - max([engine.filling, *needs])
     tokens = max(1, engine.open_kv.of(room) // (engine.kv_per_token * KV_BLOCK)) * KV_BLOCK

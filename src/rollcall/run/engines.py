@@ -3,9 +3,9 @@
     generate ──▶ router: which process? ──▶ its link: queued for the next call ──▶ ``exchange`` in that process
              ◀── finished completions return with a call's answer ◀──
 
-No call is for a single completion. Each busy process has two ``exchange`` calls in flight, so that it never waits for the controller. A
-call sends new requests and cancellations; its answer returns finished completions. One thread waits for answers. Everything else runs in
-the event loop's thread and does not block.
+Each busy process has two ``exchange`` calls in flight, so that it never waits for the controller. A call sends all new requests and
+cancellations, and its answer returns all finished completions. One thread waits for answers. Everything else runs in the event loop's
+thread and does not block.
 
 The run survives the loss of a process that contains only an engine. Its unfinished requests are sent to other processes before any new
 ones, and ``replace`` starts a new process in another thread. The new process gets requests once the next ``serve`` or ``admit`` has sent
@@ -43,10 +43,12 @@ class _Link:
     new: list[Request] = field(default_factory=list)
     cancelled: list[str] = field(default_factory=list)
     ended_sessions: list[str] = field(default_factory=list)
-    calls: dict[int, Any] = field(default_factory=dict)  # by number, in the order in which the process handles them
+    calls: dict[int, Any] = field(
+        default_factory=dict
+    )  # call number -> call, in the order in which the process handles them
     last_cancelling: int = -1  # the last call that sent cancellations
     recalled: set[str] = field(default_factory=set)  # the requests that those calls cancelled
-    num_preemptions: int = 0  # the last count from the process
+    num_preemptions: int = 0  # as last reported by the process
 
     def give(self, requests: Sequence[Request]) -> None:
         """Queue requests. If a request was cancelled after the last call, the process still has it, so only undo the cancellation."""
@@ -56,7 +58,8 @@ class _Link:
         self.cancelled = [each for each in self.cancelled if each not in given]
 
     def cancel(self, ids: Collection[str]) -> None:
-        """Cancel requests. Drop those that are still queued, because the process would abort them before it has them."""
+        """Cancel requests. Those that are still queued here are only dropped, because the process would handle the cancellation before
+        the request."""
         waiting = {request.id for request in self.new}
         self.new = [request for request in self.new if request.id not in ids]
         self.cancelled += [each for each in ids if each not in waiting]
@@ -168,7 +171,7 @@ class Engines:
             self._look_soon()
 
     def begin_session(self, session: str) -> None:
-        """Do nothing, because the processes never wait for turns to batch."""
+        """Do nothing, because these engines never wait for a session's next request to batch it with others."""
 
     def end_session(self, session: str) -> None:
         """End a session with the next call. Until then the process keeps the session's memory, because nothing else needs it earlier."""
@@ -356,7 +359,7 @@ class Engines:
             break
         self._new_ones -= new
         for worker in new:
-            say(f"{self._name(worker)} has the weights of version {version} and serves again")
+            say(f"{self._name(worker)} has version {version} of the weights and is serving requests again")
             self._away.discard(worker)
             self._router.join(self._new_worker(worker))
         if self._alone is not None and self._router.num_workers:

@@ -115,7 +115,8 @@ class EnvironmentHosts:
 
 
 def _endpoint_address(cluster: VirtualCluster, *, toward: str) -> str:
-    """Return this node's address in the cluster. If it has no slots there, return the address from which it reaches the hosts."""
+    """Return this node's address in the cluster. If this node has no slots in the cluster, return its address on the route to
+    ``toward``."""
     routed = own_address(toward=toward, node_ip=None, interface=None)
     known = [node.address for node in cluster.nodes if node.address and is_own(node.address)]
     return routed if routed in known or not known else known[0]

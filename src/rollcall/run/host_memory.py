@@ -24,7 +24,7 @@ LARGE_SHARE = 4  # a quarter of the machine's memory may use huge pages
 
 
 def keep_freed_memory() -> None:
-    """Make malloc keep freed memory, in this thread and in threads that start later. Does nothing for C libraries other than glibc."""
+    """Make malloc keep freed memory, in this thread and in threads that start later. Does nothing with C libraries other than glibc."""
     libc = ctypes.CDLL(None)
     if not hasattr(libc, "mallopt"):
         return

@@ -1,8 +1,8 @@
 """Runs the roles in processes on a cluster, and lets the controller use them as if they were in its own process.
 
-``build_workers_on_cluster`` places one process per seat in the plan. Each process has the roles of its seat (``worker.RoleWorker``). The
-controller gets the same handles as from ``local.build_workers``: an engine, a learner, a critic and a reference. Each handle calls the
-processes with its role. A process handles its calls one after the other, so an update never runs in the middle of a decoding step.
+``build_workers_on_cluster`` starts the plan's processes. Each process is a ``worker.RoleWorker`` with the roles that the plan gives it.
+The controller gets the same handles as from ``local.build_workers``: an engine, a learner, a critic and a reference. Each handle calls
+the processes with its role. A process handles its calls one after the other, so an update never runs in the middle of a decoding step.
 """
 
 from __future__ import annotations
@@ -172,7 +172,7 @@ def _fill(
 
 
 def _start(config: Config, site: Site, *, inputs: Inputs, in_parts: frozenset[Role]) -> tuple[Team, Facts]:
-    """Start all processes; each joins its gang and loads its roles. Raises if a process has a different tokenizer."""
+    """Start all processes; each joins its gang and loads its roles. Raises if a process's tokenizer differs from the controller's."""
     plan, processes = site.plan, site.plan.all_processes
     # A builtin model is part of the package, so each node uses its own copy.
     path = config.model.path if config.model.path.startswith("builtin:") else inputs.model_path

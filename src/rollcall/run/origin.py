@@ -34,10 +34,10 @@ from rollcall.model.stored.find import adapter_folder
 from rollcall.model.tokenizers import stop_token_ids, tokenizer_mark
 
 ROWS, BASE, CODE = "data.json", "base.json", "code.json"
-FORMAT = 3  # of a run directory; earlier formats are refused
+FORMAT = 3  # the format of a run directory; earlier formats are refused
 _KEPT = {
-    "reward": "groups in the journal keep the scores from the old code, except where it failed; the new code scores those and all later "
-    "groups; do not compare held-out results from before the change with later results",
+    "reward": "groups in the journal keep their scores from the old code, except those that it failed to score; the new code scores "
+    "these and all later groups; do not compare held-out results from before the change with later results",
     "environment": "episodes in the journal were played with the old code, and later ones are played with the new code",
 }
 T = TypeVar("T")
@@ -47,7 +47,7 @@ T = TypeVar("T")
 
 
 def refuse_changed_rows(run_dir: Path, split: str, prompts: PromptSet, *, limit: int | None = None) -> None:
-    """Raise an error if the rows of ``data.train`` or ``data.val`` changed since the run began. ``prompts`` are the rows now. If
+    """Raise an error if the rows of ``data.train`` or ``data.val`` changed since the run began. ``prompts`` are the current rows. If
     ``limit`` changed, only the rows that exist in both are compared."""
     noted = _noted(run_dir, ROWS, lambda found: _read_rows(found, split))
     if noted is None:
@@ -105,7 +105,7 @@ def _read_rows(found: Any, split: str) -> tuple[np.ndarray, int | None]:
 
 def sampled_weights(config: Config) -> dict[str, str]:
     """Identify the weights in local folders that ``base_of`` does not cover: those of reward models, and of adapters that the run starts
-    from. Reads only samples of each file, which is enough to notice differently trained weights."""
+    from. Reads only samples of each file, which is enough to detect weights that were trained differently."""
     folders = [Path(reward.path).expanduser() for reward in config.reward if isinstance(reward, ModelReward)]
     path = Path(config.model.path).expanduser()
     if path.is_dir() and (adapter := adapter_folder(path)) is not None:
@@ -259,7 +259,7 @@ def _note(run_dir: Path, name: str, facts: Callable[[], Mapping[str, Any]]) -> N
 
 def _write(path: Path, facts: Mapping[str, Any]) -> None:
     data = json.dumps({"format": FORMAT, **facts})
-    persist(lambda: write_atomic(path, data), path=path, what=f"what the run began with ({path.name})")
+    persist(lambda: write_atomic(path, data), path=path, what=f"the record of what the run began with ({path.name})")
 
 
 def _noted(run_dir: Path, name: str, read: Callable[[Any], T]) -> T | None:
@@ -268,8 +268,7 @@ def _noted(run_dir: Path, name: str, read: Callable[[Any], T]) -> T | None:
     if not has_begun(run_dir):
         return None
     earlier = (
-        f"a version of Rollcall before {__version__} began this run; finish it with the version that began it, or "
-        f"{ANOTHER_RUN}"
+        f"a version of Rollcall before {__version__} began this run; finish the run with that version, or {ANOTHER_RUN}"
     )
     try:
         found = json.loads(read_small(path, most=1 << 31))

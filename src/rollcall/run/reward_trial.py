@@ -121,7 +121,7 @@ def try_rewards(config: Config, prompts: list[Prompt]) -> Trial:
 
 
 def completions_for(prompt: Prompt) -> list[tuple[str, str]]:
-    """Return the completions to try for a row. A row without an answer gets only the last two."""
+    """Return the kinds and texts of the completions to try for a row. For a row without an answer, the first of the three is missing."""
     found = [(ANSWER, prompt.answer)] if prompt.answer.strip() else []
     return [*found, (EMPTY, ""), (SAMPLE, SAMPLE_TEXT)]
 

@@ -2,19 +2,19 @@
 
 A completion keeps its seed, so the choice of a worker only affects timing. A group's requests go to one worker together (a ``Batch``),
 so that the prompt is computed only once. A worker gets as many completions as it can decode at once (``room``) and a few
-more, so that it never runs dry. The other requests wait in the router, ordered by ``Request.order``.
+more, so that it never runs out of work. The other requests wait in the router, ordered by ``Request.order``.
 
 - With node weights, each node gets its share of the batches regardless of speed; a node's workers split the share by their speed.
 - Without node weights, all workers split all batches by their speed. A batch goes to the worker that should finish it first. A slow
   worker gets no batch that the others would finish sooner. Near the end, batches that a busy worker has not started go
   to idle workers.
 
-A session's request goes to the worker that had the session's previous request, if that worker can start it at once, because it may still
-have the session's KV. Another worker takes longer but gives the same result.
+A session's request goes to the worker that handled the session's previous request, if that worker can start it at once, because it may
+still have the session's KV. Any other worker would take longer, but the result would be the same.
 
-Speed is measured in completions per second while a worker is busy, and in seconds from sending a batch until all of it is back. Old
-measurements fade, so the router notices a node that slows down or recovers. If a worker got no work for ``RETRY_VERSIONS`` weight
-versions, the router drops its measurements and treats it as fast as the others.
+Speed is measured in completions per second while a worker is busy, and in seconds from sending a batch until all of it is back. Older
+measurements count less, so the router notices a node that slows down or recovers. If a worker got no work for ``RETRY_VERSIONS`` weight
+versions, the router drops its measurements and assumes that it is as fast as the others.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ AHEAD = 8  # a worker may get 1/AHEAD more than its room, or one batch more if t
 class Batch:
     """The requests of a group, or a single request. ``requests`` contains those that have not finished."""
 
-    order: tuple[tuple[int, int, int], int]  # the order of its first request, then its arrival
+    order: tuple[tuple[int, int, int], int]  # sort key: the order of its first request, then the order of arrival
     session: str | None
     pool: _Pool
     requests: dict[str, Request] = field(default_factory=dict)
@@ -70,7 +70,8 @@ class RolloutWorker:
     share: float = 1.0  # share of the work, relative to the others
 
     def measured(self, now: float) -> tuple[float, float]:
-        """Return the finished completions and the seconds that they took, including the time by which the current batch is late."""
+        """Return the number of finished completions and the seconds that they took. If the current batch is late, its delay is
+        included."""
         overdue_s = now - self.since_s - (self.latency_s or 0.0) if self.load else 0.0
         return self.done, self.busy_s + max(overdue_s, 0.0)
 
@@ -91,7 +92,7 @@ class Router:
         self._arrivals = itertools.count()
         self._sessions: dict[
             str, list[int]
-        ] = {}  # session -> the workers that had its requests, the most recent one last
+        ] = {}  # session -> the workers that its requests were sent to, the most recent one last
         self._seats: dict[int, RolloutWorker] = {}  # workers that can get requests
         self._by_node = node_weights is not None
         if node_weights is not None:
@@ -132,7 +133,7 @@ class Router:
         return rank
 
     def end_session(self, session: str) -> list[int]:
-        """Forget a session. Returns the workers that had its requests."""
+        """Forget a session. Returns the workers that its requests were sent to."""
         return self._sessions.pop(session, [])
 
     def hand_out(self, *, version: int = 0) -> list[tuple[int, list[Request]]]:
@@ -150,7 +151,7 @@ class Router:
         return None if batch is None or batch.seat is None else batch.seat.worker
 
     def finish(self, request_id: str) -> str:
-        """Note that a completion has arrived. Returns the name of the worker that made it."""
+        """Record that a completion has arrived. Returns the name of the worker that generated it."""
         batch = self._batches[request_id]
         seat = batch.seat
         assert seat is not None, "no worker had this request"
@@ -160,7 +161,7 @@ class Router:
         return seat.name
 
     def drop(self, request_id: str) -> None:
-        """Forget a request that no caller waits for any more."""
+        """Forget a request that no caller is waiting for any longer."""
         batch = self._batches.pop(request_id)
         request = batch.requests.pop(request_id)
         if batch.seat is not None:
@@ -177,12 +178,13 @@ class Router:
             self._open.pop(request.group, None)
 
     def note_waiting(self, worker: int, num_waiting: int) -> None:
-        """Note how many of its completions a worker has not started."""
+        """Record how many of its completions a worker has not started."""
         if worker in self._seats:
             self._seats[worker].num_waiting = num_waiting
 
     def take_back(self) -> list[tuple[int, list[str]]]:
-        """Queue requests again that busy workers have not started while others are idle. The caller must cancel them at the workers."""
+        """If there are idle workers, queue the requests again that busy workers have not started. The caller must cancel them at the busy
+        workers."""
         return [
             (seat.worker, list(batch.requests)) for pool in self._pools.values() for seat, batch in pool.take_back()
         ]
@@ -200,7 +202,7 @@ class Router:
         self._spread()
 
     def join(self, new: RolloutWorker) -> None:
-        """Add a new process. It knows nothing about earlier requests."""
+        """Add a new process, which has no earlier requests or sessions."""
         rank = new.node_rank if self._by_node else 0
         if rank in self._pools:  # otherwise its node has weight 0
             self._seats[new.worker] = self._pools[rank].seats[new.worker] = new
@@ -228,7 +230,7 @@ class _Pool:
         self._sessions = sessions
         # For all workers together, computed by ``_compare``:
         self._rate = 0.0
-        self._latency_s = 0.0  # that of the median worker
+        self._latency_s = 0.0  # the median worker's ``latency_s``
         self._load = 0
 
     def wait(self, batch: Batch) -> None:
@@ -242,13 +244,13 @@ class _Pool:
         return self.queue[0][1] if self.queue else None
 
     def home(self, session: str | None) -> RolloutWorker | None:
-        """Return the worker that had this session's last request, if it is in this pool."""
+        """Return the worker that this session's last request was sent to, if it is in this pool."""
         had = self._sessions.get(session, []) if session is not None else []
         return self.seats.get(had[-1]) if had else None
 
     def hand_out(self, version: int) -> list[tuple[RolloutWorker, Batch]]:
-        """Assign waiting batches to workers. Each assignment changes only that worker's turn, because the sum of waiting and assigned
-        requests stays the same."""
+        """Assign waiting batches to workers. An assignment changes only the sort key of that worker, because the sum of waiting and
+        assigned requests stays the same."""
         out: list[tuple[RolloutWorker, Batch]] = []
         if self.first() is None or not any(self._may_get(seat, self._size) for seat in self.seats.values()):
             return out
@@ -349,14 +351,14 @@ class _Pool:
     def _in_time(self, seat: RolloutWorker, size: int, *, waiting: int) -> bool:
         """Whether this worker would finish a batch by about the time that the other workers finish everything."""
         if len(self.seats) == 1 or not self._load:
-            return True  # some worker has to start
+            return True  # otherwise no worker would ever start
         turns = 1 if self._has_place(seat, size) else 2  # 2: the batch starts after another one has finished
         others_s = (waiting + self._load - seat.load) / (self._rate - seat.rate)
         return turns * seat.expected_s <= TOLERANCE * max(self._latency_s, others_s)
 
     def _compare(self, now: float) -> None:
-        """Compute the speed of every worker. A worker without measurements starts with the usual speed, which counts as much as one batch
-        in its average."""
+        """Compute the speed of every worker. One batch at the usual speed is added to its measurements, so a worker without measurements
+        gets the usual speed."""
         measured = [(seat, *seat.measured(now)) for seat in self.seats.values()]
         known = [done / max(spent, 1e-6) for _, done, spent in measured if done]
         usual = sum(known) / len(known) if known else 1.0

@@ -98,14 +98,14 @@ def serve(plan: ModelPlan, *, host: str, port: int, key: str | None, show: Calla
 
 
 def open_caller(engine: Engine, rules: Open, *, tokenizer: Any, failed: asyncio.Future[None]) -> Caller:
-    """Build a caller for a server, in this event loop. It copies the tokenizer, because another thread uses the engine's. If the engine
-    stops with an error, ``failed`` gets the error."""
+    """Build the function with which a server in this event loop calls the engine. It uses a copy of the tokenizer, because the engine
+    uses the original in another thread. If the engine stops with an error, the error is set on ``failed``."""
     own = copy.deepcopy(tokenizer)
     histories = Histories(Conversations(own), name="serve", max_kept=4_000_000)
     numbers = itertools.count()
 
     async def sample(prompt_ids: Ints, *, seed: int, sampling: Sampling, session: str) -> Completion:
-        # A conversation's next turn goes before newer conversations, because its KV is still there.
+        # A conversation's next turn goes before newer conversations, because the conversation's KV is still in the cache.
         order = (0, 0, int(session.partition("/")[2] or 1))
         request = Request(
             id=str(next(numbers)), prompt_ids=prompt_ids, seed=seed, sampling=sampling, order=order, session=session

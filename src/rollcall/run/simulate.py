@@ -56,7 +56,8 @@ class Verdict:
 
 
 def simulate(config: Config) -> Verdict:
-    """Start the nodes, run on them, and stop them. Raises errors in the run file or the placement; other errors become the verdict."""
+    """Start the nodes, run on them, and stop them. Raises if the run file or the placement is wrong; any other error becomes the
+    verdict."""
     if config.cluster is None:
         raise ConfigError(
             "the run file has no cluster section, so there is no placement to rehearse; `rollcall train` runs it"
@@ -76,7 +77,7 @@ def simulate(config: Config) -> Verdict:
             say(f"running {STEPS} steps of {config.algorithm.name} with a tiny model")
             try:
                 summary = _run(config, root)
-            except Exception as error:  # whatever it is, it becomes the verdict
+            except Exception as error:  # any error becomes the verdict
                 why = str(error) or type(error).__name__
     return Verdict(
         ok=summary is not None and summary["steps"] == STEPS,

@@ -93,7 +93,8 @@ class Spares:
         self._is_closed = True
 
     def replace(self, rank: int, start: Callable[[], T]) -> T:
-        """Start a new process in the seat once its node is available. Returns the result of ``start``, which prepares the process."""
+        """Start a new process in place of ``rank`` once its node is available. Returns the result of ``start``, which prepares the
+        process."""
         where = self._group.specs[rank].where
         loss: WorkerLostError = WorkerDiedError(f"{where} is lost", role=str(self._role), ranks=[rank], node_ranks=[])
         while True:
@@ -112,7 +113,7 @@ class Spares:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Team:
     group: WorkerGroup
-    members: dict[Role, list[int]]  # for each role, the group's processes that have it, by rank
+    members: dict[Role, list[int]]  # role -> the processes in the group that have the role, by rank
     together: frozenset[Role] = frozenset()  # roles whose processes run every forward pass together
 
     def call(self, workers: Sequence[int], method: str, *args: Any) -> list[Any]:
@@ -122,7 +123,7 @@ class Team:
         return self.call(self.members[role], method, *args)
 
     def meetings(self) -> dict[Role, tuple[Place, int]]:
-        """Return the address where each gang's processes connect, and their number. The key is one of the gang's roles."""
+        """Return the address where each gang's processes connect, and the number of processes, keyed by one of the gang's roles."""
         found: dict[Role, tuple[Place, int]] = {}
         for role in (*TRAINED, *SCORERS):
             members = self.members.get(role, [])
@@ -136,7 +137,7 @@ class Team:
 
     def forward(self, role: Role, method: str, samples: Sequence[Sample]) -> list[Any]:
         """Return one result per sample. Each process with the role gets a fair share of the tokens, and an attempt's rows stay together.
-        Processes that run every forward pass together all get all samples, and split them among themselves."""
+        If the processes run every forward pass together, each of them gets all samples, and they split them among themselves."""
         if role in self.together:
             return self.call_role(role, method, list(samples))[0]
         workers = self.members[role]

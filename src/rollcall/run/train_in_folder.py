@@ -42,7 +42,7 @@ def train_as_master(
 
 
 def serve_as_worker(folder: Path, *, rank: int, num_nodes: int, options: Mapping[str, str]) -> None:
-    """Serve as node ``rank`` until the master's run is over. Raises if the options differ from the master's."""
+    """Serve as node ``rank`` until the master has finished the run. Raises if the options differ from the master's."""
     if not 0 < rank < num_nodes:
         raise ConfigError(
             f"--worker {rank} with --num-nodes {num_nodes} is not a worker; node 0 is the master, the workers are 1 to "
@@ -68,7 +68,7 @@ def with_folder(config: Config, folder: Path, *, num_nodes: int, rank_weights: S
     if config.rollout.weights not in ("auto", "file"):
         raise ConfigError(
             f"rollout.weights={config.rollout.weights} needs a network between the nodes, but they share only a folder; leave "
-            "the key out, or use file"
+            "the key out, or set it to file"
         )
     if config.trainer.elastic is not None:
         raise ConfigError(
@@ -100,7 +100,8 @@ def with_folder(config: Config, folder: Path, *, num_nodes: int, rank_weights: S
 
 
 def _shared_dir(run_dir: Path, folder: Path) -> Path:
-    """Return the run directory. Raises unless it is on the folder's file system, where all nodes can read checkpoints and weights."""
+    """Return the absolute run directory. Raises unless it is on the same file system as the shared folder, where all nodes can read
+    checkpoints and weights."""
     run_dir, folder = run_dir.absolute(), folder.absolute()
     there = [next(each for each in (path, *path.parents) if each.exists()) for path in (run_dir, folder)]
     if folder.is_relative_to(run_dir) or there[0].stat().st_dev != there[1].stat().st_dev:

@@ -113,8 +113,8 @@ def train(
 
 @contextmanager
 def _examining() -> Iterator[None]:
-    """Open the debugger for exceptions in this process, if the user asked for it. Errors from another process have been examined there
-    already. Each error opens the debugger only once, so these blocks may be nested."""
+    """Open the debugger for exceptions in this process, if the user asked for it. An error from another process was already debugged
+    there. Each error opens the debugger only once, so these blocks may be nested."""
     try:
         yield
     except Exception as error:
@@ -145,7 +145,7 @@ class _Run:
         changes: list[Change] = []
         if (
             has_begun(run_dir) or not (run_dir / RUN_FILE).exists()
-        ):  # a directory with another run's file may be left from a failed start
+        ):  # a failed start may have left another run's file in the directory
             changes = changes_on_resume(config, run_dir)  # refuses impossible changes before anything is loaded
         if not has_begun(run_dir):
             refuse_changing_base(config)
@@ -225,7 +225,7 @@ class _Run:
         return build_workers_on_cluster(config, backend=self.backend)
 
     def _note_end(self, reason: Exception) -> None:
-        """Record in the events why another attempt follows, and reduce its micro-batches if one did not fit."""
+        """Record in the events why another attempt is needed. If a micro-batch did not fit, the next attempt uses smaller ones."""
         run_dir = self.config.run.dir
         if isinstance(reason, Regrow):
             _mark(run_dir, "node back", MarkKind.RECOVERY, reason=reason)
@@ -346,15 +346,15 @@ def _drive(controller: Controller, *, grace_s: float) -> None:
             raise KeyboardInterrupt from None
     except Exception as error:
         if stop.is_interrupted:
-            say(f"stopped by Ctrl-C, and then: {headline(error)}")
+            say(f"stopped by Ctrl-C; this error occurred while stopping: {headline(error)}")
             raise KeyboardInterrupt from error
         if stop.asked is None:
             if loss_of(error) is None:  # so a checkpoint that is being written can be finished
                 with _saying_why("the checkpoint that was being written is lost", known=error):
                     controller.record.saves.settle()
             raise
-        # The other processes were also asked to stop, and have ended.
-        say(f"asked to stop by {stop.asked}, and then: {headline(error)}")
+        # The other processes were also asked to stop, and have already ended.
+        say(f"asked to stop by {stop.asked}; this error occurred while stopping: {headline(error)}")
     with _saying_why("the newest step cannot be saved"):
         controller.save_unsaved()
     raise Stopped(stop.asked)
@@ -362,7 +362,7 @@ def _drive(controller: Controller, *, grace_s: float) -> None:
 
 @contextmanager
 def _saying_why(what: str, *, known: Exception | None = None) -> Iterator[None]:
-    """If the block raises, only report it, because the user will see another error (``known``) or the end of the run."""
+    """If the block raises, only print the error, because the user will see another error (``known``) or the end of the run."""
     try:
         yield
     except Exception as error:  # noqa: BLE001 - there is no time to retry, whatever it is
@@ -413,7 +413,7 @@ def _say_size(config: Config) -> None:
     try:
         sizes = read_sizes(config.model.path)
     except SizesUnknown:
-        return  # another check refuses such an architecture by name
+        return  # another check refuses unknown architectures, with a message that names them
     width = element_size(config)
     if not _has_slots(config):
         width = resolve_dtype(config.model.dtype, resolve_device(config.model.device)).itemsize
@@ -438,7 +438,7 @@ def _say_changes(events: Events, changes: list[Change], *, step: int, code: list
         return
     lines = [f"  {change}" for change in changes]
     meaning = (
-        "groups in the journal were made with the old values; steps after the checkpoint are trained with the new values, and the "
+        "groups in the journal were generated with the old values; steps after the checkpoint are trained with the new values, and the "
         "learning rate may differ where it depends on them"
     )
     say("\n".join(["settings that this resume changes:", *lines, meaning]))
@@ -452,12 +452,13 @@ def _say_where(run_dir: Path, start_step: int, journal: Journal) -> None:
         ahead = sum(len(journal.read(step)) for step in journal.steps() if step > start_step)
         say(
             f"resuming {run_dir} from step {start_step}; {counted(ahead, 'finished group')} "
-            f"{'waits' if ahead == 1 else 'wait'} in the journal"
+            f"{'is' if ahead == 1 else 'are'} waiting in the journal"
         )
 
 
 def _journaled_failures(directory: Path, *, shown: list[dict[str, str]]) -> list[dict[str, str]]:
-    """Return the first failure of each kind that is missing from ``shown``, because an earlier process encountered it."""
+    """Return the first failure of each kind that is in the journal but not in ``shown``. An earlier process of the run encountered
+    these."""
     known = {(failure["reward"], failure["kind"]) for failure in shown}
     found: dict[tuple[str, str], dict[str, str]] = {}
     with Journal(directory) as journal:
@@ -484,7 +485,7 @@ def _say_rollout(run_dir: Path, controller: Controller, summary: dict[str, Any])
     counts = {step: len(controller.journal.read(step)) for step in controller.steps_ahead}
     ready = ", ".join(f"step {step}: {counted(count, 'group')}" for step, count in counts.items())
     say(
-        f"the journal has groups for {ready}; train on them with --phase update"
+        f"the journal has groups that are ready for training ({ready}); train on them with --phase update"
         if ready
         else f"{trained(controller.start_step)}, so there is nothing to generate; raise trainer.steps to continue"
     )

@@ -2,9 +2,9 @@
 
 The first actor process sends. If only vLLM's process has the weights, each actor process sends its own part instead
 (``engine/weights/parts.py``). Every process with a rollout or inference role but no actor receives. A process with an actor reads the
-actor's parameters, so it only records the version. The controller calls all of them at once (``WeightSync``). The data goes directly from
-process to process (``WorkerWeights``), over the transport that ``rollout.weights`` names. When a process is new, or is back after a
-failure, the senders invite all receivers again, and the next update sends all weights.
+actor's parameters, so it only records the version. The controller calls all of these processes at once (``WeightSync``). The data goes
+directly from process to process (``WorkerWeights``), over the transport that ``rollout.weights`` names. When a process is new, or is back
+after a failure, the senders invite all receivers again, and the next update sends all weights.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from rollcall.engine.weights.protocol import Invitation
 from rollcall.engine.weights.transports import FanOut, open_sender
 from rollcall.plan.placement import HOLDERS, Role
 
-if TYPE_CHECKING:  # team.py needs what only clusters need, and a run in one process imports this module too
+if TYPE_CHECKING:  # team.py imports modules for clusters, which a run in one process does not need
     from rollcall.run.team import Team
 
 
@@ -61,8 +61,8 @@ class WeightSync:
         """After a failed push, wait until the actor's processes have stopped sending. Raises if one takes longer than ``timeout_s``."""
         deadline, actors = time.monotonic() + timeout_s, self._team.members[Role.ACTOR]
         for name in [name for worker, name in self._names().items() if worker in lost and name in self._invitations]:
-            # A sender that was connected to the receiver noticed the loss and no longer listens; others may listen only on their own
-            # host.
+            # Errors are expected: a sender that was connected to the lost receiver has stopped listening already, and other senders may
+            # listen only on their own host.
             for invitation in self._invitations[name]:
                 with suppress(MissingPeerError):
                     decline(invitation, name=name, timeout_s=2.0)
@@ -118,7 +118,8 @@ class WorkerWeights:
         return self._sender is not None
 
     def invite(self, receivers: Mapping[str, bool], host: str, *, name: str) -> Mapping[str, Invitation]:
-        """Open a sender to these receivers. A value says whether the receiver is on this host; ``name`` appears in messages."""
+        """Open a sender to these receivers. Each value says whether the receiver is on this host; ``name`` is this sender's name in
+        messages."""
         if self._sender is not None:
             self._sender.close()
             self._sender = None

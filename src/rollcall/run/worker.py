@@ -66,8 +66,8 @@ PURPOSES = {
     "listen": "to listen for the other processes",
     "exchange": "to sample completions",
     "invite": "to invite the processes that get new weights",
-    "send_weights": "to send weights of version {0}",
-    "use_weights": "to receive weights of version {0}",
+    "send_weights": "to send version {0} of the weights",
+    "use_weights": "to receive version {0} of the weights",
     "update": "to update the policy",
     "update_critic": "to update the critic",
     "score": "to score samples",
@@ -142,7 +142,7 @@ class RoleWorker(Trained):
     def build(self, ranks: Mapping[Role, int], meeting: Mapping[Role, tuple[Place, int]]) -> Facts:
         """Load what this process needs for its roles on a cluster. ``ranks`` contains its rank in each role. For each role whose
         processes work together, ``meeting`` contains the address of rank 0 and the number of processes."""
-        transformers_logging.disable_progress_bar()  # otherwise every process would draw a bar
+        transformers_logging.disable_progress_bar()  # otherwise every process would show a progress bar
         set_threads(self.config.trainer.num_threads, processes_here=int(os.environ["LOCAL_WORLD_SIZE"]))
         title = " + ".join(f"{role} {rank}" for role, rank in ranks.items())
         be_reachable(About(title=title, roles=tuple(map(str, ranks)), run=str(self.config.run.dir.resolve())))
@@ -163,7 +163,7 @@ class RoleWorker(Trained):
             model, unread = self._load(gang, Role.ACTOR, in_roles=roles, whole=samples)
         else:
             model = self._outline()
-        self.stop_token_ids = stop_token_ids(  # before anything else is loaded: the run file's ids may be wrong
+        self.stop_token_ids = stop_token_ids(  # before anything else is loaded, because the run file's ids may be wrong
             self.tokenizer, model.config, model.generation_config, rollout=self.config.rollout
         )
         # The adapter is small, so every process that has the policy has all of it.
@@ -222,7 +222,8 @@ class RoleWorker(Trained):
         )
 
     def _build_reference(self, gang: Gang, *, in_roles: Collection[Role]) -> Reference:
-        """Build the frozen model, sharded like the actor. A learner with an adapter already contains it, so it is not loaded again."""
+        """Build the frozen model, sharded like the actor. If the learner trains an adapter, it already contains the frozen model, which
+        is then not loaded again."""
         learner, section, in_parts = self.learner, self.config.actor, Role.REFERENCE in self._in_parts
         plain = learner is not None and learner.adapter is not None
         plain = plain and (gang.size == 1 or learner.body.in_parts == in_parts)
@@ -239,9 +240,9 @@ class RoleWorker(Trained):
     def _load(
         self, gang: Gang, role: Role, *, in_roles: Collection[Role], whole: bool = False
     ) -> tuple[Any, Stored | None]:
-        """Load the model for ``role``, or only its outline and the location of its weights: if the model is in parts, each process in the
-        gang later reads its own part. If the files do not allow that, the first process of the gang loads the model and sends the others
-        their parts. ``whole`` means that something in this process needs the full model."""
+        """Load the model for ``role``. If the model is split over the gang, load only its outline and the location of its weights,
+        because each process later reads its own part. If the files do not allow that, the first process of the gang loads the model and
+        sends the others their parts. ``whole`` means that something in this process needs the full model."""
         in_parts = role in self._in_parts and role in in_roles
         outline = self._outline() if in_parts and not whole else None
         unread, why = None, None
@@ -250,7 +251,7 @@ class RoleWorker(Trained):
                 unread = open_unread(self.model_path, outline, fetch=True, compares_head=gang.rank == 0)
             except WholeOnly as error:
                 why = str(error)
-        # All members of the gang reach this line, because a role is in parts for all of them or for none.
+        # All members of the gang reach this line, because a role's model is split for all of them or for none.
         reasons = [reason for reason in gang.gather(why) if reason is not None] if in_parts else []
         if reasons and gang.rank == 0:
             say(
@@ -303,7 +304,8 @@ class RoleWorker(Trained):
         self._serve(version)
 
     def _note_change(self) -> None:
-        """Tell the engine that its parameters are about to change. The controller sends it no requests until it has their new version."""
+        """Tell the engine that its parameters are about to change. The controller sends the engine no requests until the new version is
+        complete."""
         self._served = None
         if self.engine is not None:
             self.engine.settle()
@@ -321,7 +323,8 @@ class RoleWorker(Trained):
             parameters[name].copy_(tensor)
 
     def _serve(self, version: int) -> None:
-        """Let the engine use this version, whose parameters are now complete. An engine that already has it keeps its cache."""
+        """Let the engine use this version, whose parameters are now complete. An engine that already uses this version keeps its
+        cache."""
         if self.engine is not None and version != self._served:
             if not self._hands_on:
                 self.engine.update_weights(version)
@@ -329,7 +332,7 @@ class RoleWorker(Trained):
 
     @property
     def _hands_on(self) -> bool:
-        """Whether the engine has the only copy of the policy in this process."""
+        """Whether the only copy of the policy in this process is the engine's."""
         return self.engine is not None and self.adapter is None and next(self.model.parameters()).is_meta
 
     # The policy
@@ -348,7 +351,7 @@ class RoleWorker(Trained):
     def send_weights(self, version: int) -> None:
         """Send the learner's weights, as this version, to the invited receivers and to the engine in this process."""
         if self._by_parts:
-            # Gather first, because the whole gang takes part in it; a lost receiver then stops only the sending below.
+            # Gather first, because the whole gang takes part in it. If a receiver is lost, only the sending below fails.
             if self._gathers:
                 self._pass_on(version)
             if self._weights.sends:

@@ -221,7 +221,7 @@ def select(stored: Stored, folder: Path) -> tuple[list[str], list[str]]:
         if not stored.are_equal(name, source):
             raise StoredError(
                 f"{stored.origin}: config.json ties {name} to {source}, but their stored values differ; correct "
-                "tie_word_embeddings in config.json, or use files that belong together"
+                "tie_word_embeddings in config.json, or use files from the same model"
             )
     names = [name for name in stored.tensors if name not in {*copies, *heads, *rotary}]
     _refuse_others(stored, outline, names, folder=folder)
@@ -239,7 +239,7 @@ def _refuse_others(stored: Stored, outline: Outline, names: Sequence[str], *, fo
     there = {outline.tied.get(name, name): stored.tensors[name].shape for name in names}
     if faults := other_tensors(wanted=wanted, found=there):
         raise StoredError(
-            f"{stored.origin} does not match {folder / 'config.json'}: {faults}. Use files that belong together"
+            f"{stored.origin} does not match {folder / 'config.json'}: {faults}. Use files from the same model"
         )
 
 

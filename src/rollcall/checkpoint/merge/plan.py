@@ -267,7 +267,7 @@ def _write(copy: Copy, data: memoryview, at: int, outs: Sequence[int]) -> None:
     behind = at - copy.begin
     if behind % copy.stored.itemsize or len(data) % copy.stored.itemsize:
         raise StoredError(
-            f"{copy.piece.file}: two tensors overlap at byte {at:,} in a way that no writer produces; restore the file"
+            f"{copy.piece.file}: two tensors overlap at byte {at:,} in the middle of an element, so the file is damaged; restore it"
         )
     first = behind // copy.stored.itemsize
     if copy.written != copy.stored:
@@ -286,7 +286,8 @@ def _write(copy: Copy, data: memoryview, at: int, outs: Sequence[int]) -> None:
 
 
 def _outer(copy: Copy) -> int:
-    """Return the number of leading dimensions of the piece that are outside a contiguous run in the full tensor."""
+    """Return the number of leading dimensions to iterate over. For each of their indices, the rest of the piece is contiguous in the full
+    tensor."""
     dim = len(copy.shape)
     while dim and copy.piece.shape[dim - 1] == copy.shape[dim - 1]:
         dim -= 1

@@ -1,4 +1,5 @@
-"""The working folder of a merge, next to its target. It survives an interruption, and one rename makes it the target.
+"""The working folder of a merge, next to its target. It is kept after an interruption, and the complete model is moved to the target with
+a single rename.
 
 ``.merging-NAME/`` contains the output files in ``model/``, the plan's fingerprint, one line for each finished unit, and a
 lock. The same command finds the folder and continues. A merge with different inputs or outputs starts over.
@@ -64,7 +65,7 @@ class Staging:
                     file.truncate(out.size)
             fsync_tree(self.model)
             self._progress.touch()
-            # From now on, a later try knows that the files belong to this plan.
+            # From now on, a later try can see that the files belong to this plan.
             write_atomic(kept, json.dumps({"fingerprint": self._plan.fingerprint}))
 
     @contextmanager
@@ -94,8 +95,8 @@ class Staging:
 
 @contextmanager
 def begin(out: Path, plan: MergePlan) -> Iterator[Staging]:
-    """Lock the staging folder for a target. If the block is interrupted, the folder stays for the next try. If the block refuses the
-    stored files, the folder is removed."""
+    """Lock the staging folder for a target. If the block is interrupted, the folder stays for the next try. If the block raises
+    ``StoredError``, the folder is removed."""
     folder = out.with_name(f".merging-{out.name}")
     with locked(folder, out):
         try:
