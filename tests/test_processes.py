@@ -145,7 +145,7 @@ def test_a_module_that_ends_its_process_is_refused_with_what_to_do(
     monkeypatch.chdir(tmp_path)
     (tmp_path / "odd_module.py").write_text("import os\nos._exit(0)")
     with pytest.raises(
-        ConfigError, match="ended during its start.*exit status 0.*; check what its module does when imported"
+        ConfigError, match="ended during startup.*exit status 0.*; check what its module does when imported"
     ):
         made("odd_module:Game")
 
