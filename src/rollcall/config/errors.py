@@ -16,7 +16,7 @@ from rollcall.config.base import KeyProblem
 WORDS_ALIKE = 0.75  # if two words are at least this similar, one may be a misspelling of the other
 ONE_LETTER = 0.9  # similarity of two names that differ in one letter
 LIKELY = 0.5  # a less similar name is not worth suggesting
-LONGEST_NAME = 60  # characters; a longer key is not a misspelling
+LONGEST_NAME = 60  # characters; no name is suggested for a longer key
 MOST_ERRORS = 10  # the most errors shown at once
 MOST_SHOWN = 300  # characters shown of a given value
 

@@ -1,6 +1,6 @@
-"""Reads YAML that users wrote or a crash damaged. Limits size and depth, and refuses duplicate keys.
+"""Reads YAML that may contain users' mistakes or have been damaged by a crash. Limits size and depth, and refuses duplicate keys.
 
-Every refusal is a ``ConfigError`` that names the file and, if possible, the wrong line.
+Every refusal is a ``ConfigError`` that names the file and, if possible, the invalid line.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def read_small(path: Path | str, *, most: int = 1 << 28) -> bytes:
 
 
 def refuse_deep(value: Any) -> None:
-    """Refuse lists and mappings that are nested too deeply or contain themselves, as values from Python code may."""
+    """Refuse lists and mappings that are nested too deeply or contain themselves. Values that Python code passes can be like that."""
     level = {id(value): value}
     for _ in range(MAX_DEPTH):
         inner = (

@@ -1,9 +1,9 @@
 r"""The ``math`` reward: uses math-verify to check whether a completion's final answer equals the row's answer.
 
-The same rule applies to both texts. The final answer is the content of the last mark: ``\boxed{...}``, after ``####``, or
-in ``<answer>...</answer>``. Without a mark, it follows the last "answer is" or "answer:", or else it is the last line.
-In a sentence, it is the part after the last word. math-verify parses only LaTeX inside ``\boxed{}`` in full, so the answer is
-boxed before parsing. For a sentence that ends in a word ("72 apples"), math-verify searches for numbers by itself.
+The same rule applies to the completion and to the row's answer. The final answer is the content of the last mark: ``\boxed{...}``,
+after ``####``, or in ``<answer>...</answer>``. Without a mark, it follows the last "answer is" or "answer:", or else it is the last
+line. In a sentence, it is the part after the last word. math-verify parses LaTeX completely only inside ``\boxed{}``, so the answer
+is boxed before parsing. For a sentence that ends in a word ("72 apples"), math-verify searches for numbers by itself.
 
 math-verify parses a word as a product of its letters, in any order. So an answer that contains only letters is compared as text. A row's
 answer is a product only if it consists of the unknowns w, x, y and z (``xy``) or is between dollar signs (``$ab$``).

@@ -31,7 +31,7 @@ from rollcall.reward.worker import ASYNC_GRACE_S, FailureKind, Item, RewardResul
 
 ModelRewardFunction = Callable[[Prompt, tuple[Completion, ...]], list[float]]
 AskModel = Callable[..., Awaitable[Any]]
-"""Calls a function with its arguments in a place where it does not block the event loop."""
+"""Calls a function with the given arguments where it does not block the event loop, such as in a thread."""
 
 ENVIRONMENT = "environment"  # the reward from an episode's environment
 MAX_NOTE = 4000  # how many characters of a service's answer are kept
@@ -93,7 +93,7 @@ class Scorer(AbstractContextManager["Scorer"]):
 
     @property
     def in_force(self) -> dict[str, dict[str, str]]:
-        """The confinement of each reward's processes on this machine. Rewards that run in this process are not included."""
+        """How this machine confines each reward's processes. Rewards that run in this process are not included."""
         return {self.names[index]: limits for index, limits in (self._pool.in_force if self._pool else {}).items()}
 
     @property

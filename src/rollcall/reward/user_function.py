@@ -1,8 +1,9 @@
 """Finds a user's reward function and calls it according to its signature.
 
-It may take these arguments by name: ``completion`` or, for a full group, ``completions``; ``prompt``, ``answer``, ``metadata``. It may be
-``async``. A function with other argument names gets the four arguments of a plain reward in order. A function with ``**kwargs`` and TRL's
-names is called as in TRL 1.16, with lists that trl.py builds. This module imports only the standard library: workers have to start fast.
+The function may take these arguments by name: ``completion`` or, for a full group, ``completions``; ``prompt``, ``answer``,
+``metadata``. It may be ``async``. A function with other argument names gets the four arguments of a plain reward in order. A function
+with ``**kwargs`` and TRL's names is called as in TRL 1.16, with lists that trl.py builds. This module imports only the standard library,
+because workers have to start fast.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ class UserFunction:
         return "async" if self.is_async else "batched" if self.is_batched else ""
 
     def call_with_lists(self, lists: dict[str, Any]) -> Any:
-        """Call the function as TRL does. Discard what it logs."""
+        """Call the function as TRL does. Discard what the function passes to ``log_extra`` and ``log_metric``."""
         if missing := [name for name in self.needs if name not in lists]:
             there_are = ", ".join(name for name in lists if name not in _TRL_LISTS)
             raise ValueError(
