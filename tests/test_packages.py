@@ -50,7 +50,7 @@ async def play(section: StepEnvironment, moves: list[str], **row: Any) -> tuple[
 def test_a_class_gets_its_arguments_and_wrong_ones_are_refused() -> None:
     player = load_stepwise(f"{USERS}:Countdown", key="environment.path", kwargs={"start": 3})
     assert player.reset({}, lambda value: value) == "3"
-    with pytest.raises(ValueError, match=r"cannot be created with environment.kwargs=\{'begin': 3\}"):
+    with pytest.raises(ValueError, match=r"cannot be instantiated with environment.kwargs=\{'begin': 3\}"):
         load_stepwise(f"{USERS}:Countdown", key="environment.path", kwargs={"begin": 3})
 
 

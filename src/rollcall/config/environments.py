@@ -103,7 +103,7 @@ class ClassEnvironment(EnvironmentBase):
 
 
 class StepEnvironment(EnvironmentBase):
-    """Your class with `async reset(row)` and `async step(text, token_ids)`, which decides everything itself."""
+    """Your class with `async reset(row)` and `async step(text, token_ids)`. It decides texts, rewards and when the episode ends."""
 
     type: Literal["step"] = "step"
     path: str | dict[str, str] = Field(
@@ -128,7 +128,7 @@ def _refuse_call_timeout(section: EnvironmentBase) -> None:
 
 
 class AgentEnvironment(EnvironmentBase):
-    """A program that speaks the OpenAI API and knows nothing about training."""
+    """A program that uses the OpenAI API and contains no code for training."""
 
     type: Literal["agent"] = "agent"
     run: str = Field(

@@ -115,9 +115,7 @@ def _unknown_key(path: str, names: list[str], root: type[BaseModel]) -> str:
     is_misspelt = near is not None and _ratio(given, near) >= WORDS_ALIKE
     if not is_misspelt and (elsewhere := _homes(given, root)):
         if path in elsewhere:  # in a mapping or a file, where a dot is not a separator
-            return (
-                f"{path} is not a field, because a dot in a key is not a separator here; write {given} under {prefix}"
-            )
+            return f"{path} is not a field, because a dot is not a separator in keys of a file or a dict; write {given} under {prefix}"
         return f"{path} is not a field; did you mean {' or '.join(elsewhere)}?"
     hint = f"did you mean {prefix}{dot}{near}?" if near else f"the fields are {', '.join(names)}"
     return f"{path} is not a field; {hint}"

@@ -67,7 +67,9 @@ class SshSection(_OnNodes):
     user: str | None = field(None, "User name on the hosts; `null`: from ssh's configuration.")
     port: int | None = field(None, "Port of sshd; `null`: from ssh's configuration.", ge=1, le=65535)
     key: Path | None = field(None, "Private key; `null`: from ssh's configuration.")
-    temp_dir: Path | None = field(None, "Ray's folder for sockets and logs on the hosts: a short, local path.")
+    temp_dir: Path | None = field(
+        None, "Ray's folder for sockets and logs on the hosts. Its path must be short and local."
+    )
     interface: str | None = field(None, "Network interface that the nodes use; `null`: the one that reaches the head.")
 
 
@@ -91,13 +93,15 @@ class SlurmSection(_OnNodes):
     lines: list[str] = field([], "Additional lines for the script, which run before the nodes start.")
     options: list[str] = field([], "Additional options for sbatch, such as `--exclusive`.")
     signal_s: int = field(
-        120, "Seconds before the time limit at which the run saves and the job requeues itself.", ge=10, le=65535
+        120, "How many seconds before the time limit the run saves and the job requeues itself.", ge=10, le=65535
     )
     attach: int | None = field(None, "Id of an existing allocation in which to start the nodes.", ge=1)
 
 
 class SkypilotSection(_OnNodes):
-    resources: dict[str, JsonValue] = field({}, "SkyPilot's resources, such as `{accelerators: 'H100:8', infra: aws}`.")
+    resources: dict[str, JsonValue] = field(
+        {}, "Resources to request from SkyPilot, such as `{accelerators: 'H100:8', infra: aws}`."
+    )
     workdir: Path | None = field(None, "Folder that SkyPilot copies to the nodes.")
     file_mounts: dict[str, str | dict[str, JsonValue]] = field(
         {},
@@ -111,7 +115,9 @@ class SkypilotSection(_OnNodes):
 
 class DstackSection(_OnNodes):
     image: str | None = field(None, "Container image.")
-    resources: dict[str, JsonValue] = field({}, "dstack's resources, such as `{gpu: 'H100:8', shm_size: 64GB}`.")
+    resources: dict[str, JsonValue] = field(
+        {}, "Resources to request from dstack, such as `{gpu: 'H100:8', shm_size: 64GB}`."
+    )
     secrets: Names = field([], "Names of variables whose values dstack takes from this shell.")
     setup: list[str] = field([], "Shell commands that install what the nodes need, once on each.")
     volumes: list[str] = field([], "Volumes: `NAME:/path`, or `/on/the/instance:/path`.")

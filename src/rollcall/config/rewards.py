@@ -155,7 +155,7 @@ class ModelReward(RewardBase):
 
 
 class EnvironmentReward(RewardBase):
-    """The environment's own reward: for the episode, or the sum of the rewards of its turns."""
+    """The environment's own reward: either one for the whole episode, or the sum of the rewards for its turns."""
 
     type: Literal["environment"] = "environment"
 

@@ -407,8 +407,8 @@ class TrainerSection(Section):
     restart_window_s: float = field(3600.0, "The window for `max_restarts`, in seconds.", gt=0, le=LONGEST_S)
     stop_grace_s: float = field(
         10.0,
-        "Seconds that the current step has to finish after SIGTERM, SIGUSR1 or SIGHUP. After that, the run saves without it. Slurm and "
-        "Kubernetes kill the run 30 s after SIGTERM, so leave time for a checkpoint.",
+        "Seconds that the current step has to finish after SIGTERM, SIGUSR1 or SIGHUP. After that, the run saves without finishing the "
+        "step. Slurm and Kubernetes kill the run 30 s after SIGTERM, so leave time for a checkpoint.",
         ge=0,
         le=LONGEST_S,
     )

@@ -48,8 +48,8 @@ def read_small(path: Path | str, *, most: int = 1 << 28) -> bytes:
     mode = os.stat(path).st_mode
     if not stat.S_ISREG(mode) and not (stat.S_ISFIFO(mode) and str(path).startswith(_OPEN_ALREADY)):
         if stat.S_ISDIR(mode):
-            raise IsADirectoryError("it is a directory; name a file")
-        raise ValueError("it is a pipe or a device; name a regular file")
+            raise IsADirectoryError("it is a directory; give the path of a file")
+        raise ValueError("it is a pipe or a device; give the path of a regular file")
     with open(path, "rb") as file:
         data = file.read(most + 1)
     if len(data) > most:

@@ -1,4 +1,4 @@
-"""Episodes driven by a program that speaks the OpenAI API and knows nothing about training.
+"""Episodes driven by a program that uses the OpenAI API and contains no code for training.
 
     Episodes ──▶ AgentPlayer.play: creates a key and runs the program as a separate process, locally or on a host
                      program ──HTTP──▶ endpoint (its own thread) ──▶ histories ──▶ sample, in the run's event loop

@@ -143,8 +143,8 @@ class Asked:
 
 
 class Histories:
-    """The histories of one key. With ``max_kept``, keep no rows and drop the least recently used answers beyond this many tokens.
-    Without it, keep all answers and rows."""
+    """The histories of the requests made with one key. With ``max_kept``, keep no rows and drop the least recently used answers beyond
+    this many tokens. Without it, keep all answers and rows."""
 
     def __init__(self, conversations: Conversations, *, name: str, max_kept: int | None = None) -> None:
         self._conversations, self._tokenizer = conversations, conversations.tokenizer

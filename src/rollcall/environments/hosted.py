@@ -126,7 +126,7 @@ class HostedEnvironments:
             self._failure = found
         else:
             host.place = found
-            say(f"{name} has been replaced and plays episodes again")
+            say(f"{name} has been replaced and is playing episodes again")
         self._changed.set()
 
 

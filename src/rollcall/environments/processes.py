@@ -187,8 +187,8 @@ class _ProcessEnvironment(CalledEnvironment):
 
 
 class Zygote:
-    """The parent's side of the process that environments are forked from. It is called from threads, one call at a time. Its children
-    are called from the running event loop."""
+    """The parent's side of the process that environments are forked from. That process is called from threads, one
+    call at a time, while its children are called from the running event loop."""
 
     def __init__(self, setup: dict[str, Any], *, python: str | None, env: Sequence[str], output_fd: int) -> None:
         self.pids: dict[int, int] = {}  # its children, by number

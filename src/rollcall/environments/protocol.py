@@ -61,7 +61,7 @@ def add_metrics(known: dict[str, float], new: Mapping[str, float]) -> None:
 
 
 class SampleTurn(Protocol):
-    """Samples one completion. Each request of a session extends an earlier one."""
+    """Samples one completion. Each request in a session extends an earlier one."""
 
     def __call__(
         self, prompt_ids: Ints, /, *, seed: int, sampling: Sampling, session: str

@@ -162,7 +162,7 @@ class ToolCall(BaseModel):
 
 
 class ChatMessage(BaseModel):
-    """A message. Any other fields, such as `refusal`, are ignored, because they say nothing to the model."""
+    """A message. Any other fields, such as `refusal`, are ignored, because the model does not read them."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Annotated[str | None, BeforeValidator(_text_of)] = None

@@ -5,8 +5,9 @@ processes, and no files except Python's own and a private folder (``BUILT_IN``).
 the environment variables that its section names, and it may use the network unless the section turns that off. The section may also
 change its limits.
 
-The parent creates the environment and the folder. The worker applies the other restrictions to itself (``confine``) before it loads
-anything. Restrictions that the machine does not support are skipped, so ``confine`` returns which ones are in force.
+The parent process chooses the worker's environment variables and creates the folder. The worker applies the other restrictions to
+itself (``confine``) before it loads anything. Restrictions that the machine does not support are skipped, so ``confine`` returns which
+ones are in force.
 
 This module imports only the standard library, because a worker has to start fast.
 """
@@ -108,7 +109,7 @@ def refuse_unset(names: Iterable[str], *, key: str) -> None:
 
         it, is_not = ("it", "is not") if len(missing) == 1 else ("them", "are not")
         raise ConfigError(
-            f"{key} names {', '.join(missing)}, which {is_not} set here; export {it}, or remove {it} from {key}"
+            f"{key} names {', '.join(missing)}, which {is_not} set in the environment; export {it}, or remove {it} from {key}"
         )
 
 

@@ -191,7 +191,7 @@ class Endpoint:
             self._outage = None
             outage.back.set()
             if outage.said_s > -math.inf:
-                warn(f"{self._name} answers again after {outage.wait.waited_s:.0f} s; the run continues")
+                warn(f"{self._name} is answering again after {outage.wait.waited_s:.0f} s; the run continues")
         return answer
 
     async def _answers_others(self, *, after_s: float) -> bool:
@@ -225,7 +225,7 @@ class Endpoint:
                     "the same command again without --fresh: the run resumes and keeps all scores"
                 )
             if lasted_s >= SAY_FIRST_S:
-                outage.wait.note(f"{self._name} does not answer: {problem}")
+                outage.wait.note(f"{self._name} is not answering: {problem}")
                 if time.monotonic() - outage.said_s >= _SAY_EVERY_S:
                     outage.said_s = time.monotonic()
                     warn(

@@ -66,7 +66,7 @@ _NUMERAL = re.compile(
 
 
 def math_equal(prompt: str, completion: str, answer: str, metadata: dict[str, Any]) -> float:
-    """Return 1 if the completion's final answer equals the row's, either as text, or as parsed by math-verify and with the same unit."""
+    """Return 1 if the completion's final answer equals the row's, either as text or, if the units match, according to math-verify."""
     wanted, given = final_answer(answer), final_answer(completion)
     if wanted is None:
         raise ValueError(f"the row's answer {answer[:80]!r} is empty or too long; check data.answer_key")

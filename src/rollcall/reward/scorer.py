@@ -284,7 +284,7 @@ def columns_needed(rewards: Sequence[Any]) -> dict[str, str]:
 def _spec(reward: Any, *, index: int) -> dict[str, Any]:
     """Return a reward's fields for a worker process."""
     spec = with_pickled(reward.model_dump(), index=index)
-    # An error that the function raises may contain these values, and errors are shown.
+    # An error that the function raises may contain these values, so they are redacted before it is shown.
     remember(os.environ.get(name, "") for name in spec.get("env", ()))
     return spec
 

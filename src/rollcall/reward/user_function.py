@@ -159,8 +159,8 @@ def _is_trl(path: str, signature: inspect.Signature) -> bool:
         )
     if "trainer_state" in required:
         raise ValueError(
-            f"path={path!r} takes trainer_state, but a reward does not know the run's progress: it also scores stored completions "
-            "again, and it scores the completions of evaluations; remove the argument"
+            f"path={path!r} takes trainer_state, but rewards are not told the run's progress, because they also score stored completions "
+            "again and the completions of evaluations; remove the argument"
         )
     return True
 
