@@ -266,7 +266,7 @@ def test_a_zygote_that_cannot_be_started_again_fails_the_episode_and_leaves_no_o
             patched.setattr("rollcall.environments.processes.LinkHere", full)
             num_open = []
             for _ in range(3):
-                with pytest.raises(EnvironmentFailed, match="no process can be started .*too many open files"):
+                with pytest.raises(EnvironmentFailed, match="cannot start a process .*too many open files"):
                     await environments.start("")
                 num_open.append(len(os.listdir("/proc/self/fd")))
             assert len(set(num_open)) == 1

@@ -131,9 +131,8 @@ class ModelSection(Section):
     path: Annotated[str, AfterValidator(check_home)] = field(
         "builtin:arithmetic",
         "Model directory, hub name, run directory or checkpoint. Checkpoints of verl (FSDP) and PyTorch (DCP) work too (see "
-        "docs/models.md). `builtin:arithmetic` is a small model that comes with Rollcall: it adds numbers below 50, knows only digits, "
-        "+ and =, "
-        "and has no chat template.",
+        "docs/models.md). `builtin:arithmetic` is a small model that comes with Rollcall: it adds numbers below 50, can read "
+        "and write only digits, + and =, and has no chat template.",
     )
     dtype: Annotated[
         Literal["auto", "float32", "bfloat16"], BeforeValidator(lambda given: DTYPE_ALIASES.get(str(given), given))

@@ -128,7 +128,7 @@ class ProcessEnvironments:
             await asyncio.to_thread(self._zygote.close)
             self._zygote = await asyncio.to_thread(self._new_zygote)
         except (ConfigError, OSError) as error:
-            raise EnvironmentFailed(f"no process can be started ({error})") from None
+            raise EnvironmentFailed(f"cannot start a process ({error})") from None
         finally:
             self._starting = None
 
@@ -275,7 +275,7 @@ class Zygote:
             line = DebugLine(role="environment", number=self._num_started + 1)
         except OSError as error:  # each child needs file descriptors in this process
             raise EnvironmentFailed(
-                f"no process can be started ({error}); raise the limit on open files (ulimit -n)"
+                f"cannot start a process ({error}); raise the limit on open files (ulimit -n)"
             ) from None
         try:
             with theirs, line.theirs, self._one_calls:
@@ -287,7 +287,7 @@ class Zygote:
             ours.close()
             line.close()
             why = error.message if isinstance(error, Raised) else _GONE
-            raise EnvironmentFailed(f"no process can be started ({why})") from None
+            raise EnvironmentFailed(f"cannot start a process ({why})") from None
         link = _ForkedLink(self, number, pid=pid, connection=ours)
         longest = MAX_ANSWER_BYTES + 1024
         return Worker(link, name="its process", hears=JSON, answers=ANSWERS, line=line, longest=longest)

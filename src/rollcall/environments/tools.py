@@ -110,7 +110,7 @@ def _parameters(function: Callable[..., Any], *, path: str, is_method: bool) -> 
     for name, parameter in parameters.items():
         if parameter.kind not in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
             raise ValueError(
-                f"{path} takes {parameter}, but a tool's arguments are passed by name; name each argument"
+                f"{path} has the parameter {parameter}, but a tool's arguments are passed by name; name each argument"
                 if parameter.kind is not parameter.POSITIONAL_ONLY
                 else f"{path}: argument {name} cannot be passed by name; remove the `/` from the signature"
             )
