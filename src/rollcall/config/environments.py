@@ -103,7 +103,7 @@ class ClassEnvironment(EnvironmentBase):
 
 
 class StepEnvironment(EnvironmentBase):
-    """Your class with `async reset(row)` and `async step(text, token_ids)`. It decides texts, rewards and when the episode ends."""
+    """Your class with `async reset(row)` and `async step(text, token_ids)`. It decides what the model reads and when the episode ends."""
 
     type: Literal["step"] = "step"
     path: str | dict[str, str] = Field(

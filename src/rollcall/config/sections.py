@@ -51,7 +51,7 @@ class ClusterSection(Section):
     )
     accelerator: Literal["gpu", "cpu"] = field(
         "gpu",
-        "What a slot is: a GPU, or on a node without GPUs, a place for processes (`rollcall node --slots` sets how many).",
+        "What a slot is: a GPU or, on a node without GPUs, a place for processes (`rollcall node --slots` sets how many).",
     )
     component_placement: dict[str, Annotated[str | int, BeforeValidator(_slots)]] = field(
         {"actor,rollout": "all"},
@@ -328,7 +328,7 @@ class OptimizerSection(Section):
     compile: bool | None = field(None, "Compile the decoder layers. `null`: on CUDA, for models that gain from it.")
     sharding: Literal["replicate", "fsdp", "hsdp"] = field(
         "replicate",
-        "`replicate`: every data rank has a full copy of the model. `fsdp`: weights, gradients and optimizer state are split across the "
+        "`replicate`: every data rank has all weights, gradients and optimizer state. `fsdp`: they are split across the "
         "data ranks (FSDP2). `hsdp`: they are split within a group of ranks, and every group has a copy.",
     )
     sharding_group_size: int | None = field(

@@ -143,8 +143,8 @@ def _is_trl(path: str, signature: inspect.Signature) -> bool:
     trl_only = sorted(names & {*_TRL_LISTS} - {"completions"})
     if trl_only and not takes_all:
         raise ValueError(
-            f"path={path!r} has the signature {signature}: {trl_only[0]} is an argument of TRL, and TRL passes further arguments by name; "
-            f"add **kwargs, or use {_EXPECTED}"
+            f"path={path!r} has the signature {signature}: {trl_only[0]} is an argument of TRL, and TRL passes further arguments by "
+            f"name; add **kwargs, or use {_EXPECTED}"
         )
     if not takes_all or not (names & {*_TRL_LISTS} or len(names) == 1):
         return False
