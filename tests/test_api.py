@@ -226,7 +226,8 @@ def test_an_empty_map_changes_nothing(tmp_path: Path) -> None:
 
 def test_a_dotted_key_in_a_map_is_refused_with_the_way_to_write_it() -> None:
     with pytest.raises(
-        rollcall.ConfigError, match="because a dot in a key is not a separator here; write steps under trainer"
+        rollcall.ConfigError,
+        match="because a dot is not a separator in keys of a file or a dict; write steps under trainer",
     ):
         read_config({"trainer.steps": 3})
 

@@ -275,7 +275,7 @@ def test_an_outage_is_waited_for_with_a_message_and_nothing_is_lost(caplog: pyte
             await asyncio.sleep(0.02)
             assert not asking.done()
         what = waiting()
-        assert what is not None and f"{service.url}/chat/completions does not answer: " in what[0]
+        assert what is not None and f"{service.url}/chat/completions is not answering: " in what[0]
         with serving(lambda asked: scored(1), port=port):
             scores = await asking
         assert waiting() is None
@@ -285,7 +285,10 @@ def test_an_outage_is_waited_for_with_a_message_and_nothing_is_lost(caplog: pyte
         scores = asyncio.run(ask(scorer))
     assert [score.value for score in scores] == [1.0] * 3 and not scorer.num_failed
     assert f"the judge at {service.url}/chat/completions has not answered since" in caplog.text
-    assert "at most 60 s (reward.0.outage_s). Start the service again" in caplog.text and "answers again" in caplog.text
+    assert (
+        "at most 60 s (reward.0.outage_s). Start the service again" in caplog.text
+        and "is answering again" in caplog.text
+    )
 
 
 def test_an_outage_longer_than_its_limit_ends_with_what_to_do() -> None:
@@ -454,7 +457,7 @@ def test_a_run_outlives_its_judge_and_asks_nothing_again_when_it_is_resumed(
         config = a_run(tmp_path, service)
         with caplog.at_level(logging.WARNING, "rollcall"):
             assert finish(config)["reward_errors"] == 0
-        assert "(status 503: restarting)" in caplog.text and "answers again" in caplog.text
+        assert "(status 503: restarting)" in caplog.text and "is answering again" in caplog.text
         count = len(service.asked)
         shutil.rmtree(tmp_path / "run" / "checkpoints")  # all steps are trained again, from the journal
         finish(config)

@@ -50,14 +50,14 @@ async def play(section: StepEnvironment, moves: list[str], **row: Any) -> tuple[
 def test_a_class_gets_its_arguments_and_wrong_ones_are_refused() -> None:
     player = load_stepwise(f"{USERS}:Countdown", key="environment.path", kwargs={"start": 3})
     assert player.reset({}, lambda value: value) == "3"
-    with pytest.raises(ValueError, match=r"cannot be created with environment.kwargs=\{'begin': 3\}"):
+    with pytest.raises(ValueError, match=r"cannot be instantiated with environment.kwargs=\{'begin': 3\}"):
         load_stepwise(f"{USERS}:Countdown", key="environment.path", kwargs={"begin": 3})
 
 
 def test_arguments_of_several_classes_are_a_map_by_name() -> None:
     paths: Any = {"a": "m:A", "b": "m:B"}
     assert StepEnvironment(path=paths, kwargs={"b": {"start": 1}}).kwargs == {"b": {"start": 1}}
-    with pytest.raises(ValueError, match="kwargs.c is not a class in path; the names there are a, b"):
+    with pytest.raises(ValueError, match="kwargs.c is not a class in path; the names in path are a, b"):
         StepEnvironment(path=paths, kwargs={"c": {}})
     with pytest.raises(ValueError, match="kwargs.a is not a map"):
         ClassEnvironment(path=paths, kwargs={"a": 1})

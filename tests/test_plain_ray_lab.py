@@ -265,7 +265,9 @@ def test_what_does_not_fit_is_refused_in_a_sentence(plain: Plain) -> None:
     older = rollcall(plain.head, "train", path, env=plain.here)
     claim_versions(plain, real)
     assert (
-        older.returncode == 1 and "runs Ray 2.9.3, but this environment has Ray" in older.stderr and "Traceback" not in older.stderr
+        older.returncode == 1
+        and "runs Ray 2.9.3, but this environment has Ray" in older.stderr
+        and "Traceback" not in older.stderr
     )
     if not plain.env:
         return

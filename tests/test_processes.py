@@ -145,7 +145,7 @@ def test_a_module_that_ends_its_process_is_refused_with_what_to_do(
     monkeypatch.chdir(tmp_path)
     (tmp_path / "odd_module.py").write_text("import os\nos._exit(0)")
     with pytest.raises(
-        ConfigError, match="ended during its start.*exit status 0.*; check what its module does when imported"
+        ConfigError, match="ended during startup.*exit status 0.*; check what its module does when imported"
     ):
         made("odd_module:Game")
 
@@ -266,7 +266,7 @@ def test_a_zygote_that_cannot_be_started_again_fails_the_episode_and_leaves_no_o
             patched.setattr("rollcall.environments.processes.LinkHere", full)
             num_open = []
             for _ in range(3):
-                with pytest.raises(EnvironmentFailed, match="no process can be started .*too many open files"):
+                with pytest.raises(EnvironmentFailed, match="cannot start a process .*too many open files"):
                     await environments.start("")
                 num_open.append(len(os.listdir("/proc/self/fd")))
             assert len(set(num_open)) == 1

@@ -132,7 +132,7 @@ def test_what_is_missing_or_ambiguous_is_refused_with_the_reason() -> None:
         "only_prompts": "prompts is an argument of TRL, and TRL passes further arguments by name; add \\*\\*kwargs",
         "two_meanings": "is ambiguous: a function with \\*\\*kwargs is called with lists, as in TRL, but TRL has no metadata",
         "by_place": "prompts is before a /, but TRL passes arguments by name; remove the /",
-        "progress": "a reward does not know the run.s progress",
+        "progress": "rewards are not told the run.s progress",
     }.items():
         with pytest.raises(ValueError, match=why):
             load_function(f"rewards_of_trl:{name}")

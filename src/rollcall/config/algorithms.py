@@ -22,8 +22,8 @@ def _around_one(bounds: tuple[float, float]) -> tuple[float, float]:
 class AlgorithmBase(Section):
     """The keys that all algorithms share. Each class below has its own defaults and names its paper."""
 
-    clip_low: float = field(0.2, "The ratio is clipped below 1 - clip_low.", ge=0)
-    clip_high: float = field(0.2, "The ratio is clipped above 1 + clip_high.", ge=0)
+    clip_low: float = field(0.2, "The ratio is clipped to at least 1 - clip_low.", ge=0)
+    clip_high: float = field(0.2, "The ratio is clipped to at most 1 + clip_high.", ge=0)
     dual_clip: float | None = field(
         None, "Upper bound on the loss of tokens with a negative advantage (dual-clip PPO); `null`: off.", gt=1
     )
@@ -54,7 +54,7 @@ class AlgorithmBase(Section):
     overlong_penalty: float = field(1.0, "Length penalty at the token limit (soft overlong punishment).", ge=0)
 
     def rescores(self, actor: Any) -> bool:
-        """Whether updates need log-probs from before the step, because all updates after the first see changed weights."""
+        """Whether log-probs must be computed before the step's first update, because later updates see changed weights."""
         return actor.minibatches * actor.epochs > 1 and self.old_logprobs == "learner"
 
 
@@ -85,7 +85,7 @@ class Dapo(GroupAlgorithm):
     """DAPO, arXiv:2503.14476: clip-higher, dynamic sampling, token-level loss, soft overlong punishment."""
 
     name: Literal["dapo"] = "dapo"
-    clip_high: float = field(0.28, "The ratio is clipped above 1 + clip_high.", ge=0)
+    clip_high: float = field(0.28, "The ratio is clipped to at most 1 + clip_high.", ge=0)
     dynamic_sampling: bool = field(
         True, "Leave out groups whose rewards (before `overlong_penalty`) are all equal, and draw more prompts."
     )
@@ -95,16 +95,16 @@ class Gspo(GroupAlgorithm):
     """GSPO, arXiv:2507.18071: one length-normalised ratio per sequence."""
 
     name: Literal["gspo"] = "gspo"
-    clip_low: float = field(3e-4, "The sequence ratio is clipped below 1 - clip_low.", ge=0)
-    clip_high: float = field(4e-4, "The sequence ratio is clipped above 1 + clip_high.", ge=0)
+    clip_low: float = field(3e-4, "The sequence ratio is clipped to at least 1 - clip_low.", ge=0)
+    clip_high: float = field(4e-4, "The sequence ratio is clipped to at most 1 + clip_high.", ge=0)
 
 
 class Cispo(GroupAlgorithm):
     """CISPO, arXiv:2506.13585: the clipped ratio is a constant weight on the policy gradient; no token is dropped."""
 
     name: Literal["cispo"] = "cispo"
-    clip_low: float = field(1.0, "The weight is clipped below 1 - clip_low.", ge=0)
-    clip_high: float = field(4.0, "The weight is clipped above 1 + clip_high.", ge=0)
+    clip_low: float = field(1.0, "The weight is clipped to at least 1 - clip_low.", ge=0)
+    clip_high: float = field(4.0, "The weight is clipped to at most 1 + clip_high.", ge=0)
 
 
 class Rloo(GroupAlgorithm):

@@ -52,7 +52,8 @@ class Section(BaseModel):
     @model_validator(mode="after")
     def _can_be_written(self) -> Any:
         for key, info in type(self).model_fields.items():
-            is_setting = _takes_numbers_alone(info.annotation)  # otherwise it may be for the user's own code
+            # Numbers in other fields may be passed to the user's own code.
+            is_setting = _takes_numbers_alone(info.annotation)
             for where, value in _leaves(getattr(self, key), key):
                 _check_leaf(where, value)
                 if (

@@ -1,7 +1,8 @@
 """Refuses values that would ruin a run. It does so before anything starts, and says what to use instead.
 
-A key is checked at its field (``check_stops``, ...); ``check_ruin`` checks combinations of keys that would ruin a run. A key that the
-rest of the file makes ineffective is harmless: run files that are shared between modes have such keys. ``unused`` lists them.
+A function such as ``check_stops`` checks one key and is attached to the key's field. ``check_ruin`` checks combinations of keys that
+would ruin a run. A key that has no effect because of other keys is harmless, and run files that are shared between modes have such keys.
+``unused`` lists them.
 """
 
 from __future__ import annotations
@@ -231,7 +232,7 @@ def _check_kwargs(kwargs: dict[str, Any]) -> None:
 
 
 def check_batches(config: Any, *, name: str) -> None:
-    """Check sizes that are set under names from other systems against the keys that determine them."""
+    """Check the keys that other systems use for sizes. Rollcall computes these sizes from other keys, so the values must agree."""
     section, data, rollout = getattr(config, name), config.data, config.rollout
     rows = config.completions_per_step // section.minibatches
     given = section.train_global_batch_size

@@ -28,7 +28,10 @@ class EnvironmentBase(Section):
         30.0, "Time limit for one call of the environment, in seconds.", ge=0.001, le=LONGEST_S
     )
     episode_timeout_s: float = field(
-        3600.0, "Time limit for one episode, in seconds, including its waits for the engine.", ge=0.001, le=LONGEST_S
+        3600.0,
+        "Time limit for one episode, in seconds, including the time that it waits for the engine.",
+        ge=0.001,
+        le=LONGEST_S,
     )
     max_running: int = field(256, "Maximum number of episodes that run at the same time.", ge=1)
     truncated: Treatment = field(
@@ -48,7 +51,7 @@ class EnvironmentBase(Section):
     )
 
 
-_KWARGS = "Arguments of the class. With several classes: a map from each class's name to its arguments."
+_KWARGS = "Arguments for the class. With several classes: a map from each class's name to its arguments."
 _PYTHON = (
     "The Python that runs the class, if the class needs its own Python environment (3.11 or newer; Rollcall need not be installed "
     "there). `null`: the Python that runs Rollcall."
@@ -68,7 +71,7 @@ def _check_paths(kwargs: dict[str, Any], path: Any) -> None:
         return
     for name, arguments in kwargs.items():
         if name not in path:
-            raise KeyProblem("kwargs", f".{name} is not a class in path; the names there are {', '.join(path)}")
+            raise KeyProblem("kwargs", f".{name} is not a class in path; the names in path are {', '.join(path)}")
         if not isinstance(arguments, dict):
             raise KeyProblem("kwargs", f".{name} is not a map; write the arguments of {path[name]} as name: value")
 
@@ -100,7 +103,7 @@ class ClassEnvironment(EnvironmentBase):
 
 
 class StepEnvironment(EnvironmentBase):
-    """Your class with `async reset(row)` and `async step(text, token_ids)`, which decides everything itself."""
+    """Your class with `async reset(row)` and `async step(text, token_ids)`. It decides what the model reads and when the episode ends."""
 
     type: Literal["step"] = "step"
     path: str | dict[str, str] = Field(
@@ -125,7 +128,7 @@ def _refuse_call_timeout(section: EnvironmentBase) -> None:
 
 
 class AgentEnvironment(EnvironmentBase):
-    """A program that speaks the OpenAI API and knows nothing about training."""
+    """A program that uses the OpenAI API and contains no code for training."""
 
     type: Literal["agent"] = "agent"
     run: str = Field(
@@ -168,12 +171,12 @@ EnvironmentSection = Annotated[
 
 
 def kinds_of(path: Any) -> dict[str, str]:
-    """Return name -> path. A single class has an empty name."""
+    """Return a map from class names to paths. A single class has an empty name."""
     return dict(path) if isinstance(path, dict) else {"": path} if path else {}
 
 
 def named_code(rewards: Sequence[Reward], environment: EnvironmentBase | None) -> dict[str, str]:
-    """Return key -> ``module:name`` for the code that the run file names."""
+    """Return a map from the run file's keys that name code to their ``module:name``."""
     found = {f"reward.{place}.path": one.path for place, one in enumerate(rewards) if isinstance(one, FunctionReward)}
     if isinstance(environment, ClassEnvironment | StepEnvironment):
         kinds = kinds_of(environment.path)

@@ -16,7 +16,7 @@ from rollcall.config.base import KeyProblem
 WORDS_ALIKE = 0.75  # if two words are at least this similar, one may be a misspelling of the other
 ONE_LETTER = 0.9  # similarity of two names that differ in one letter
 LIKELY = 0.5  # a less similar name is not worth suggesting
-LONGEST_NAME = 60  # characters; a longer key is not a misspelling
+LONGEST_NAME = 60  # characters; no name is suggested for a longer key
 MOST_ERRORS = 10  # the most errors shown at once
 MOST_SHOWN = 300  # characters shown of a given value
 
@@ -115,9 +115,7 @@ def _unknown_key(path: str, names: list[str], root: type[BaseModel]) -> str:
     is_misspelt = near is not None and _ratio(given, near) >= WORDS_ALIKE
     if not is_misspelt and (elsewhere := _homes(given, root)):
         if path in elsewhere:  # in a mapping or a file, where a dot is not a separator
-            return (
-                f"{path} is not a field, because a dot in a key is not a separator here; write {given} under {prefix}"
-            )
+            return f"{path} is not a field, because a dot is not a separator in keys of a file or a dict; write {given} under {prefix}"
         return f"{path} is not a field; did you mean {' or '.join(elsewhere)}?"
     hint = f"did you mean {prefix}{dot}{near}?" if near else f"the fields are {', '.join(names)}"
     return f"{path} is not a field; {hint}"

@@ -21,17 +21,17 @@ Variables = Annotated[dict[str, str], AfterValidator(check_variables)]
 
 class PrepareSection(Section):
     once: list[str] = field(
-        [], "Shell commands that the first node runs before the run, such as one that prepares the data."
+        [], "Shell commands that the first node executes before the run starts, such as one that prepares the data."
     )
-    each_node: list[str] = field([], "Shell commands that every node runs before the run.")
+    each_node: list[str] = field([], "Shell commands that every node executes before the run starts.")
     timeout_s: float = field(
         86_400.0,
-        "Time limit in seconds for the commands of each list on a node. If they exceed it, they are stopped and the run does not start.",
+        "Time limit in seconds for each list of commands on a node. If they take longer, they are stopped and the run does not start.",
         gt=0,
     )
     fetch_model: bool = field(
         True,
-        "Before the run, download the model and the reward models that are named by their hub names, once on each node.",
+        "Before the run starts, download the model and the reward models once on each node, if the run file gives hub names for them.",
     )
 
 
@@ -42,7 +42,7 @@ class ContainerSection(Section):
     image: str = Field(description="Image to run.")
     build: Path | None = field(None, "Folder with a Dockerfile. Nodes that lack the image build it from there.")
     mounts: list[str] = field(
-        [], "Folders of the node to mount in the container: `/data`, `/data:/inside` or `/data:/inside:ro`."
+        [], "Folders on the node to mount in the container: `/data`, `/data:/inside` or `/data:/inside:ro`."
     )
     shm: str = field("16g", "Size of /dev/shm.")
     devices: list[str] = field([], "Additional devices for the container, such as `/dev/infiniband`.")
@@ -53,9 +53,9 @@ class TargetSection(Section):
 
 
 class _OnNodes(TargetSection):
-    """Keys for the targets that run our command on plain machines."""
+    """The keys of targets that run `rollcall node` directly on machines."""
 
-    activate: Path | None = field(None, "Activate script of the Python environment on the nodes.")
+    activate: Path | None = field(None, "The `activate` script of the Python environment on the nodes.")
     env: Variables = field({}, "Environment variables for `rollcall node`. Those for workers are in `cluster.env`.")
 
 
@@ -64,10 +64,12 @@ class SshSection(_OnNodes):
         description="The machines in the order of their ranks, such as `[node0, node1]`, or a file with one machine per line. A launch "
         "uses the first hosts in the file that no other launch is using."
     )
-    user: str | None = field(None, "User on the hosts; `null`: from ssh's configuration.")
+    user: str | None = field(None, "User name on the hosts; `null`: from ssh's configuration.")
     port: int | None = field(None, "Port of sshd; `null`: from ssh's configuration.", ge=1, le=65535)
     key: Path | None = field(None, "Private key; `null`: from ssh's configuration.")
-    temp_dir: Path | None = field(None, "Ray's folder for sockets and logs on the hosts: a short, local path.")
+    temp_dir: Path | None = field(
+        None, "Ray's folder for sockets and logs on the hosts. Its path must be short and local."
+    )
     interface: str | None = field(None, "Network interface that the nodes use; `null`: the one that reaches the head.")
 
 
@@ -84,23 +86,26 @@ class SlurmSection(_OnNodes):
     nodelist: str | None = field(None, "Nodes to use, such as `node[01-04]`.")
     interface: str | None = field(
         None,
-        "Network interface that the nodes use; `null`: the head's default route, and on other nodes the one that reaches the head.",
+        "Network interface that the nodes use; `null`: on the head, that of the default route; on other nodes, the one that reaches "
+        "the head.",
     )
     modules: list[str] = field([], "Modules to load.")
     lines: list[str] = field([], "Additional lines for the script, which run before the nodes start.")
     options: list[str] = field([], "Additional options for sbatch, such as `--exclusive`.")
     signal_s: int = field(
-        120, "Seconds before the time limit at which the run saves and the job requeues itself.", ge=10, le=65535
+        120, "How many seconds before the time limit the run saves and the job requeues itself.", ge=10, le=65535
     )
     attach: int | None = field(None, "Id of an existing allocation in which to start the nodes.", ge=1)
 
 
 class SkypilotSection(_OnNodes):
-    resources: dict[str, JsonValue] = field({}, "SkyPilot's resources, such as `{accelerators: 'H100:8', infra: aws}`.")
+    resources: dict[str, JsonValue] = field(
+        {}, "Resources to request from SkyPilot, such as `{accelerators: 'H100:8', infra: aws}`."
+    )
     workdir: Path | None = field(None, "Folder that SkyPilot copies to the nodes.")
     file_mounts: dict[str, str | dict[str, JsonValue]] = field(
         {},
-        "Files and buckets for the nodes, by their path on the nodes. A string names what is copied to each node. "
+        "Files and buckets for the nodes. Each key is a path on the nodes. A string value is a source that is copied to each node. "
         "`{source: s3://my-bucket, mode: MOUNT_CACHED}` mounts a bucket, which keeps what the nodes write there.",
     )
     secrets: Names = field([], "Names of variables whose values SkyPilot takes from this shell.")
@@ -110,7 +115,9 @@ class SkypilotSection(_OnNodes):
 
 class DstackSection(_OnNodes):
     image: str | None = field(None, "Container image.")
-    resources: dict[str, JsonValue] = field({}, "dstack's resources, such as `{gpu: 'H100:8', shm_size: 64GB}`.")
+    resources: dict[str, JsonValue] = field(
+        {}, "Resources to request from dstack, such as `{gpu: 'H100:8', shm_size: 64GB}`."
+    )
     secrets: Names = field([], "Names of variables whose values dstack takes from this shell.")
     setup: list[str] = field([], "Shell commands that install what the nodes need, once on each.")
     volumes: list[str] = field([], "Volumes: `NAME:/path`, or `/on/the/instance:/path`.")
@@ -133,7 +140,7 @@ class KuberaySection(TargetSection):
         "nodeSelector: {gpu: h100}, "
         "imagePullSecrets: [{name: mine}]}`.",
     )
-    labels: dict[str, str] = field({}, "Labels of the RayJob, such as Kueue's `kueue.x-k8s.io/queue-name`.")
+    labels: dict[str, str] = field({}, "Labels for the RayJob, such as Kueue's `kueue.x-k8s.io/queue-name`.")
     claims: dict[str, str] = field(
         {}, "Volume claims that every pod mounts, as a map from each claim's name to its path."
     )

@@ -37,7 +37,9 @@ def _targets(given: Any) -> Any:
 
 
 class LoraSection(Section):
-    rank: int = field(16, "Rank of each adapter: how many rows its A and how many columns its B has.", ge=1, le=4096)
+    rank: int = field(
+        16, "Rank of each adapter: the number of rows in its matrix A and of columns in its matrix B.", ge=1, le=4096
+    )
     alpha: float = field(32.0, "An adapter's output is multiplied by `alpha / rank`.", gt=0, le=1e6)
     targets: Annotated[Literal["all_linear"] | list[Target], BeforeValidator(_targets)] = field(
         "all_linear",

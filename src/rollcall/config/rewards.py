@@ -155,7 +155,7 @@ class ModelReward(RewardBase):
 
 
 class EnvironmentReward(RewardBase):
-    """The environment's own reward: for the episode, or the sum of the rewards of its turns."""
+    """The environment's own reward: either one for the whole episode, or the sum of the rewards for its turns."""
 
     type: Literal["environment"] = "environment"
 
@@ -183,8 +183,8 @@ class AskedReward(RewardBase):
     )
     outage_s: float = field(
         3600.0,
-        "How long the run waits for a service that does not answer any request, in seconds. Then the run ends with an error; the same "
-        "command resumes it.",
+        "How long the run waits for a service that does not answer any request, in seconds. After that, the run ends with an error; the "
+        "same command resumes it.",
         ge=0,
         le=LONGEST_S,
     )
@@ -198,7 +198,7 @@ class JudgeReward(AskedReward):
     """The score that a language model gives according to a rubric. `url` is any OpenAI-compatible address, such as `http://node7:8000/v1`."""
 
     type: Literal["judge"] = "judge"
-    model: str = Field(description="Name of the judge at that address.", min_length=1)
+    model: str = Field(description="The judge's model name at that address.", min_length=1)
     rubric: Annotated[str, AfterValidator(_check_rubric)] = Field(
         description="The question for the judge: text with `{completion}`, and with `{prompt}` and `{answer}` if you need them."
     )

@@ -1,7 +1,7 @@
 """Reads and writes the full run file.
 
 ``load_config`` reads YAML, applies ``dotted.key=value`` overrides and validates. The error for an unknown key
-suggests the nearest name. Variants (algorithms, rewards) are unions keyed on ``name`` / ``type``.
+suggests the most similar name. Variants (algorithms, rewards) are unions keyed on ``name`` / ``type``.
 """
 
 from __future__ import annotations

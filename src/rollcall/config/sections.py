@@ -50,12 +50,13 @@ class ClusterSection(Section):
         min_length=1,
     )
     accelerator: Literal["gpu", "cpu"] = field(
-        "gpu", "What a slot is: a GPU, or a logical seat on a node without GPUs (`rollcall node --slots`)."
+        "gpu",
+        "What a slot is: a GPU or, on a node without GPUs, a place for processes (`rollcall node --slots` sets how many).",
     )
     component_placement: dict[str, Annotated[str | int, BeforeValidator(_slots)]] = field(
         {"actor,rollout": "all"},
-        "Which roles run on which slots, such as `{'actor,rollout': all}`. The slots of `environment` only select nodes: "
-        "environments and programs run there in addition to the other roles. Without that entry, they run on the controller's node.",
+        "Which roles run on which slots, such as `{'actor,rollout': all}`. The slots of `environment` only select nodes, on "
+        "which environments and programs run in addition to the other roles. Without that entry, they run on the controller's node.",
     )
     ray_address: str | None = field(
         None,
@@ -88,7 +89,7 @@ class ClusterSection(Section):
                     f"{key}={getattr(self, key)} contradicts nodes, which lists {len(sizes)} nodes with {sizes} slots; remove {key}"
                 )
         for key, value in fixed.items():
-            object.__setattr__(self, key, value)  # works although the section is frozen
+            object.__setattr__(self, key, value)  # the section is frozen, so plain assignment would fail
         if strangers := [rank for rank in self.node_env if not 0 <= rank < self.num_nodes]:
             raise ValueError(
                 f"node_env names node {strangers[0]}, but the cluster's nodes are 0 to {self.num_nodes - 1}"
@@ -130,9 +131,8 @@ class ModelSection(Section):
     path: Annotated[str, AfterValidator(check_home)] = field(
         "builtin:arithmetic",
         "Model directory, hub name, run directory or checkpoint. Checkpoints of verl (FSDP) and PyTorch (DCP) work too (see "
-        "docs/models.md). `builtin:arithmetic` is a small model that comes with Rollcall: it adds numbers below 50, knows only digits, "
-        "+ and =, "
-        "and has no chat template.",
+        "docs/models.md). `builtin:arithmetic` is a small model that comes with Rollcall: it adds numbers below 50, can read "
+        "and write only digits, + and =, and has no chat template.",
     )
     dtype: Annotated[
         Literal["auto", "float32", "bfloat16"], BeforeValidator(lambda given: DTYPE_ALIASES.get(str(given), given))
@@ -189,8 +189,8 @@ class DataSection(Section):
     @model_validator(mode="before")
     @classmethod
     def _same_task(cls, given: Any) -> Any:
-        """Choose a default for ``val`` that fits ``train``. The built-in rows would say nothing about another task, so a file or dataset
-        gets no evaluation. An environment that begins its own episodes is used for both."""
+        """Choose a default for ``val`` that fits ``train``. If ``train`` is a file or a dataset, the default is no evaluation, because
+        the built-in rows are from a different task. An environment that begins its own episodes is used for both."""
         if not isinstance(given, dict) or given.get("train", "builtin:arithmetic") == "builtin:arithmetic":
             return given
         return {"val": "builtin:environment" if given["train"] == "builtin:environment" else None, **given}
@@ -260,8 +260,8 @@ class RolloutSection(Section):
 
     @property
     def keeps_policy(self) -> bool:
-        """Whether a rollout process other than the actor's keeps a full policy. The native engine samples from it. vLLM has its
-        own copy and needs a second one only with `delta`, `file` and `shared_memory`, which write into persistent tensors."""
+        """Whether a rollout process other than the actor's keeps a full copy of the policy. The native engine samples from it. vLLM has
+        its own copy and needs a second one only with `delta`, `file` and `shared_memory`, which write into persistent tensors."""
         return self.engine == "native" or self.weights not in ("auto", "broadcast")
 
 
@@ -328,12 +328,13 @@ class OptimizerSection(Section):
     compile: bool | None = field(None, "Compile the decoder layers. `null`: on CUDA, for models that gain from it.")
     sharding: Literal["replicate", "fsdp", "hsdp"] = field(
         "replicate",
-        "`replicate`: every data rank has a full copy. `fsdp`: weights, gradients and optimizer state are split across the "
+        "`replicate`: every data rank has all weights, gradients and optimizer state. `fsdp`: they are split across the "
         "data ranks (FSDP2). `hsdp`: they are split within a group of ranks, and every group has a copy.",
     )
     sharding_group_size: int | None = field(
         None,
-        "Number of data ranks in one `hsdp` group; `null`: the data ranks on one node. Every rank of a context group counts as one.",
+        "Number of data ranks in one `hsdp` group; `null`: the data ranks on one node. Each rank of a context group counts as a "
+        "data rank.",
         ge=1,
     )
     tensor_parallel_size: int = field(
@@ -374,7 +375,7 @@ class TrainerSection(Section):
         ge=0,
     )
     staleness: int = field(
-        0, "How many versions older than the policy a token may be when it is trained on; 0: synchronous.", ge=0
+        0, "How many policy versions old a token may be when it is trained on; 0: synchronous.", ge=0
     )
     order: Literal["in_order", "as_completed"] = field(
         "in_order",
@@ -405,8 +406,8 @@ class TrainerSection(Section):
     restart_window_s: float = field(3600.0, "The window for `max_restarts`, in seconds.", gt=0, le=LONGEST_S)
     stop_grace_s: float = field(
         10.0,
-        "Seconds that the current step has to finish after SIGTERM, SIGUSR1 or SIGHUP. After that, the run saves without it. Slurm and "
-        "Kubernetes kill the run 30 s after SIGTERM, so leave time for a checkpoint.",
+        "Seconds that the current step has to finish after SIGTERM, SIGUSR1 or SIGHUP. After that, the run saves without finishing the "
+        "step. Slurm and Kubernetes kill the run 30 s after SIGTERM, so leave time for a checkpoint.",
         ge=0,
         le=LONGEST_S,
     )

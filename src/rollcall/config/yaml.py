@@ -1,6 +1,6 @@
-"""Reads YAML that users wrote or a crash damaged. Limits size and depth, and refuses duplicate keys.
+"""Reads YAML that may contain users' mistakes or have been damaged by a crash. Limits size and depth, and refuses duplicate keys.
 
-Every refusal is a ``ConfigError`` that names the file and, if possible, the wrong line.
+Every refusal is a ``ConfigError`` that names the file and, if possible, the invalid line.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ def read_small(path: Path | str, *, most: int = 1 << 28) -> bytes:
     mode = os.stat(path).st_mode
     if not stat.S_ISREG(mode) and not (stat.S_ISFIFO(mode) and str(path).startswith(_OPEN_ALREADY)):
         if stat.S_ISDIR(mode):
-            raise IsADirectoryError("it is a directory; name a file")
-        raise ValueError("it is a pipe or a device; name a regular file")
+            raise IsADirectoryError("it is a directory; give the path of a file")
+        raise ValueError("it is a pipe or a device; give the path of a regular file")
     with open(path, "rb") as file:
         data = file.read(most + 1)
     if len(data) > most:
@@ -58,7 +58,7 @@ def read_small(path: Path | str, *, most: int = 1 << 28) -> bytes:
 
 
 def refuse_deep(value: Any) -> None:
-    """Refuse lists and mappings that are nested too deeply or contain themselves, as values from Python code may."""
+    """Refuse lists and mappings that are nested too deeply or contain themselves. Values that Python code passes can be like that."""
     level = {id(value): value}
     for _ in range(MAX_DEPTH):
         inner = (

@@ -1,4 +1,4 @@
-"""Episodes driven by a program that speaks the OpenAI API and knows nothing about training.
+"""Episodes driven by a program that uses the OpenAI API and contains no code for training.
 
     Episodes ──▶ AgentPlayer.play: creates a key and runs the program as a separate process, locally or on a host
                      program ──HTTP──▶ endpoint (its own thread) ──▶ histories ──▶ sample, in the run's event loop
@@ -53,7 +53,7 @@ GRACE_S = 10.0  # time a program has to exit on its own after it reaches a limit
 
 
 class AgentEnvironments:
-    """Episodes driven by programs. A program has no ``reset`` and ``step``, so ``player`` plays full episodes. The endpoint listens on
+    """Episodes driven by programs. A program has no ``reset`` and ``step``, so ``player`` plays whole episodes. The endpoint listens on
     ``address``, which the programs must be able to reach."""
 
     def __init__(
@@ -139,7 +139,7 @@ class EpisodeRules:
 
 
 class AgentPlayer:
-    """Plays the run's episodes in its server's thread."""
+    """Plays the run's episodes. They run in the thread of the endpoint's server."""
 
     def __init__(self, environments: AgentEnvironments, *, tokenizer: Any, max_row: int) -> None:
         self.section = environments.section
@@ -156,7 +156,8 @@ class AgentPlayer:
     async def play(
         self, prompt: Prompt, *, seed: int, sampling: Sampling, session: str, sample: SampleTurn
     ) -> Completion:
-        """Play one attempt at a prompt. ``sampling.max_tokens`` limits all tokens after the prompts of its histories."""
+        """Play one attempt at a prompt. ``sampling.max_tokens`` limits the total number of tokens after the prompts of all
+        its histories."""
         crossing = in_loop(sample, asyncio.get_running_loop())
 
         async def there() -> Completion:
@@ -227,7 +228,7 @@ class AgentPlayer:
         if program.how:
             return EndReason.ERROR, f"the program ended with {program.how}; stderr: {_tail(program.stderr)}"
         if not caller.histories.rows and caller.num_requests + caller.num_refused:
-            refused = f"{caller.num_refused} requests of the program were refused"
+            refused = f"{caller.num_refused} of the program's requests were refused"
             return EndReason.ERROR, f"{refused}, and none was answered; the last refusal: {caller.last_refusal}"
         if not caller.histories.rows:
             why = f"the program ended without sending a request to OPENAI_BASE_URL; stderr: {_tail(program.stderr)}"

@@ -1,4 +1,4 @@
-"""Completions as the bodies and stream events of the OpenAI API."""
+"""Converts completions to response bodies and stream events of the OpenAI API."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Choice:
         return "tool_calls" if self.calls else FINISH[self.completion.finish]
 
     def message(self, *, as_text: bool) -> dict[str, Any]:
-        """Return the message with call arguments as a string (as in the API) or as values (as later requests are parsed)."""
+        """Return the message. The arguments of its calls are a string, as in the API, or values, as in a parsed request."""
         message: dict[str, Any] = {"role": "assistant", "content": self.content}
         if self.calls:
             message["tool_calls"] = [

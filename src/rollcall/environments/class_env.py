@@ -30,8 +30,8 @@ MAX_RESULT_CHARS = 1_000_000  # per tool call
 
 @dataclass(slots=True, kw_only=True)
 class ClassPlayer:
-    """A class with its tools and optional functions, or functions only. Forked processes play its episodes. ``examine`` receives the
-    exception of a tool, and ``run`` waits for the result of an async method."""
+    """A class with its tools and optional functions, or functions only. Forked processes play its episodes. ``examine`` receives an
+    exception that a tool raised, and ``run`` waits for the result of an async method."""
 
     cls: type | None
     kwargs: Mapping[str, Any]
@@ -70,7 +70,8 @@ class ClassPlayer:
         return None if get_reward is None else number(run(get_reward()), what="get_reward returned")
 
     def _answer(self, call: Call, run: Callable[[Any], Any]) -> dict[str, Any]:
-        """Run a call. The model reads the error of a tool. A MemoryError ends the episode, because the process is unreliable then."""
+        """Run a tool call. If the tool raises, the model reads the error, except that a MemoryError ends the episode, because the process
+        is unreliable then."""
         error = call.error
         result = ""
         if not error:

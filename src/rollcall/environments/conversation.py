@@ -5,10 +5,12 @@ messages. To get the new IDs, we render a stand-in conversation whose assistant 
 after the marker belongs after the model's own tokens.
 
 This works for a chat template only if later messages do not change how it renders earlier messages.
-``check_extension`` tests this before the run starts. Plain text prompts are extended with the text itself.
+``check_extension`` tests this before the run starts. A plain text prompt needs no template: the environment's text is tokenised and
+appended.
 
-In a chat, text from an environment or a program is data. If it spells a special token, such as the end of a message, the model must read
-the letters instead of the token. So we cut each special token in two before rendering, and tokenise the pieces separately.
+In a chat, text from an environment or a program must not be able to act as markup. If it spells a special token, such as the end of a
+message, the model must read the letters instead of the token. So we cut each special token in two before rendering, and tokenise the
+pieces separately.
 """
 
 from __future__ import annotations
@@ -111,7 +113,7 @@ class Conversations:
 
     def why_not_after(self, messages: Sequence[dict[str, Any]], *, tools: Tools, key: bytes) -> str:
         """Return why these messages cannot be appended to an answer, or "" if they can. The template is tested once for each role and
-        each set of tools, which ``key`` identifies."""
+        each set of tools. ``key`` identifies the set of tools."""
         for role in sorted({message["role"] for message in messages}):
             if (key, role) not in self._known:
                 try:
@@ -167,11 +169,12 @@ def unknown_characters(text: str, token_ids: Ints, tokenizer: Any) -> list[str]:
 
 
 def _plain_backend(tokenizer: Any) -> Any:
-    """Return the backend that produces the same IDs in half the time, or None if the tokenizer does more work in Python."""
+    """Return the tokenizer's Rust backend, which produces the same IDs in half the time. Return None if the tokenizer does additional
+    work in Python, because the IDs could then differ."""
     # Translation tokenizers add a language token.
     if not is_plain_fast(tokenizer, "__call__", "_encode_plus") or hasattr(tokenizer, "_switch_to_input_mode"):
         return None
-    tokenizer("")  # turns off any truncation and padding from its file
+    tokenizer("")  # turns off truncation and padding, which its file may have turned on
     return tokenizer.backend_tokenizer
 
 

@@ -10,8 +10,8 @@ Every request needs a key. Each key belongs to one caller with its own histories
 read only if the key is valid, up to ``MAX_BODY_BYTES``.
 
 The server is uvicorn in a thread with its own event loop. An engine in this process blocks the run's event loop while it decodes a
-chunk of tokens. Meanwhile, this thread parses, renders and tokenises requests, so they can all join the next chunk. A request crosses
-to the engine's loop once, and its completion comes back once.
+chunk of tokens. Meanwhile, this thread parses, renders and tokenises requests, so they can all join the next chunk. For each
+completion, the two event loops communicate only twice: once for the request and once for the result.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ from rollcall.environments.wire import ChatRequest, GenerateRequest, Refused, Te
 from rollcall.nodes.http_server import http_server, listen
 
 MAX_BODY_BYTES = 16 << 20  # a million token IDs take up half of it
-READ_TIMEOUT_S = 60.0  # for a body, from its first byte to its last
+READ_TIMEOUT_S = 60.0  # time limit for receiving a request's body
 LOOPBACK = "127.0.0.1"
 T = TypeVar("T")
 
@@ -84,7 +84,7 @@ class Endpoint:
         }
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
-        assert scope["type"] == "http", "the server has neither lifespan nor websockets"
+        assert scope["type"] == "http", "the server does not support lifespan events or websockets"
         caller: Caller | None = None
         try:
             caller = self._caller_of(scope)
@@ -117,7 +117,7 @@ class Endpoint:
         if caller is None:
             raise Refused(
                 401,
-                "send a valid key in one header `Authorization: Bearer KEY`; the key of an episode expires with the episode",
+                "send a valid key in one header `Authorization: Bearer KEY`; an episode's key expires with the episode",
                 code="invalid_api_key",
             )
         return caller
@@ -305,7 +305,7 @@ def _reply_to(request: ChatRequest | TextRequest, body: dict[str, Any]) -> Reply
 
 
 def call_format_of(chat_template: str | None) -> CallFormat:
-    """Return the template's call format. Fall back to the most common format, where calls in other formats stay text."""
+    """Return the template's call format. If it is unknown, return the most common format; calls in other formats then stay text."""
     try:
         return format_of(chat_template)
     except ConfigError:
@@ -419,7 +419,7 @@ def in_loop(sample: SampleTurn, loop: asyncio.AbstractEventLoop) -> SampleTurn:
 
 
 class Rules(Protocol):
-    """Decides on a caller's requests. A method refuses a request by raising ``Refused``."""
+    """Decides which of a caller's requests are allowed. A method refuses a request by raising ``Refused``."""
 
     model: str | None  # the model name that requests may use; None allows any name
 

@@ -1,7 +1,7 @@
 """One episode: the model's turns and the environment's answers, until either of them or a limit ends it.
 
-An episode always ends, whatever the environment does: each call and the full episode have a time limit, and turns and tokens are
-limited too. If an environment fails, only its own episode ends, and the tokens so far are kept.
+An episode always ends, whatever the environment does, because each call and the whole episode have a time limit, and turns and tokens
+are limited too. If an environment fails, only its own episode ends, and the tokens so far are kept.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ async def within(work: Awaitable[T], limit_s: float, late: str) -> T:
 
     The limit counts only time in which this event loop runs: a training update in this process can block the loop for minutes, and an
     answer that arrived in the meantime is not late. The limit also pauses while a debugger stops one of the run's processes, since that
-    process may be this environment or an engine it waits for.
+    process may be this environment or an engine that it is waiting for.
     """
     loop, limit, left_s = asyncio.get_running_loop(), asyncio.timeout(None), limit_s
 
@@ -118,7 +118,7 @@ async def within(work: Awaitable[T], limit_s: float, late: str) -> T:
 
 
 async def one_ends_within(limit_s: float, *tasks: asyncio.Future[Any]) -> bool:
-    """Return whether one of the tasks ends in this time."""
+    """Return whether one of the tasks finishes within the limit."""
     try:
         await within(asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED), limit_s, "")
     except TooLong:
@@ -235,7 +235,8 @@ def row_of(prompt: Prompt) -> dict[str, Any]:
 
 
 def turn_seed(seed: int, turn: int) -> int:
-    """Return a turn's seed. The first turn uses the attempt's seed, so a one-turn episode samples the same as a plain completion."""
+    """Return a turn's seed. The first turn uses the attempt's seed, so a one-turn episode samples the same tokens as a plain
+    completion."""
     if turn == 0:
         return seed
     digest = hashlib.blake2b(f"{seed}/{turn}".encode(), digest_size=8).digest()

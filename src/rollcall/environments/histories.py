@@ -143,8 +143,8 @@ class Asked:
 
 
 class Histories:
-    """The histories of one key. With ``max_kept``, keep no rows and drop the least recently used answers beyond this many tokens.
-    Without it, keep all answers and rows."""
+    """The histories of the requests made with one key. With ``max_kept``, keep no rows and drop the least recently used answers beyond
+    this many tokens. Without it, keep all answers and rows."""
 
     def __init__(self, conversations: Conversations, *, name: str, max_kept: int | None = None) -> None:
         self._conversations, self._tokenizer = conversations, conversations.tokenizer
@@ -168,7 +168,7 @@ class Histories:
                 if why := self._conversations.why_not_after(new, tools=tools, key=keys[0]):
                     if self._max_kept is None:
                         raise EnvironmentFailed(why)
-                    break  # it is not used for training, so render all messages again
+                    break  # these tokens are not used for training, so it is safe to render all messages again
                 said = [Message(role=one["role"], content=one["content"], name=one.get("name", "")) for one in new]
                 last_id = int(answer.ids[-1])
                 added = self._conversations.extend(said, is_chat=True, tools=tools, last_id=last_id)
@@ -187,7 +187,8 @@ class Histories:
 
     def plain(self, text: str) -> Asked:
         """Extend the longest answer that this text prompt begins with. If the answer ended at a stop token that its text does not show,
-        the prompt does not contain the token either. It then starts a new row from the IDs before the token."""
+        the prompt does not contain that token either, so it cannot extend the answer's row. It starts a new row, which begins with the
+        IDs before the token."""
         begins = [answer for answer in self._answers.values() if answer.text and text.startswith(answer.text)]
         if not begins:
             return self._opened(self._encode(text, special=True), text=text)
@@ -198,7 +199,7 @@ class Histories:
         return self._extended(longest, added, text=text)
 
     def give_up(self, asked: Asked) -> None:
-        """Record that nothing was sampled for a request, because it was refused or its client left."""
+        """Record that nothing was sampled for a request, because it was refused or its client disconnected."""
         if asked.holds_row and asked.behind is not None:
             asked.behind.row.is_extended = False
 
@@ -213,7 +214,7 @@ class Histories:
         message: dict[str, Any] | None = None,
         calls: Sequence[Call] = (),
     ) -> None:
-        """Record the completion sampled for a request. ``message`` is the answer as returned."""
+        """Record the completion sampled for a request. ``message`` is the answer as it was returned to the client."""
         self.give_up(asked)
         row = asked.behind.row if asked.behind is not None and asked.behind.row.tip is asked.behind else None
         if row is None:

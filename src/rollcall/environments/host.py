@@ -3,9 +3,10 @@
     HostedEnvironments (hosted.py, the controller) --a connection for each episode--> EnvironmentHost --> ProcessEnvironments --> children
                                                                                                      `--> programs
 
-Each connection carries one episode, and the controller uses it as a ``Worker``. After ``start``, the controller calls the environment
-like a child (zygote.py). It starts a program with ``run``. It may call ``stop`` and ``close`` while the program runs. When a connection
-closes, its environment or program is stopped: the episode is over, or the controller died or gave up on it. A caller must know the run's
+Each connection carries one episode, and the controller uses it as a ``Worker``. After ``start``, the controller makes the same calls to
+the environment as to a local child process (zygote.py). It starts a program with ``run``, and may call ``stop`` and ``close`` while the
+program is running. When a connection closes, its environment or program is stopped, because the episode is over, or because the
+controller died or gave up on the episode. A caller must know the run's
 secret (nodes/door.py) and can start only what this host was created for.
 """
 

@@ -1,4 +1,4 @@
-"""The controller's side of environments and programs that the placement puts on other nodes. The hosts' side is in host.py.
+"""The controller's side of environments and programs that the placement assigns to other nodes. The hosts' side is in host.py.
 
 An episode goes to the host with the fewest episodes per CPU and has its own connection. A host is lost when a connection to it breaks,
 cannot be opened within ``CONNECT_S``, or is silent for ``SILENT_S`` during a call or for ``ANSWER_S`` while an episode is being
@@ -29,7 +29,7 @@ from rollcall.process.worker import Ending, Lost, Raised, Worker, reader
 
 CONNECT_S = 20.0
 ANSWER_S = 15.0
-SILENT_S = 60.0  # a host reports on a running call every BEAT_S (answering.py)
+SILENT_S = 60.0  # during a call, a host sends a sign of life every BEAT_S (answering.py)
 _NOTHING = reader(None)
 _ANSWERS = {**ANSWERS, "run": reader(Ended | None), "start": _NOTHING, "stop": _NOTHING, "close": _NOTHING}
 
@@ -96,7 +96,7 @@ class HostedEnvironments:
                 return min(num_cpus, key=lambda host: len(host.playing) / num_cpus[host])
             self._changed.clear()
             try:
-                async with asyncio.timeout(self._wait_s):  # wait_for (3.11) may swallow its cancellation
+                async with asyncio.timeout(self._wait_s):  # in Python 3.11, wait_for may swallow a cancellation
                     await self._changed.wait()
             except TimeoutError:
                 why = f"no node for environments is left, and none came back within {self._wait_s:g} s"
@@ -126,7 +126,7 @@ class HostedEnvironments:
             self._failure = found
         else:
             host.place = found
-            say(f"{name} has been replaced and plays episodes again")
+            say(f"{name} has been replaced and is playing episodes again")
         self._changed.set()
 
 
@@ -157,8 +157,8 @@ class _Connection(SocketLink):
 
 
 class _Hosted(CalledEnvironment):
-    """A connection to a host and the environment or program on its other side. Implements ``protocol.Host``, ``protocol.Environment``
-    and ``protocol.ProgramHost``."""
+    """A connection to a host, and the environment or program at the other end of it. Implements ``protocol.Host``,
+    ``protocol.Environment`` and ``protocol.ProgramHost``."""
 
     def __init__(self, owner: HostedEnvironments, host: _Host, place: HostPlace) -> None:
         self.host, self.place = host, place
@@ -185,7 +185,7 @@ class _Hosted(CalledEnvironment):
 
         async def tell() -> None:
             await stop.wait()
-            with suppress(Lost):  # then the program's call is lost too
+            with suppress(Lost):  # then the call to `run` fails with Lost too
                 await self._worker.call("stop", deadline_s=SILENT_S)
 
         telling = asyncio.create_task(tell())

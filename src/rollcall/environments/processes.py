@@ -5,8 +5,9 @@
              +---- a Worker: calls and answers -------- a child for each running episode
 
 After an episode, its child is kept and reset for the next episode of the same kind. A failed child is killed with everything it started.
-When a child dies, its episode fails. When the zygote dies, all running episodes fail, and the next start creates a new zygote. If a call
-exceeds its time limit, the caller gives up and closes the environment as broken. These processes speak JSON, checked field by field.
+When a child dies, its episode fails. When the zygote dies, all running episodes fail, and the next episode that needs a child creates a
+new zygote. If a call exceeds its time limit, the caller gives up and closes the environment as broken. These processes answer in JSON,
+and every field of an answer is checked.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ from rollcall.reward.confine import ROOT
 START_TIMEOUT_S = 120.0
 _END_S = 10.0
 _GONE = "the process that environments are forked from is gone"
-ANSWERS = {  # by method; None means that a call is still running
+ANSWERS = {  # reads each method's answer; None means that the call is still running
     "reset": reader(str | None),
     "step": reader(StepResult | None),
     "reward": reader(float | None),
@@ -127,7 +128,7 @@ class ProcessEnvironments:
             await asyncio.to_thread(self._zygote.close)
             self._zygote = await asyncio.to_thread(self._new_zygote)
         except (ConfigError, OSError) as error:
-            raise EnvironmentFailed(f"no process can be started ({error})") from None
+            raise EnvironmentFailed(f"cannot start a process ({error})") from None
         finally:
             self._starting = None
 
@@ -143,7 +144,7 @@ class ProcessEnvironments:
 
 
 class CalledEnvironment(ABC):
-    """Implements ``protocol.Environment`` by calling the process that plays it, or its host."""
+    """Implements ``protocol.Environment`` by calling the process in which the environment runs, or the host of that process."""
 
     @abstractmethod
     async def call(self, method: str, *args: Any) -> Any: ...
@@ -186,8 +187,8 @@ class _ProcessEnvironment(CalledEnvironment):
 
 
 class Zygote:
-    """The parent's side of the process that environments are forked from. It is called from threads, one call at a time. Its children
-    are called from the running event loop."""
+    """The parent's side of the process that environments are forked from. That process is called from threads, one
+    call at a time, while its children are called from the running event loop."""
 
     def __init__(self, setup: dict[str, Any], *, python: str | None, env: Sequence[str], output_fd: int) -> None:
         self.pids: dict[int, int] = {}  # its children, by number
@@ -231,7 +232,7 @@ class Zygote:
         except asyncio.CancelledError:
 
             def end(started: asyncio.Future[Worker]) -> None:
-                """Close the worker, because no caller waits for it any more."""
+                """Close the worker, because no caller is waiting for it any longer."""
                 if not started.cancelled() and started.exception() is None:
                     threading.Thread(target=started.result().close, daemon=True).start()
 
@@ -264,7 +265,7 @@ class Zygote:
         except Lost as lost:
             if lost.is_late:
                 raise ConfigError(f"the environment was not ready within {START_TIMEOUT_S:g} s; {check}") from None
-            raise ConfigError(f"the environment's process ended during its start: it {lost.why}; {check}") from None
+            raise ConfigError(f"the environment's process ended during startup: it {lost.why}; {check}") from None
         except Raised as raised:
             raise ConfigError(raised.message if raised.kind == "ValueError" else f"{raised}; {check}") from None
 
@@ -274,7 +275,7 @@ class Zygote:
             line = DebugLine(role="environment", number=self._num_started + 1)
         except OSError as error:  # each child needs file descriptors in this process
             raise EnvironmentFailed(
-                f"no process can be started ({error}); raise the limit on open files (ulimit -n)"
+                f"cannot start a process ({error}); raise the limit on open files (ulimit -n)"
             ) from None
         try:
             with theirs, line.theirs, self._one_calls:
@@ -286,7 +287,7 @@ class Zygote:
             ours.close()
             line.close()
             why = error.message if isinstance(error, Raised) else _GONE
-            raise EnvironmentFailed(f"no process can be started ({why})") from None
+            raise EnvironmentFailed(f"cannot start a process ({why})") from None
         link = _ForkedLink(self, number, pid=pid, connection=ours)
         longest = MAX_ANSWER_BYTES + 1024
         return Worker(link, name="its process", hears=JSON, answers=ANSWERS, line=line, longest=longest)
@@ -363,7 +364,8 @@ def command_for(target: str, *, python: str | None) -> list[str]:
 
 
 def kind_of(kind: str, kinds: Collection[str]) -> str:
-    """Return the name of a row's kind. A single kind is unnamed and accepts any value in the column."""
+    """Return which kind of environment a row uses. If there is only one kind, its name is empty, and rows may have any value in the
+    column."""
     if "" in kinds:
         return ""
     if kind not in kinds:

@@ -1,7 +1,8 @@
-"""Runs a user's program as a separate process with limits. Everything in its session is killed when it ends or when this process dies.
+"""Runs a user's program as a separate process with limits. When the program ends or this process dies, everything in the program's
+session is killed.
 
 This process is either the run itself or a host on a different node (host.py). The shell that starts the program has the read end of a
-pipe. When this process dies for any reason, the pipe closes, and a watcher in the shell kills the full process group.
+pipe. When this process dies for any reason, the pipe closes, and a watcher in the shell kills the whole process group.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ class ProgramsHere(Programs):
 
     def __init__(self, command: str, *, env: Sequence[str], memory_mb: int, max_running: int) -> None:
         self._variables = variables_of(env)
-        allow_files(8 * max_running)  # each program's pipes, its episode's connection, and a few more during its start
+        allow_files(8 * max_running)  # each program's pipes, its episode's connection, and a few more during startup
         sweep_folders()  # left by killed processes
         self._command = command
         self._memory_mb = memory_mb
@@ -86,15 +87,16 @@ class ProgramsHere(Programs):
 
 
 def past_proxies(variables: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables, with the endpoint's host excluded from proxies. A key must not go through a proxy, and a proxy may not reach
-    this node anyway."""
+    """Return the variables, with the endpoint's host excluded from proxies. A key must not go through a proxy, and a proxy might be
+    unable to reach this node anyway."""
     host = urlsplit(variables.get("OPENAI_BASE_URL", "")).hostname
     found = {name: ",".join(filter(None, [variables.get(name), host])) for name in ("NO_PROXY", "no_proxy")}
     return {**variables, **{name: value for name, value in found.items() if value}}
 
 
 async def _in_thread(work: Callable[..., Any], *args: Any, **keys: Any) -> None:
-    """Run in a thread until finished, even if the caller gives up. The thread starts at once, even while the loop is closing."""
+    """Run ``work`` in a thread until it finishes, even if the caller gives up. The thread starts at once, even while the loop is
+    closing."""
     await asyncio.shield(asyncio.get_running_loop().run_in_executor(None, partial(work, *args, **keys)))
 
 

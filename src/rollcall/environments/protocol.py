@@ -1,8 +1,8 @@
 """The interface between environments and the episode loop. An environment opens an episode, answers each turn and returns the
 episode's reward.
 
-Any call may be slow, raise or never return. The loop (``episode.py``) puts a deadline on each call and ends only the affected
-episode. A program that drives its own episode (``agent.py``) runs until it exits instead.
+Any call may be slow, raise or never return. The loop (``episode.py``) therefore sets a deadline for each call. If a call fails or misses
+its deadline, only its own episode ends. A program that drives its own episode (``agent.py``) runs until it exits instead.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from rollcall.base.words import visible
 from rollcall.engine.protocol import Sampling
 
 KIND = "environment"  # the column that names a row's environment if there are several; not passed to the class
-MOST_METRICS, LONGEST_NAME = 100, 100  # metrics per episode; characters in a metric's name
+MOST_METRICS, LONGEST_NAME = 100, 100  # the most metrics per episode; the most characters in a name
 DROPPED = "metrics_dropped"  # the episode metric that counts dropped metrics
 
 
@@ -61,7 +61,7 @@ def add_metrics(known: dict[str, float], new: Mapping[str, float]) -> None:
 
 
 class SampleTurn(Protocol):
-    """Samples one completion. Each request of a session extends an earlier one."""
+    """Samples one completion. Each request in a session extends an earlier one."""
 
     def __call__(
         self, prompt_ids: Ints, /, *, seed: int, sampling: Sampling, session: str
@@ -80,11 +80,11 @@ class Environment(Protocol):
         ...
 
     async def reward(self) -> float | None:
-        """Return the episode's reward, or None if other rewards decide. Called once after the last step."""
+        """Return the episode's reward, or None if it leaves that to other rewards. Called once after the last step."""
         ...
 
     async def attributes(self) -> dict[str, Any]:
-        """Return the attributes that the episode left on the user's object, as far as JSON can represent them."""
+        """Return the attributes that the user's object has after the episode, except those that JSON cannot represent."""
         ...
 
     async def close(self, *, broken: bool) -> None:
@@ -99,14 +99,15 @@ class Host(Protocol):
 
 
 class Environments(Protocol):
-    """The source of environments."""
+    """Provides the hosts on which environments start."""
 
     async def find_host(self) -> Host:
         """Find a host for the next episode. Wait while all hosts are lost. The wait does not count towards any episode limit."""
         ...
 
     def tools_of(self, kind: str) -> tuple[dict[str, Any], ...]:
-        """Return the schemas of a kind's tools, in the form for chat templates. Raise ConfigError if the kind is unknown."""
+        """Return the tool schemas for this kind of environment, in the format that chat templates expect. Raise ConfigError if the kind
+        is unknown."""
         ...
 
     async def aclose(self) -> None: ...
@@ -130,7 +131,7 @@ class ProgramHost(Protocol):
 
 
 class Programs(Protocol):
-    """The source of hosts for programs."""
+    """Provides the hosts on which programs run."""
 
     async def find_host(self) -> ProgramHost:
         """Find a host for the next episode. Wait while all hosts are lost. The wait does not count towards any episode limit."""

@@ -1,4 +1,5 @@
-"""The step-by-step interface: a class with ``reset(row)`` and ``step(text, token_ids)``, which decides everything itself.
+"""The step-by-step interface: a class with ``reset(row)`` and ``step(text, token_ids)``. The class itself decides what the model reads,
+how each turn is rewarded and when the episode ends.
 
     from rollcall import Observation, StepResult
 
@@ -12,7 +13,7 @@
                 return StepResult(reward=1.0, done=True)
             return StepResult("No. Guess again.", metrics={"wrong": 1})
 
-Both methods may be synchronous. ``reset`` may return a string or None. ``step`` may return a string as the observation, or a tuple
+Both methods may also be synchronous. ``reset`` may return a string or None. ``step`` may return a string as the observation, or a tuple
 ``(observation, reward, done)`` or ``(observation, reward, done, metrics)``. This module imports only the standard library, because
 environment processes import it.
 """
@@ -172,7 +173,7 @@ def class_at(path: str, *, key: str, kwargs: Mapping[str, Any], methods: Iterabl
     except TypeError as error:
         given = f"environment.kwargs={dict(kwargs)}" if kwargs else "no arguments"
         raise ValueError(
-            f"{key}={path!r} cannot be created with {given} ({error}); set environment.kwargs to the arguments of its __init__"
+            f"{key}={path!r} cannot be instantiated with {given} ({error}); set environment.kwargs to the arguments of its __init__"
         ) from None
     except ValueError:
         pass  # its constructor has no signature to check

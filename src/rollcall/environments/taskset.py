@@ -1,8 +1,8 @@
 """Episodes from a verifiers taskset. An environment server (packages/verifiers.py) plays them in a Python that has verifiers, and queries
 the run's model over the OpenAI API. The run treats each episode as a program that drives itself.
 
-A server runs on this node or on each host, wherever programs would run. It starts before the run and stops with it, even if this
-process is killed.
+A server runs wherever the run's programs would run: on this node, or on each host. It starts before the run and stops with it, even if
+this process is killed.
 """
 
 from __future__ import annotations
@@ -141,6 +141,6 @@ def _why_not_ready(error: Lost | Raised) -> str:
     if error.is_late:
         return f"{error.who} was not ready within {START_TIMEOUT_S:g} s"
     return (
-        f"{error.who} {error.why} during its start; see its output above. environment.python must have verifiers 0.4 "
+        f"{error.who} {error.why} during startup; see its output above. environment.python must have verifiers 0.4 "
         "(scripts/setup_peers.sh DIR verifiers)"
     )

@@ -1,7 +1,7 @@
-"""Tools: builds schemas from type hints and docstrings, and checks the arguments of calls against the hints.
+"""Builds tool schemas from type hints and docstrings, and checks the arguments of tool calls against the hints.
 
 The schemas match ``transformers.utils.get_json_schema``, the format for chat templates. We build them here because environment
-processes import only the standard library: they have to be small and start fast.
+processes have to be small and start fast, so they import only the standard library.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def tool_of(function: Callable[..., Any], *, path: str, is_method: bool = False)
         other = (
             "a class with reset and step needs type: step"
             if is_method and path.endswith(".step")
-            else "a method that is not a tool begins with an underscore"
+            else "if it is not a tool, begin its name with an underscore"
         )
         raise ValueError(
             f"{path} has no docstring; write one that says what the tool does and describes its arguments under `Args:` ({other})"
@@ -110,7 +110,7 @@ def _parameters(function: Callable[..., Any], *, path: str, is_method: bool) -> 
     for name, parameter in parameters.items():
         if parameter.kind not in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
             raise ValueError(
-                f"{path} takes {parameter}, but a tool's arguments are passed by name; name each argument"
+                f"{path} has the parameter {parameter}, but a tool's arguments are passed by name; name each argument"
                 if parameter.kind is not parameter.POSITIONAL_ONLY
                 else f"{path}: argument {name} cannot be passed by name; remove the `/` from the signature"
             )
@@ -285,7 +285,7 @@ def _convert(value: Any, hint: Any) -> Any:
 
 
 def _convert_to_one(value: Any, args: tuple[Any, ...]) -> Any:
-    """Convert a value to one of several types: its own type if listed, else the first type that works."""
+    """Convert a value to one of several types: its own type if that is listed, or else the first type that works."""
     for arg in sorted(args, key=lambda arg: type(value) is not (get_origin(arg) or arg)):
         try:
             return _convert(value, arg)

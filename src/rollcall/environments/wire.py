@@ -1,7 +1,8 @@
-"""Request formats of the OpenAI API, and the reward that a program reports.
+"""Request formats of the OpenAI API, and the format in which a program reports its reward.
 
-A parameter that this endpoint does not support is refused by name, never ignored. ``LABELS`` only describe a request. ``NEUTRAL``
-parameters, which some clients always send, must have a value that has no effect. A list is checked only up to its first error.
+A parameter that this endpoint does not support is refused by name, never ignored. Parameters in ``LABELS`` only label a request, so any
+value is accepted. ``NEUTRAL`` parameters, which some clients always send, must have a value that has no effect. A list is checked only
+up to its first error.
 """
 
 from __future__ import annotations
@@ -131,7 +132,7 @@ def _text_of(content: Any) -> Any:
         kind = part.get("type") if isinstance(part, dict) else part
         text = part.get("text", part.get("refusal")) if kind in ("text", "refusal") else None
         if not isinstance(text, str):
-            raise _wrong(f"has a part {_shown(kind)}; this endpoint accepts only text")
+            raise _wrong(f"has a part of type {_shown(kind)}; this endpoint accepts only text")
         texts.append(text)
     return "".join(texts)
 
@@ -161,7 +162,7 @@ class ToolCall(BaseModel):
 
 
 class ChatMessage(BaseModel):
-    """A message. Any other fields, such as `refusal`, are ignored, because they say nothing to the model."""
+    """A message. Any other fields, such as `refusal`, are ignored, because the model does not read them."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Annotated[str | None, BeforeValidator(_text_of)] = None

@@ -1,15 +1,16 @@
 """The process that environments are forked from, and its children. A child runs one environment, which is reset between episodes.
 
-The parent calls a ``Zygote`` (process/child.py). The zygote imports the user's module once, so a child starts in a millisecond and shares
-its memory. ``control_fd`` receives each child's file descriptors: its socket and its connection to the debugger
-(process/debug/child.py). ``lifeline_fd`` is the read end of a pipe whose write end only the parent has. It stops the children even if
-this process was killed. The process's own lifeline cannot do that: it closes before the parent has found what the children started.
-``line_fd`` serves breakpoints.
+The parent process calls the methods of ``Zygote`` (process/child.py). The zygote imports the user's module once, so a child starts in a
+millisecond and shares its memory. ``control_fd`` receives each child's file descriptors: its socket and its connection to the debugger
+(process/debug/child.py). ``lifeline_fd`` is the read end of a pipe whose write end only the parent has. When that pipe closes, the
+children stop, even if this process was killed. The lifeline of this process cannot be used for that, because it closes before the parent
+has found what the children started. ``line_fd`` is the connection to the debugger, for breakpoints.
 
 Nothing that a child starts outlives it: its group is killed before its status is collected, and processes that left the group are adopted
 here and killed. When the parent hangs up or dies, all children stop, and then this process stops.
 
-The text that a child processes may control its output. The output is therefore JSON, and the parent treats it as untrusted data.
+A child works on untrusted text, which might find a way to control what the child sends. The child therefore sends JSON, and the parent
+treats it as untrusted data.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ from rollcall.reward.confine import limit, see_no_others
 MAX_ANSWER_BYTES = 32 << 20
 _MAX_ATTRIBUTE_CHARS = 1_000_000
 _MB = 1 << 20
-# Frames that do not help the author of an environment.
+# Tracebacks leave out frames in these files, because they do not help the author of an environment.
 _OWN_FILES = (__file__, class_env.__file__, stepwise.__file__)
 Player = ClassPlayer | StepPlayer
 
@@ -78,7 +79,8 @@ class Zygote:
         gc.freeze()  # garbage collection in a child would write to the shared pages and so copy them
         _adopt_orphans()
         self._not_ours = {*_children()}  # started by the user's module during its import
-        # From here on, this process lives until it has stopped its children, even if its parent dies. SIGCONT wakes it if suspended.
+        # From here on, this process does not exit before it has stopped its children, even if its parent dies. If it is suspended when
+        # that happens, SIGCONT resumes it.
         atexit.register(_end_all)
         if hasattr(fcntl, "F_SETSIG"):
             fcntl.fcntl(own_fds()[1], fcntl.F_SETSIG, signal.SIGCONT)
@@ -90,7 +92,9 @@ class Zygote:
         connection_fd, line_fd = fds
         try:
             with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # about the user's module's threads, which do not run in a child
+                warnings.simplefilter(
+                    "ignore"
+                )  # Python warns about threads of the user's module, which a child does not have
                 pid = os.fork()
             if pid == 0:
                 self._become_child(connection_fd, line_fd, kind)
@@ -169,7 +173,7 @@ def _children() -> list[int]:
         return _children()
     if lists:
         return [int(pid) for pids in lists for pid in pids.split()]
-    import psutil  # the kernel does not have these lists
+    import psutil  # this kernel does not provide the `children` files
 
     return [child.pid for child in psutil.Process().children()]
 
@@ -190,7 +194,7 @@ def _end_with_parent(lifeline_fd: int) -> None:
     and all children share the description that they inherit."""
     try:
         own_fd = os.open(f"/proc/self/fd/{lifeline_fd}", os.O_RDONLY | os.O_NONBLOCK)
-    except OSError:  # no /proc: it exits when its socket closes
+    except OSError:  # without /proc, this process exits when its socket closes
         return
     os.close(lifeline_fd)
     end_with(own_fd)
@@ -290,7 +294,7 @@ def _flush() -> None:
 
 
 def _frames_of_user(error: BaseException) -> TracebackType | None:
-    """Return the traceback from the first frame of the user's code."""
+    """Return the traceback, starting at the first frame of the user's code."""
     frames = error.__traceback__
     while frames is not None:
         file = frames.tb_frame.f_code.co_filename

@@ -1,11 +1,13 @@
 """Confines reward processes.
 
-A built-in scorer needs only its text. So its process gets no secrets, no network, no access to other processes, and no files
-except Python's own and a private folder (``BUILT_IN``). A user's own function is trusted more: it gets the environment variables that
-its section names, the network unless the section turns it off, and limits that the section may change.
+A built-in scorer needs nothing except the text that it scores. So its process gets no secrets, no network, no access to other
+processes, and no files except Python's own and a private folder (``BUILT_IN``). A user's own function is trusted more: its process gets
+the environment variables that its section names, and it may use the network unless the section turns that off. The section may also
+change its limits.
 
-The parent creates the environment and the folder. The worker applies the other restrictions to itself (``confine``) before it loads
-anything. Restrictions that the machine does not support are skipped: ``confine`` returns which ones are in force.
+The parent process chooses the worker's environment variables and creates the folder. The worker applies the other restrictions to
+itself (``confine``) before it loads anything. Restrictions that the machine does not support are skipped, so ``confine`` returns which
+ones are in force.
 
 This module imports only the standard library, because a worker has to start fast.
 """
@@ -85,7 +87,7 @@ def confinement_of(spec: Mapping[str, Any]) -> Confinement:
 def environment(env: Sequence[str], *, folder: str, key: str, own_home: bool = False) -> dict[str, str]:
     """Return a worker's environment variables: those in ``_KEPT``, those in ``env``, and thread counts, which default to 1.
 
-    Hide this process's secrets from the worker's view in ``/proc``. Raise ConfigError if a variable that ``key`` names is not set.
+    Prevent the worker from reading this process's secrets in ``/proc``. Raise ConfigError if a variable that ``key`` names is not set.
     """
     refuse_unset(env, key=key)
     environ = os.environ
@@ -107,7 +109,7 @@ def refuse_unset(names: Iterable[str], *, key: str) -> None:
 
         it, is_not = ("it", "is not") if len(missing) == 1 else ("them", "are not")
         raise ConfigError(
-            f"{key} names {', '.join(missing)}, which {is_not} set here; export {it}, or remove {it} from {key}"
+            f"{key} names {', '.join(missing)}, which {is_not} set in the environment; export {it}, or remove {it} from {key}"
         )
 
 

@@ -11,7 +11,7 @@
      └─ no: an outage. All questions wait, and one at a time is retried until there is an answer or ``outage_s`` is over
 
 Status 429 does not count as the question's fault unless it lasts longer than ``outage_s``. A wrong key, address or model affects every
-question: if no question has been answered yet, the run stops at once.
+question, so if no question has been answered yet, the run stops at once.
 
 Everything here runs in the event loop of ``Asker`` (services.py). The key is sent only to the address in the run file.
 """
@@ -121,8 +121,8 @@ class Endpoint:
         self._one_checks = asyncio.Lock()
         self._outage: _Outage | None = None
         self._answered: bytes | None = None  # the last question that was answered
-        self._answered_began_s = -math.inf  # start of the latest request that was answered
-        self._unanswered_began_s = -math.inf  # start of the latest repeated question that failed
+        self._answered_began_s = -math.inf  # when the latest request that was answered began
+        self._unanswered_began_s = -math.inf  # when the latest repeat of a question that failed began
         self._not_before_s = -math.inf  # from Retry-After
         self._sessions: dict[bool, Any] = {}  # aiohttp sessions; [True] opens a fresh connection for each question
 
@@ -184,14 +184,14 @@ class Endpoint:
         while (early_s := self._not_before_s - time.monotonic()) > 0:
             await asyncio.sleep(early_s)
         began_s = time.monotonic()
-        # A retry uses a fresh connection, because an open one may lead to a machine that is gone.
+        # A retry uses a fresh connection, because an existing one may be to a machine that is gone.
         answer = await self._post(question, session=self._session(is_fresh=not is_first))
         self._answered, self._answered_began_s = question, max(began_s, self._answered_began_s)
         if (outage := self._outage) is not None:
             self._outage = None
             outage.back.set()
             if outage.said_s > -math.inf:
-                warn(f"{self._name} answers again after {outage.wait.waited_s:.0f} s; the run continues")
+                warn(f"{self._name} is answering again after {outage.wait.waited_s:.0f} s; the run continues")
         return answer
 
     async def _answers_others(self, *, after_s: float) -> bool:
@@ -221,11 +221,11 @@ class Endpoint:
             limit = f"at most {most_s:g} s (reward.{self._place}.outage_s)"
             if lasted_s >= most_s:
                 raise EndpointLostError(
-                    f"{self._name} has not answered since {outage.since}, and the run waits {limit}: {problem}. {advice}, then run the "
-                    "same command again without --fresh: the run resumes and keeps all scores"
+                    f"{self._name} has not answered since {outage.since}, and the run waits only {limit}: {problem}. {advice}, then run "
+                    "the same command again without --fresh: the run resumes and keeps all scores"
                 )
             if lasted_s >= SAY_FIRST_S:
-                outage.wait.note(f"{self._name} does not answer: {problem}")
+                outage.wait.note(f"{self._name} is not answering: {problem}")
                 if time.monotonic() - outage.said_s >= _SAY_EVERY_S:
                     outage.said_s = time.monotonic()
                     warn(
@@ -311,7 +311,7 @@ def _redirected(url: str, status: int, location: str) -> str:
 
 
 def _retry_after_s(value: str | None) -> float | None:
-    """Parse the seconds to wait. HTTP's date format is not supported.
+    """Parse the number of seconds in a Retry-After header. A date in the header is not supported.
 
     >>> _retry_after_s("3"), _retry_after_s("1e9"), _retry_after_s("-1"), _retry_after_s("soon"), _retry_after_s(None)
     (3.0, 120.0, 0.0, None, None)
@@ -324,7 +324,7 @@ def _retry_after_s(value: str | None) -> float | None:
 
 
 def _pause_s(number: int) -> float:
-    """Return the pause before try ``number`` + 1. It is randomised so that questions do not all return at the same time."""
+    """Return the pause before try ``number`` + 1. It is randomised so that the questions are not all asked again at the same time."""
     return min(FIRST_PAUSE_S * 2 ** min(number - 1, 30), LONGEST_PAUSE_S) * random.uniform(0.5, 1.0)
 
 

@@ -5,8 +5,8 @@ Some reasoning-gym scorers evaluate the model's text as Python, and so does symp
 products, powers and elementary functions: no attributes, indexing, other calls, f-strings or lambdas. The
 scorer gets a ValueError and treats the answer as unreadable.
 
-The hook runs wherever text becomes code, so it covers every scorer and every way to evaluate text. Modules that are imported meanwhile
-are code from disk, so they are allowed.
+The hook runs wherever text becomes code, so it covers every scorer and every way to evaluate text. Modules that are imported inside
+``guarded`` are compiled from files rather than from the scored text, so they are allowed.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-MAX_CHARS = 100_000  # a matrix of 100 by 100 numbers, written out
+MAX_CHARS = 100_000  # enough for a written-out matrix of 100 by 100 numbers
 _MAX_EXPONENT = 1000
 # Elementary functions, and the calls that sympy's parser writes around numbers and names.
 _CALLS = frozenset({

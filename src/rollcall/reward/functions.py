@@ -1,6 +1,6 @@
 """The run file's reward functions: ``f(prompt, completion, answer, metadata) -> float``.
 
-A user's own function takes some of these arguments by name. It may take ``completions`` (a full group) instead of
+A user's own function takes some of these arguments by name. It may take ``completions`` (those of a whole group) instead of
 ``completion``, and it may be ``async``.
 
 ``build_function`` turns a reward's plain fields into such a function and refuses a reward that could never score (for

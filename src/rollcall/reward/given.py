@@ -2,7 +2,8 @@
 
 A function that a worker process can import is named by its path, as in a run file. Any other function (a lambda, or one defined in a
 notebook cell, a script or another function) is pickled by value with everything that it uses, and sent to the same confined processes.
-The run file calls it ``<python>:name``. It exists only in this process. To continue the run in a new process, pass it again.
+The run file calls such a function ``<python>:name``. It exists only in this process, so pass it again to continue the run in a new
+process.
 """
 
 from __future__ import annotations
@@ -18,7 +19,9 @@ from rollcall.base.errors import ConfigError
 
 PREFIX = "<python>:"
 _pickled: dict[str, bytes] = {}
-_of_runs: dict[tuple[Path, str], bytes] = {}  # also keyed by run directory, because each run may have its own lambda
+_of_runs: dict[
+    tuple[Path, str], bytes
+] = {}  # also keyed by run directory, because two runs may use one name for different functions
 
 
 def name_functions(rewards: Any) -> Any:

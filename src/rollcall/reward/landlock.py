@@ -1,8 +1,8 @@
 """Restricts which files this process may open (landlock, Linux 5.13 and later). No code in the process can undo it.
 
 It needs no privileges and no library. ``restrict`` applies to the calling thread and to threads and processes that it starts later,
-so call it before any thread starts. Files that are already open stay open. The numbers come from the kernel and are the same on
-every architecture.
+so call it before any thread starts. Files that are already open stay open. The numbers of the system calls and of the access rights
+come from the kernel and are the same on every architecture.
 """
 
 from __future__ import annotations

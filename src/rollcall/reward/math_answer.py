@@ -1,9 +1,9 @@
 r"""The ``math`` reward: uses math-verify to check whether a completion's final answer equals the row's answer.
 
-The same rule applies to both texts. The final answer is the content of the last mark: ``\boxed{...}``, after ``####``, or
-in ``<answer>...</answer>``. Without a mark, it follows the last "answer is" or "answer:", or else it is the last line.
-In a sentence, it is the part after the last word. math-verify parses only LaTeX inside ``\boxed{}`` in full, so the answer is
-boxed before parsing. For a sentence that ends in a word ("72 apples"), math-verify searches for numbers by itself.
+The same rule applies to the completion and to the row's answer. The final answer is the content of the last mark: ``\boxed{...}``,
+after ``####``, or in ``<answer>...</answer>``. Without a mark, it follows the last "answer is" or "answer:", or else it is the last
+line. In a sentence, it is the part after the last word. math-verify parses LaTeX completely only inside ``\boxed{}``, so the answer
+is boxed before parsing. For a sentence that ends in a word ("72 apples"), math-verify searches for numbers by itself.
 
 math-verify parses a word as a product of its letters, in any order. So an answer that contains only letters is compared as text. A row's
 answer is a product only if it consists of the unknowns w, x, y and z (``xy``) or is between dollar signs (``$ab$``).
@@ -66,7 +66,7 @@ _NUMERAL = re.compile(
 
 
 def math_equal(prompt: str, completion: str, answer: str, metadata: dict[str, Any]) -> float:
-    """Return 1 if the completion's final answer equals the row's, either as text, or as parsed by math-verify and with the same unit."""
+    """Return 1 if the completion's final answer equals the row's, either as text or, if the units match, according to math-verify."""
     wanted, given = final_answer(answer), final_answer(completion)
     if wanted is None:
         raise ValueError(f"the row's answer {answer[:80]!r} is empty or too long; check data.answer_key")

@@ -9,8 +9,8 @@ task in the caller's event loop serves each worker:
                             that item fails, the items after it go back to the front of the queue,
                             and the process is replaced
 
-An item's time limit starts at the worker's last sign of progress (process/worker.py). It never includes a worker's start, which has its
-own limit. The limit is paused while somebody is debugging the worker (process/debug/here.py).
+An item's time limit starts at the worker's last sign of progress (process/worker.py). It never includes a worker's startup, which has
+its own limit. The limit is paused while somebody is debugging the worker (process/debug/here.py).
 """
 
 from __future__ import annotations
@@ -42,15 +42,15 @@ from rollcall.reward.functions import check_score
 from rollcall.reward.worker import MAX_ANSWER_BYTES, About, FailureKind, Item, Ready, RewardResult, Setup
 
 START_TIMEOUT_S = 120.0
-_MAX_STARTS_LOST = 3  # in a row; after that, the machine must be the problem, not an item
+_MAX_STARTS_LOST = 3  # in a row; after that, the problem must be the machine, not an item
 _MAX_CHUNK = 32
 _READ_RESULTS = reader(list[RewardResult] | None)
 
 
 @dataclass(slots=True)
 class _Asked:
-    """Items whose results are awaited together, because a future for each item would cost the event loop more than everything else that
-    it does for the item."""
+    """Items whose results are awaited together. They share a future, because creating a future for each item would take the event loop
+    more time than all its other work for the item."""
 
     done: asyncio.Future[list[list[RewardResult]]]
     results: list[list[RewardResult]]
@@ -66,7 +66,7 @@ class _Task:
 
     @property
     def is_over(self) -> bool:
-        """Whether nobody waits for the results any more."""
+        """Whether nobody is waiting for the results any longer."""
         return self.asked.done.done()
 
     @property
@@ -150,12 +150,12 @@ class RewardPool(AbstractContextManager["RewardPool"]):
 
     @property
     def in_force(self) -> dict[int, dict[str, str]]:
-        """The confinement of each reward's processes on this machine, by index in the run file's list."""
+        """How this machine confines each reward's processes. The keys are indices in the run file's list."""
         return {index: crew.ready.in_force for index, crew in self._crew_of.items() if crew.ready}
 
     @property
     def functions(self) -> dict[int, About]:
-        """How the user's functions are called, by index in the run file's list."""
+        """How each of the user's functions is called. The keys are indices in the run file's list."""
         return {index: about for crew in self._crews if crew.ready for index, about in crew.ready.functions.items()}
 
     def score(self, items: list[Item], *, timeout_s: float) -> asyncio.Future[list[list[RewardResult]]]:
@@ -236,7 +236,7 @@ class _Seat:
     def _cannot_start(self, error: Raised | Lost) -> Exception:
         if isinstance(error, Raised):
             return ValueError(error.message)
-        what = f"was not ready within {START_TIMEOUT_S:g} s" if error.is_late else f"{error.why} during its start"
+        what = f"was not ready within {START_TIMEOUT_S:g} s" if error.is_late else f"{error.why} during startup"
         at = f"\nit was at\n{error.stack}" if error.stack else ""
         return RuntimeError(f"a reward worker {what}{at}\ncheck what the reward's module does when imported")
 
@@ -331,7 +331,7 @@ def _failure(error: Lost | Raised | None, task: _Task) -> RewardResult:
 
 
 def read_results(body: bytes) -> list[RewardResult] | None:
-    """Parse an item's results, or None at the end. Raise ValueError if they are invalid."""
+    """Parse an item's results. Return None after the last item. Raise ValueError if the results are invalid."""
     said = _READ_RESULTS(body)
     return said and [
         RewardResult(

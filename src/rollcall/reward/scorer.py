@@ -31,7 +31,7 @@ from rollcall.reward.worker import ASYNC_GRACE_S, FailureKind, Item, RewardResul
 
 ModelRewardFunction = Callable[[Prompt, tuple[Completion, ...]], list[float]]
 AskModel = Callable[..., Awaitable[Any]]
-"""Calls a function with its arguments in a place where it does not block the event loop."""
+"""Calls a function with the given arguments where it does not block the event loop, such as in a thread."""
 
 ENVIRONMENT = "environment"  # the reward from an episode's environment
 MAX_NOTE = 4000  # how many characters of a service's answer are kept
@@ -93,7 +93,7 @@ class Scorer(AbstractContextManager["Scorer"]):
 
     @property
     def in_force(self) -> dict[str, dict[str, str]]:
-        """The confinement of each reward's processes on this machine. Rewards that run in this process are not included."""
+        """How this machine confines each reward's processes. Rewards that run in this process are not included."""
         return {self.names[index]: limits for index, limits in (self._pool.in_force if self._pool else {}).items()}
 
     @property
@@ -284,7 +284,7 @@ def columns_needed(rewards: Sequence[Any]) -> dict[str, str]:
 def _spec(reward: Any, *, index: int) -> dict[str, Any]:
     """Return a reward's fields for a worker process."""
     spec = with_pickled(reward.model_dump(), index=index)
-    # An error that the function raises may contain these values, and errors are shown.
+    # An error that the function raises may contain these values, so they are redacted before it is shown.
     remember(os.environ.get(name, "") for name in spec.get("env", ()))
     return spec
 

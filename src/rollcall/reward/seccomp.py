@@ -4,7 +4,7 @@ The kernel runs the filter on every call. Refused calls fail with EPERM, an ordi
 needs no privileges and no library. It supports x86_64 and aarch64 on Linux. ``refuse`` applies to the calling
 thread and to threads and processes that it starts later, so call it before any thread starts.
 
-The system call numbers are the kernel's for x86_64 and aarch64. From 424 on, both architectures use the same numbers.
+The system call numbers are the kernel's for x86_64 and aarch64. Calls with numbers of 424 and above have the same number on both.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ def why_missing() -> str:
     if sys.platform != "linux":
         return f"{sys.platform} has no seccomp"
     if platform.machine() not in _ARCHITECTURES:
-        return f"no list of system calls for {platform.machine()}"
+        return f"Rollcall has no list of system calls for {platform.machine()}"
     if not os.path.exists("/proc/sys/kernel/seccomp/actions_avail"):
         return "the kernel has no seccomp filter"
     return ""

@@ -3,8 +3,9 @@
 ``Asker`` sends many requests concurrently from a thread with its own event loop, so answers arrive while the run's event loop decodes.
 An error that affects all requests, such as a long outage, is raised in the caller.
 
-For a judge, the completion is data. The question puts it between two lines with a random code. The completion does not contain the
-code, so it cannot close its own section. The question tells the judge to take neither instructions nor scores from it. The rubric's
+A completion must not be able to instruct its judge. The question puts it between two lines that contain the same random code. The
+completion does not contain the code, so it cannot imitate the closing line. The question tells the judge to take neither instructions
+nor scores from the completion. The rubric's
 placeholders are filled in one pass, so a ``{answer}`` inside a completion is left as it is.
 """
 
@@ -42,7 +43,7 @@ ASKED_TYPES = ("judge", "http")
 
 
 class Asker:
-    """Gets the scores of the rewards in ``sections``, which are keyed by index in the run file's list."""
+    """Asks the services in ``sections`` for scores. The keys of ``sections`` are indices in the run file's list."""
 
     def __init__(self, sections: Mapping[int, JudgeReward | HttpReward]) -> None:
         self._services = {
@@ -144,7 +145,7 @@ def _scores_in(answer: Any, *, count: int) -> tuple[list[Any], list[str]]:
 _PLACEHOLDER = re.compile(r"\{(prompt|completion|answer)\}")
 _CHAT = "/chat/completions"
 _READ_CHARS = 100_000  # only the end of an answer is read
-_MOST_OBJECTS = 200  # how many opening braces are tried as the start of the JSON at its end
+_MOST_OBJECTS = 200  # how many opening braces are tried as the start of the JSON object that ends the answer
 _FENCE = re.compile(r"\A```[a-z]*\s*|\s*```\Z")
 _OUT_OF = re.compile(r"([0-9])\s*(?:/|out of)\s*[0-9][0-9.,]*", re.IGNORECASE)
 

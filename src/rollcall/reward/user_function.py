@@ -1,8 +1,9 @@
 """Finds a user's reward function and calls it according to its signature.
 
-It may take these arguments by name: ``completion`` or, for a full group, ``completions``; ``prompt``, ``answer``, ``metadata``. It may be
-``async``. A function with other argument names gets the four arguments of a plain reward in order. A function with ``**kwargs`` and TRL's
-names is called as in TRL 1.16, with lists that trl.py builds. This module imports only the standard library: workers have to start fast.
+The function may take these arguments by name: ``completion`` or, for a full group, ``completions``; ``prompt``, ``answer``,
+``metadata``. It may be ``async``. A function with other argument names gets the four arguments of a plain reward in order. A function
+with ``**kwargs`` and TRL's names is called as in TRL 1.16, with lists that trl.py builds. This module imports only the standard library,
+because workers have to start fast.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ class UserFunction:
         return "async" if self.is_async else "batched" if self.is_batched else ""
 
     def call_with_lists(self, lists: dict[str, Any]) -> Any:
-        """Call the function as TRL does. Discard what it logs."""
+        """Call the function as TRL does. Discard what the function passes to ``log_extra`` and ``log_metric``."""
         if missing := [name for name in self.needs if name not in lists]:
             there_are = ", ".join(name for name in lists if name not in _TRL_LISTS)
             raise ValueError(
@@ -118,7 +119,7 @@ def user_function(path: str, target: Any) -> UserFunction:
     if names is not None:
         if ("completion" in names) == ("completions" in names):
             raise ValueError(
-                f"path={path!r} takes {signature}, but a reward takes either completion or completions; use {_EXPECTED}"
+                f"path={path!r} has the signature {signature}, but a reward takes either completion or completions; use {_EXPECTED}"
             )
         is_batched, needs = "completions" in names, _needed_columns(signature)
         return UserFunction(target, names, is_batched=is_batched, is_async=is_async, needs=needs)
@@ -126,8 +127,8 @@ def user_function(path: str, target: Any) -> UserFunction:
         signature.bind("", "", "", {})
     except TypeError as error:
         raise ValueError(
-            f"path={path!r} takes {signature}, but its argument names are not among {', '.join(ARGUMENTS)} and completions, and it "
-            f"cannot be called with four arguments either ({error}); use {_EXPECTED}"
+            f"path={path!r} has the signature {signature}, but its argument names are not among {', '.join(ARGUMENTS)} and completions, "
+            f"and it cannot be called with four arguments either ({error}); use {_EXPECTED}"
         ) from None
     third = [each for each in signature.parameters.values() if each.kind is not each.VAR_POSITIONAL][2:3]
     needs = frozenset({"answer"} if third and third[0].default is inspect.Parameter.empty else ())
@@ -142,24 +143,24 @@ def _is_trl(path: str, signature: inspect.Signature) -> bool:
     trl_only = sorted(names & {*_TRL_LISTS} - {"completions"})
     if trl_only and not takes_all:
         raise ValueError(
-            f"path={path!r} takes {signature}: {trl_only[0]} is an argument of TRL, and TRL passes further arguments by name; add "
-            f"**kwargs, or use {_EXPECTED}"
+            f"path={path!r} has the signature {signature}: {trl_only[0]} is an argument of TRL, and TRL passes further arguments by "
+            f"name; add **kwargs, or use {_EXPECTED}"
         )
     if not takes_all or not (names & {*_TRL_LISTS} or len(names) == 1):
         return False
     if native := sorted(names & {"prompt", "completion", "metadata"}):
         raise ValueError(
-            f"path={path!r} takes {signature}, which is ambiguous: a function with **kwargs is called with lists, as in TRL, but "
-            f"TRL has no {native[0]}. Remove **kwargs, or remove {native[0]} (each column of the row is a separate list)"
+            f"path={path!r} has the signature {signature}, which is ambiguous: a function with **kwargs is called with lists, as in TRL, "
+            f"but TRL has no {native[0]}. Remove **kwargs, or remove {native[0]} (each column of the row is a separate list)"
         )
     if positional := [each.name for each in parameters if each.kind is each.POSITIONAL_ONLY]:
         raise ValueError(
-            f"path={path!r} takes {signature}: {positional[0]} is before a /, but TRL passes arguments by name; remove the /"
+            f"path={path!r} has the signature {signature}: {positional[0]} is before a /, but TRL passes arguments by name; remove the /"
         )
     if "trainer_state" in required:
         raise ValueError(
-            f"path={path!r} takes trainer_state, but a reward does not know the run's progress: it also scores stored completions "
-            "again, and it scores the completions of evaluations; remove the argument"
+            f"path={path!r} has a required argument trainer_state, but rewards are not told the run's progress, "
+            "because they also score stored completions again and the completions of evaluations; remove the argument"
         )
     return True
 

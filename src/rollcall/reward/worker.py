@@ -1,10 +1,11 @@
-"""The process that runs reward functions. Its parent calls a ``RewardWorker`` (process/child.py).
+"""The process that runs reward functions. Its parent process calls the methods of ``RewardWorker`` (process/child.py).
 
 ``load`` is called once and confines this process (confine.py) before it loads anything. ``score`` gets a list of items with their time
-limits and yields each item's results in order. Results are sent as JSON, because the scored text may control the
-worker's output. ``line_fd`` is a socket to whoever is debugging this process (process/debug/stopped.py).
+limits and yields each item's results in order. The parent does not trust the results, because the
+scored text might find a way to control what the worker sends, so they are sent as JSON. ``line_fd`` is a socket to whoever is debugging
+this process (process/debug/stopped.py).
 
-This module imports only the standard library, because a worker has to start fast: it is replaced whenever a reward hangs.
+This module imports only the standard library, because a worker is replaced whenever a reward hangs, so it has to start fast.
 """
 
 from __future__ import annotations
@@ -29,8 +30,8 @@ from rollcall.reward.user_function import UserFunction, check_scores
 
 MAX_ANSWER_BYTES = 1 << 20
 ASYNC_GRACE_S = 1.0  # an async call stops at its own limit; after this extra time, its process is killed
-_MIN_WHY = 100  # characters; however large a group is, each completion's error keeps this many
-# Frames that do not help the author of a reward.
+_MIN_WHY = 100  # each completion's error message keeps at least this many characters, however large the group is
+# Tracebacks leave out frames in these files, because they do not help the author of a reward.
 _OWN_FILES = (__file__, user_function.__file__)
 
 
@@ -59,7 +60,7 @@ class Item:
 
 @dataclass(frozen=True, slots=True)
 class Ready:
-    in_force: dict[str, str]  # what confines this process, by kind of restriction
+    in_force: dict[str, str]  # what confines this process; the keys are kinds of restriction
     functions: dict[int, About]  # the user's functions, by index
 
 
@@ -92,7 +93,7 @@ class RewardWorker:
         self._line = ChildLine(line_fd, of="reward", around=self._without_cpu_limit)
         self._loaded: dict[int, RewardFunction | UserFunction] = {}
         self._setup: Setup
-        self._runner: Any = None  # keeps one event loop for async functions, so that their clients stay usable
+        self._runner: Any = None  # keeps one event loop for async functions, so that their open connections stay usable
 
     def load(self, setup: Setup) -> dict[str, Any]:
         """Load the rewards. Return ``Ready``. Raise ValueError if a reward cannot be loaded."""

@@ -24,7 +24,8 @@ def package(name: str) -> Any:
 
 
 class Echo:
-    """The environment for a rehearsal (`rollcall simulate`). It answers any text once, in a process like the run's real environment."""
+    """The environment for a rehearsal (`rollcall simulate`). It answers the model once, whatever the model wrote, and runs in the same
+    kind of process as the real environment."""
 
     def reset(self, row: dict[str, Any]) -> None:
         self.num_turns = 0

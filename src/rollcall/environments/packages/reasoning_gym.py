@@ -6,8 +6,8 @@
       path: "rollcall.environments.packages.reasoning_gym:Task"
       kwargs: {task: chain_sum, tries: 3, config: {max_terms: 3}}
 
-The reward is the package's own score for the last answer. For a single try, rows are simpler: ``rollcall data reasoning-gym:TASK`` and
-``reward: [{type: reasoning_gym}]``.
+The reward is the package's own score for the last answer. If the model gets only one try, it is simpler to create rows with
+``rollcall data reasoning-gym:TASK`` and use ``reward: [{type: reasoning_gym}]``, without an environment.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ _SIZE = 1_000_000_000  # entries are created on demand from their index
 
 
 class Task:
-    """``task``: a reasoning-gym task name. ``tries``: answers per episode. ``config``: the task's own settings."""
+    """``task``: a reasoning-gym task name. ``tries``: how many answers the model may give in an episode. ``config``: the task's own
+    settings."""
 
     def __init__(
         self, task: str, *, tries: int = 1, seed: int = 0, config: dict[str, Any] | None = None, advice: str = _ADVICE
