@@ -150,8 +150,8 @@ def kl_estimate(logprobs: Tensor, reference_logprobs: Tensor, *, estimator: Lite
     return ((-difference).expm1() + difference).clamp(0.0, K3_BOUND)
 
 
-# Corrections for the gap between the policy that sampled (behaviour: the engine) and the policy that the ratio starts from (old: the
-# learner before the step). Both functions compare old with behaviour token by token, and neither carries a gradient.
+# Corrections for the gap between the behaviour policy (the engine, which sampled the tokens) and the old policy (the learner before the
+# step, which the ratio is relative to). Both functions compare the two policies token by token, and neither result carries a gradient.
 
 
 def truncated_weights(old_logprobs: Tensor, behaviour_logprobs: Tensor, *, cap: float) -> Tensor:

@@ -52,10 +52,10 @@ class Made:
 
 
 class Refused(ValueError):  # noqa: N818 - an outcome, not a bug in Rollcall
-    """This request can never be computed. Other requests continue."""
+    """This request can never be computed. Other requests are not affected."""
 
 
-LOCAL = "local"  # the worker of an engine in this process
+LOCAL = "local"  # the worker name of an engine in this process
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,7 +87,7 @@ class Engine(Protocol):
         ...
 
     def begin_session(self, session: str) -> None:
-        """Announce that the session's first request follows soon. This affects only how turns are batched."""
+        """Announce that the session's first request will follow soon. This affects only how turns are batched."""
         ...
 
     def end_session(self, session: str) -> None:
