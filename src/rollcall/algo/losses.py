@@ -1,4 +1,4 @@
-"""Per-token losses in torch. All tensors are flat, [L]: the loss tokens of a micro-batch, one after another.
+"""Per-token losses in torch. All tensors are flat, with shape [L]. They contain one value for each loss token of a micro-batch.
 
 ``attempt`` [L] says which of ``num_attempts`` attempts a token belongs to. Nothing is averaged here: the caller
 multiplies by each token's share of the batch (``recipe.loss_weights``) and sums.

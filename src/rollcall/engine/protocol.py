@@ -29,7 +29,7 @@ class Request:
 
     Requests in the same ``group`` have the same prompt. They all go to the same worker, which computes the prompt once.
 
-    Each request of a ``session`` extends an earlier one: its prompt contains all tokens so far. The engine may keep the KV between
+    Each request of a ``session`` extends an earlier one, so its prompt contains all tokens so far. The engine may keep the KV between
     requests, so that it computes only the new tokens; this does not change the results.
     """
 
@@ -100,7 +100,7 @@ class Engine(Protocol):
 
 
 class Core(Protocol):
-    """The synchronous core of an engine: it decodes only in ``step``."""
+    """The synchronous core of an engine. It decodes only in ``step``."""
 
     num_preemptions: int
 

@@ -129,7 +129,8 @@ ALPHABET = "0123456789+="
 
 
 def char_tokenizer(alphabet: str) -> Any:
-    """Build a tokenizer with one token per character. Text survives a round trip: no merges, normalisation or added spaces."""
+    """Build a tokenizer with one token per character. Text survives a round trip, because there are no merges, normalisation or added
+    spaces."""
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 

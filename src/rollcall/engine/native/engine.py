@@ -171,7 +171,7 @@ class NativeEngine:
         if request.adapter is not None and request.session is not None:
             raise Refused(
                 f"request {request.id!r} of session {request.session!r} names the adapter {request.adapter!r}, but sessions always use "
-                "the engine's first adapter; leave out adapter or session"
+                "the engine's first adapter; leave out the adapter or the session"
             )
 
     def _wait(self, sequence: Sequence) -> None:

@@ -1,7 +1,7 @@
 """The CPU runner: one dense row of KV per running sequence, decoded step by step.
 
-Rows are kept compact (0..n-1) and end together: a step's tokens go into the same column for all rows, and a row with fewer tokens starts
-further right. So a step writes one plain slice, and attention reads plain slices. Where matrix products are faster
+Rows are kept compact (0..n-1) and end in the same column. The tokens of a step go into one column for all rows, and a row with fewer
+tokens starts further right. So a step writes one plain slice, and attention reads plain slices. Where matrix products are faster
 (``attention.cpu_way``), attention is two batched products, and keys are stored transposed for the first product. Otherwise, it is torch's
 fused kernel, and keys are stored like values. Keys have the same shape either way. Room is counted as rows x columns, the memory that is
 actually used. KV is float32 even for bfloat16 models, because products of so few rows are slower in bfloat16.

@@ -184,7 +184,7 @@ class VllmEngine:
         self.child.ask("adapt", folder=str(folder))
 
     def _ship(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
-        """Send the tensors part by part: one part is written while vLLM loads the previous one."""
+        """Send the tensors part by part, so that one part is written while vLLM loads the previous one."""
         self.child.ask("begin")
         held: list[int] = []  # start offsets of the parts that vLLM is still reading
         loading: Call | None = None

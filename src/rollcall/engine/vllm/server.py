@@ -1,4 +1,4 @@
-"""The vLLM process: one file, run by the Python of vLLM's own environment.
+"""The vLLM process. This file is run by the Python of vLLM's own environment.
 
 It imports the standard library, torch and vLLM, but nothing from this package, so it repeats a few lines of process/child.py. It answers
 the calls of the process that started it (``child.py``) one after another. Calls and answers have the same framing and are JSON. It exits

@@ -64,7 +64,7 @@ class Span:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BucketSize:
-    """The bucket sizes that a transport wants."""
+    """The bucket sizes that a transport uses."""
 
     num_bytes: int
     alone_from: int  # a span of at least this many bytes is a bucket by itself, so it needs no packing

@@ -1,4 +1,4 @@
-"""The contract of every weight transport, which has one sender in the learner's process, and a receiver in each process that has its own
+"""The contract of every weight transport, which has one sender in the learner's process and a receiver in each process that has its own
 copy of the policy.
 
 An update has a version and checksums. A receiver refuses an update as stale if its version is not the expected one, or is not newer

@@ -1,7 +1,7 @@
 """Finds the weights and the config at a path by file names, and reads the manifests of our own checkpoints.
 
-A manifest is written last and lists every file in its checkpoint with size and checksum. A sharded checkpoint's files may be
-on other nodes: the manifest then records the node (``node``) and the path on it (``place``).
+A manifest is written last and lists every file in its checkpoint with size and checksum. A sharded checkpoint's files may be on other
+nodes. In that case, the manifest records the node (``node``) and the path on it (``place``).
 """
 
 from __future__ import annotations
@@ -146,7 +146,8 @@ def is_model_dir(path: Path) -> bool:
 
 
 def checkpoint_of(path: Path) -> Path | None:
-    """Return the Rollcall checkpoint for ``path``: the path itself, the newest of a run, or the parent of a ``model/`` folder."""
+    """Return the Rollcall checkpoint for ``path``: the path itself, the newest checkpoint of a run, or the parent of a ``model/``
+    folder."""
     for folder in (path, path.parent):
         if is_checkpoint(folder) and (folder == path or path.name == "model"):
             return folder

@@ -29,7 +29,8 @@ class Outline:
 
 
 def outline_of(folder: Path) -> Outline | None:
-    """Build the outline with transformers, or return None if it does not know this kind of model. Code in the folder is not run."""
+    """Build the outline with transformers, or return None if transformers does not support this kind of model. Code in the folder is not
+    run."""
     import torch
     import transformers
     from transformers.core_model_loading import revert_weight_conversion

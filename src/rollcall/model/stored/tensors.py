@@ -165,7 +165,7 @@ def _read_overlap(piece: Piece, block: torch.Tensor, *, start: tuple[int, ...]) 
         return
     import torch
 
-    # Read all columns of the rows in question: one read instead of one per row.
+    # Read all columns of the rows in question, with one read instead of one per row.
     rows_of_piece = torch.empty((rows, *piece.shape[1:]), dtype=block.dtype)
     read_into(piece.file, rows_of_piece, offset=piece.offset + first * row)
     target.copy_(rows_of_piece[(slice(None), *inner)])

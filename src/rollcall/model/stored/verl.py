@@ -1,9 +1,9 @@
 """Checkpoints from verl's FSDP trainer: ``model_world_size_W_rank_R.pt`` for each process, config and tokenizer in ``huggingface/``.
 
-Each file is a state dict of DTensors: the process's block of each tensor, and the mesh. A mesh has one or more dimensions (ddp, fsdp,
-tp). For each of them, a placement says whether the tensor is sharded along one of its own dimensions, or replicated. A tensor that is
-not a DTensor is complete in each process: a buffer, or any tensor in a run without sharding. If several processes have the same
-block, the first copy is read, and the other copies must have the same checksum.
+Each file is a state dict of DTensors, which contain the process's block of each tensor, and the mesh. A mesh has one or more dimensions
+(ddp, fsdp, tp). For each of them, a placement says whether the tensor is sharded along one of its own dimensions, or replicated. Each
+process has a complete copy of a tensor that is not a DTensor, such as a buffer, or any tensor in a run without sharding. If several
+processes have the same block, the first copy is read, and the other copies must have the same checksum.
 """
 
 from __future__ import annotations
