@@ -206,7 +206,7 @@ def test_overlong_penalty_scales_stops_and_turns_off() -> None:
     assert adv.overlong_penalty(90, max_tokens=100, buffer=20, penalty=0.5) == -0.25
     assert adv.overlong_penalty(500, max_tokens=100, buffer=20, penalty=0.5) == -0.5
     assert adv.overlong_penalty(100, max_tokens=100, buffer=0, penalty=1.0) == 0.0
-    with pytest.raises(AssertionError, match="refuses a longer buffer"):
+    with pytest.raises(AssertionError, match="cannot set a longer buffer"):
         adv.overlong_penalty(5, max_tokens=10, buffer=20, penalty=1.0)
 
 

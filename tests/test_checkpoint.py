@@ -135,7 +135,7 @@ def test_what_killed_saves_left_is_removed_files_and_folders(tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("damage", "reason"),
     [
-        (damage_missing, "model.bin does not exist here"),
+        (damage_missing, "model.bin does not exist on this machine"),
         (damage_size, "rank-0.bin has 5 bytes instead of 21"),
         (damage_bit, "model.bin differs"),
         (damage_manifest, "manifest.json does not exist"),

@@ -528,7 +528,7 @@ def test_a_model_path_may_be_an_adapter_and_the_export_may_be_merged(tmp_path: P
     for path in (tmp_path / "base").iterdir():
         path.unlink()
     base.rmdir()
-    with pytest.raises(ModelError, match="is an adapter for .*base, which does not exist here"):
+    with pytest.raises(ModelError, match="is an adapter for .*base, which does not exist on this machine"):
         load_causal_lm(str(tmp_path / "adapter"), device=CPU, dtype=torch.float32)
 
 

@@ -82,7 +82,7 @@ def test_an_eos_that_a_config_class_fills_in_is_no_stop_where_it_is_an_ordinary_
 
 def test_no_known_stop_at_all_is_refused() -> None:
     tokenizer = make_tokenizer()
-    with pytest.raises(ValueError, match="outside the model's 0 tokens"):
+    with pytest.raises(ValueError, match="outside the model's vocabulary of 0 tokens"):
         ids_for(tokenizer, config=SimpleNamespace(vocab_size=0, eos_token_id=None))
 
 

@@ -122,7 +122,7 @@ def test_files_that_stayed_on_another_node_are_named_with_it_and_read_once_they_
     (step / part).rename(away)
     assert torch.equal(open_stored(step).read("proj.weight"), WHOLE["proj.weight"])
     away.rename(tmp_path / "elsewhere")
-    with pytest.raises(StoredError, match=r"part-1 \(written on node node-7\) does not exist here"):
+    with pytest.raises(StoredError, match=r"part-1 \(written on node node-7\) does not exist on this machine"):
         open_stored(tmp_path / "run")
     (tmp_path / "elsewhere").rename(step / part)
     assert torch.equal(open_stored(step).read("proj.weight"), WHOLE["proj.weight"])
@@ -171,7 +171,7 @@ def test_parts_that_disagree_about_a_tensor_are_refused(tmp_path: Path) -> None:
         about = {"x": {"name": "x", "start": [number, 0], "shape": [2, 4]}}
         save_file({"x": torch.zeros(1, 4, dtype=dtype)}, tmp_path / f"{number}", metadata={"parts": json.dumps(about)})
     files = [StoredFile(path=tmp_path / name, size=(tmp_path / name).stat().st_size) for name in ("0", "1")]
-    with pytest.raises(StoredError, match="do not belong to one checkpoint"):
+    with pytest.raises(StoredError, match="do not belong to the same checkpoint"):
         open_parts(files, origin="test")
 
 

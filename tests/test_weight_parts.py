@@ -235,7 +235,7 @@ def test_parts_that_do_not_fit_are_refused_by_name() -> None:
         receiver._fit(headers[:1])
     receiver._wanted = {**receiver._wanted, "model.norm.weight": (3,)}
     with pytest.raises(
-        WeightUpdateError, match=r"'model\.norm\.weight' is \[64\] in the update and \[3\] in the receiver"
+        WeightUpdateError, match=r"'model\.norm\.weight' has shape \[64\] in the update and \[3\] in the receiver"
     ):
         receiver._fit(headers)
     del receiver._wanted["model.norm.weight"]

@@ -75,9 +75,9 @@ def token_rewards(
 ) -> Doubles:
     """Put the scalar reward on the last loss token and subtract ``kl_coef`` times the KL on each loss token.
 
-    This is the per-token reward of PPO for language models (arXiv:2203.02155) and REINFORCE++ (arXiv:2501.03262).
-    ``kl_T=None`` means no KL. A completion without loss tokens gets no reward anywhere. ``along`` lists the parts of the reward
-    that are given earlier, each with the index of the loss token that gets it.
+    This is the per-token reward of PPO for language models (arXiv:2203.02155) and REINFORCE++ (arXiv:2501.03262). ``kl_T=None`` means no
+    KL. A completion without loss tokens gets no reward on any token. ``along`` lists the parts of the reward that are given earlier, each
+    with the index of the loss token that gets it.
 
     >>> kl = np.array([0.5, 9.0, 1.0], dtype=np.float32)
     >>> token_rewards(1.0, kl, kl_coef=0.5, mask_T=np.array([True, False, True])).tolist()
@@ -166,7 +166,7 @@ def overlong_penalty(num_tokens: int, *, max_tokens: int, buffer: int, penalty: 
     >>> [overlong_penalty(n, max_tokens=100, buffer=20, penalty=1.0) for n in (80, 90, 100)]
     [0.0, -0.5, -1.0]
     """
-    assert buffer <= max_tokens, "the run file refuses a longer buffer"
+    assert buffer <= max_tokens, "a run file cannot set a longer buffer"
     exceeded = num_tokens - (max_tokens - buffer)
     if buffer == 0 or exceeded <= 0:
         return 0.0

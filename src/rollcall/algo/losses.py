@@ -1,4 +1,4 @@
-"""Per-token losses in torch. All tensors are flat, [L]: the loss tokens of a micro-batch, one after another.
+"""Per-token losses in torch. All tensors are flat, with shape [L]. They contain one value for each loss token of a micro-batch.
 
 ``attempt`` [L] says which of ``num_attempts`` attempts a token belongs to. Nothing is averaged here: the caller
 multiplies by each token's share of the batch (``recipe.loss_weights``) and sums.
@@ -150,8 +150,8 @@ def kl_estimate(logprobs: Tensor, reference_logprobs: Tensor, *, estimator: Lite
     return ((-difference).expm1() + difference).clamp(0.0, K3_BOUND)
 
 
-# Corrections for the gap between the policy that sampled (behaviour: the engine) and the policy that the ratio starts from (old: the
-# learner before the step). Both functions compare old with behaviour token by token, and neither carries a gradient.
+# Corrections for the gap between the behaviour policy (the engine, which sampled the tokens) and the old policy (the learner before the
+# step, which the ratio is relative to). Both functions compare the two policies token by token, and neither result carries a gradient.
 
 
 def truncated_weights(old_logprobs: Tensor, behaviour_logprobs: Tensor, *, cap: float) -> Tensor:

@@ -70,10 +70,10 @@ def compute_advantages(
 ) -> list[list[TokenAdvantages]]:
     """Compute advantages for every token. Pass all groups of a step: REINFORCE++ and PPO normalise over the batch.
 
-    An attempt's rows count as one sequence in time. ``turns`` contains the parts of the rewards that attempts get before their end.
-    Without it, they get their whole reward at the end. Only algorithms that compare turns or tokens use it. ``kl`` is each token's
-    estimated KL to the reference, used only with ``kl_in="reward"`` and ``kl_coef > 0``. ``values`` come from the critic; only PPO
-    needs them.
+    The rows of an attempt are treated as one sequence, in order of time. ``turns`` contains the parts of the rewards that attempts get
+    before their end. Without it, attempts get their whole reward at the end. Only algorithms that compare turns or tokens use ``turns``.
+    ``kl`` is each token's estimated KL to the reference, used only with ``kl_in="reward"`` and ``kl_coef > 0``. ``values`` come from the
+    critic; only PPO needs them.
 
     >>> rewards = [np.array([1.0, 0.0])]
     >>> masks = [[np.array([True, True]), np.array([True, False, True])]]
@@ -88,7 +88,7 @@ def compute_advantages(
     if isinstance(algorithm, ReinforcePlusPlus | Ppo):
         return _batch_advantages(algorithm, rewards=rewards, masks=masks, kl=kl, values=values, turns=turns)
     if isinstance(algorithm, GroupAlgorithm) and algorithm.advantage == "turn":
-        assert turns is not None, "the advantages of turns cannot be computed without the turns"
+        assert turns is not None, "the advantages of turns cannot be computed without ``turns``"
         return _turn_advantages(algorithm, rewards=rewards, masks=masks, kl=kl, turns=turns)
     return _group_advantages(algorithm, rewards=rewards, masks=masks, kl=kl)
 
@@ -102,8 +102,9 @@ def loss_weights(
 ) -> Floats:
     """Compute the weight of each row's tokens, [rows], so that an update's loss is ``sum_t weight * loss_t``.
 
-    Pass all rows of one optimizer update, over all ranks and micro-batches. ``attempts`` is each row's attempt; an attempt counts
-    once, with all its rows. Without ``attempts``, each row is an attempt. An attempt without loss tokens has weight 0 and does not count.
+    Pass all rows of one optimizer update, over all ranks and micro-batches. ``attempts`` says which attempt each row belongs to. All rows
+    of an attempt together count as one. Without ``attempts``, each row is an attempt. An attempt without loss tokens has weight 0 and
+    does not count.
 
     >>> lengths = np.array([1, 4, 0])
     >>> loss_weights(Grpo(), num_loss_tokens=lengths, max_response_tokens=8).tolist()
@@ -236,7 +237,7 @@ def _surrogate(
                 clip_low=low, clip_high=high, dual_clip=dual_clip,
             )  # fmt: skip
         case Cispo():
-            assert dual_clip is None, "the run file refuses dual_clip with cispo"
+            assert dual_clip is None, "a run file cannot combine dual_clip with cispo"
             return losses.cispo_policy_loss(
                 logprobs, old_logprobs=base, advantages=advantages, clip_low=low, clip_high=high
             )
@@ -308,7 +309,7 @@ def _turn_advantages(
 
 
 def _spread(numbers: Floats, turn: TurnRewards, mask_T: Bools) -> Floats:
-    """Put each turn's number on its loss tokens. A fully masked attempt has no loss tokens."""
+    """Assign each turn's number to all of its loss tokens. A fully masked attempt has no loss tokens."""
     advantages = np.zeros(len(mask_T), dtype=np.float32)
     if mask_T.any():
         advantages[mask_T] = np.repeat(numbers, turn.num_sampled)
@@ -364,6 +365,6 @@ def _largest(rewards_G: Doubles, turns_G: Sequence[TurnRewards]) -> float:
 
 
 def _along(turn: TurnRewards) -> Sequence[tuple[int, float]]:
-    """Return the rewards of single turns, each with the index of the turn's last loss token."""
+    """Return the rewards of individual turns, each with the index of the turn's last loss token."""
     last = np.maximum(np.cumsum(turn.num_sampled) - 1, 0)
     return [(place, reward) for place, reward in zip(last.tolist(), turn.rewards.tolist(), strict=True) if reward]

@@ -26,7 +26,7 @@ COMPARE: dict[str, Callable[[Doubles], Floats]] = {
 
 
 def treatments_of(group: Group, environment: EnvironmentBase | None) -> list[Treatment]:
-    """Return each attempt's treatment. An attempt that no reward scored is dropped, as in TRL."""
+    """Return how each attempt is treated. An attempt without a score from any reward is dropped, as in TRL."""
     return [
         _treatment_of(completion, environment) if score.is_given else "drop"
         for completion, score in zip(group.completions, group.scores, strict=True)
@@ -34,7 +34,7 @@ def treatments_of(group: Group, environment: EnvironmentBase | None) -> list[Tre
 
 
 def _treatment_of(completion: Completion, environment: EnvironmentBase | None) -> Treatment:
-    """Return the treatment that the run file sets for the way the episode ended."""
+    """Return the treatment that the run file sets for the reason why the episode ended."""
     if environment is None or completion.episode is None:
         return "keep"
     match completion.episode.ended:
@@ -61,24 +61,24 @@ def compared(group: Group, environment: EnvironmentBase | None) -> Group:
 
 
 def trained(group: Group, environment: EnvironmentBase | None) -> Group:
-    """Like ``compared``, but without any attempts if every attempt is masked or dropped."""
+    """Like ``compared``, but the group has no attempts if every attempt is masked or dropped."""
     if "keep" not in treatments_of(group, environment):
         return replace(group, completions=(), scores=())
     return compared(group, environment)
 
 
 def has_signal(group: Group) -> bool:
-    """Whether the completions of a group differ in reward, before any length punishment. Only then can the group teach
-    anything (DAPO, arXiv:2503.14476, equation 11)."""
+    """Whether the completions of a group differ in reward, before any length punishment. Only then does the group provide a learning
+    signal (DAPO, arXiv:2503.14476, equation 11)."""
     return not adv.all_equal(group.rewards)
 
 
 def shaped_rewards(group: Group, algorithm: Algorithm, max_response_tokens: int) -> Doubles:
     """Return the rewards that the advantage is computed from, including the soft overlong punishment if the algorithm has one.
 
-    A group that dynamic sampling would leave out is not punished: if no group of a step has signal, such a group takes their place, and
-    its gradient must be zero. The length includes all tokens after the prompts of all rows, even observations, because the limit applies
-    to them.
+    A group that dynamic sampling would leave out is not punished. If no group in a step has a signal, the step still trains on such a
+    group, whose gradient must then be zero. The length includes all tokens after the prompts of all rows, even observations, because the
+    limit applies to them.
     """
     rewards = group.rewards
     if algorithm.overlong_buffer and (has_signal(group) or not algorithm.dynamic_sampling):

@@ -29,7 +29,7 @@ class Request:
 
     Requests in the same ``group`` have the same prompt. They all go to the same worker, which computes the prompt once.
 
-    Each request of a ``session`` extends an earlier one: its prompt contains all tokens so far. The engine may keep the KV between
+    Each request of a ``session`` extends an earlier one, so its prompt contains all tokens so far. The engine may keep the KV between
     requests, so that it computes only the new tokens; this does not change the results.
     """
 
@@ -52,10 +52,10 @@ class Made:
 
 
 class Refused(ValueError):  # noqa: N818 - an outcome, not a bug in Rollcall
-    """This request can never be computed. Other requests continue."""
+    """This request can never be computed. Other requests are not affected."""
 
 
-LOCAL = "local"  # the worker of an engine in this process
+LOCAL = "local"  # the worker name of an engine in this process
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,7 +87,7 @@ class Engine(Protocol):
         ...
 
     def begin_session(self, session: str) -> None:
-        """Announce that the session's first request follows soon. This affects only how turns are batched."""
+        """Announce that the session's first request will follow soon. This affects only how turns are batched."""
         ...
 
     def end_session(self, session: str) -> None:
@@ -100,7 +100,7 @@ class Engine(Protocol):
 
 
 class Core(Protocol):
-    """The synchronous core of an engine: it decodes only in ``step``."""
+    """The synchronous core of an engine. It decodes only in ``step``."""
 
     num_preemptions: int
 

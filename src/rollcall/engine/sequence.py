@@ -123,8 +123,8 @@ def _move_watch(sequence: Sequence, end: str, tokenizer: Any) -> None:
     if length - sequence.watched_from <= 2 * BYTES * needed or end.endswith(INCOMPLETE):
         return
     latest = length - BYTES * (needed + RAGGED)
-    # Within such a run, the text from a token on decodes as in the full string only if a character starts there. At one of these
-    # positions, a character does start.
+    # In a run of byte tokens, decoding from a token on gives the same text as in the full string only if a character starts at that
+    # token. A character does start at one of these positions.
     for start in range(latest, latest - BYTES, -1):
         text = text_of(sequence.token_ids[start:], tokenizer)
         if len(text) >= needed + RAGGED and text[-needed:] == end[-needed:]:

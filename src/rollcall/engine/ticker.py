@@ -2,8 +2,8 @@
 
 While there are requests, one task steps the core in the event loop's thread. It also decides how turns are batched. Fast environments
 send their next turns within moments. It costs far less to fill and decode these turns together than one by one. So the task waits while
-turns keep arriving, but gives up after a long pause, or after a fraction of the time that it spent decoding. With slow environments, it
-wastes only one pause. Episodes that begin together stay in step, so an idle engine also waits for their first turns.
+turns keep arriving, but gives up after a long pause, or after a fraction of the time that it spent decoding. With slow environments, only
+one pause is wasted. Episodes that begin together stay in step, so an idle engine also waits for their first turns.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ class Ticker:
     def end_session(self, session: str) -> None:
         self._sessions.discard(session)
         self.core.end_session(session)
-        self._news.set()  # the session's next turn will not come
+        self._news.set()  # this session will have no next turn
 
     def take_stats(self) -> Stats:
         num_preemptions = self.core.num_preemptions - self._preemptions_seen
@@ -142,9 +142,9 @@ class Ticker:
         return asked
 
     async def _gather(self, count: float, *, quiet_s: float, most_s: float, burst: int = 1) -> None:
-        """Wait for ``count`` more requests, but for no more in total than there are sessions or than the core decodes at once. Stop when
-        no request has arrived for a while: ``quiet_s`` for the first, and up to ``burst`` times as long as more arrive, because the more
-        requests have arrived, the more are likely to follow."""
+        """Wait for ``count`` more requests, but stop when there are as many requests as sessions, or as many as the core decodes at once.
+        Also stop when no request has arrived for a while. This pause is ``quiet_s`` at first. It grows with the number of requests to at
+        most ``burst`` times as long, because the more requests have arrived, the more are likely to follow."""
         wanted = min(len(self._asked) + count, self._max_running)
         until = time.perf_counter() + most_s
         while (num_there := len(self._asked)) < min(wanted, len(self._sessions) or math.inf):

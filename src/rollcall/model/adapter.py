@@ -28,7 +28,7 @@ from rollcall.model.stored.find import ADAPTER_CONFIG
 class Adapter:
     section: LoraSection
     layers: list[dict[str, Tensor]]  # one dict per layer, keyed by ``a_of`` and ``b_of``
-    rows: Mapping[str, tuple[int, ...]]  # for each fused product of a layer, the rows of its modules
+    rows: Mapping[str, tuple[int, ...]]  # for each fused product of a layer, the number of rows of each of its modules
     seed: int
     base: str  # the base model: a path or a hub name
 

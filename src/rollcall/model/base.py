@@ -53,7 +53,8 @@ def _identities(tensors: Iterable[tuple[str, Tensor]], dtypes: Iterable[torch.dt
 
 
 def _identity(tensor: Tensor, dtype: torch.dtype) -> int:
-    """Return the same number on every device. Unlike ``checksum``, which sums words, it changes when words are reordered."""
+    """Return a number that identifies the tensor's values and is the same on every device. Unlike ``checksum``, which sums words, it
+    changes when words are reordered."""
     total, factors = 0, _factors().to(tensor.device)
     for piece in _pieces(tensor):
         size = piece.numel() * dtype.itemsize
@@ -104,7 +105,7 @@ def refuse_other_model(
         if other := [f"{key}: {one} -> {now[key]}" for key, one in before.items() if one != now[key]]:
             raise ModelFilesError(
                 f"{where} is an adapter for a model whose config.json differs from the one in {base} ({'; '.join(other)}); restore the "
-                f"original model in that place{advice}"
+                f"original model at that path{advice}"
             )
     saved, own = {} if is_adapter(base) else _noted(folder, where=where), name_of(model.dtype)
     if own in saved:
@@ -112,11 +113,11 @@ def refuse_other_model(
     elif saved and model.dtype == torch.float32:
         kind = next(iter(saved))
     else:
-        return  # another program's adapter, an older one, or the weights were rounded to two dtypes that cannot be compared
+        return  # saved by another program or an older version, or the weights were rounded to two dtypes that cannot be compared
     if saved[kind] != _identities(tensors, [_DTYPES[kind]])[kind]:
         raise ModelFilesError(
             f"{where} is an adapter that was not trained on the weights in {base}: they have changed since it was saved, or it belongs to a "
-            f"different model; restore the original model in that place{advice}"
+            f"different model; restore the original model at that path{advice}"
         )
 
 

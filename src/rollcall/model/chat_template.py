@@ -119,7 +119,7 @@ os.register_at_fork(after_in_child=_forget)
 class Renderer:
     """Runs in the separate process."""
 
-    says = Body(lambda value: json.dumps(value).encode(), json.loads)  # JSON can carry lone surrogates
+    says = Body(lambda value: json.dumps(value).encode(), json.loads)  # JSON can contain lone surrogates
 
     def __init__(self) -> None:
         import resource

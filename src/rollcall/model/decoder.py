@@ -1,4 +1,4 @@
-"""A transformers decoder as plain tensors: the single forward pass that the engine samples from and the learner trains.
+"""A transformers decoder as plain tensors. The engine and the learner use the same forward pass.
 
 ``fuse_parameters`` rearranges a loaded model so that q, k and v share one storage, and gate and up share another. The module keeps
 its parameter names, which loading and exporting use, while the engine and the learner work on the fused tensors. So there are fewer

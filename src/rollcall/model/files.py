@@ -30,7 +30,7 @@ LARGEST = {
     "max_position_embeddings": 1 << 31,
     "sliding_window": 1 << 31,
 }
-# The smallest and largest accepted values of numbers that a model computes with, at any level of the config.
+# The smallest and largest accepted values of config numbers that are used in computations, at any nesting level of the config.
 RANGES = {
     "rms_norm_eps": (0, 1),
     "layer_norm_eps": (0, 1),
@@ -75,7 +75,7 @@ def read_model_config(path: Path) -> dict[str, Any]:
         whole = isinstance(value, int) and _is_number(value)
         if value is not None and not (whole and 1 <= value <= most):
             raise ModelFilesError(
-                f"{path}: {key}={_shown(value)} is not possible for a model: it must be a whole number from 1 to {most}; restore the file"
+                f"{path}: {key}={_shown(value)} is not valid: it must be a whole number from 1 to {most}; restore the file"
             )
     heads, kv_heads = fields.get("num_attention_heads"), fields.get("num_key_value_heads")
     if heads and kv_heads and heads % kv_heads:
@@ -104,16 +104,16 @@ def check_model_dir(folder: Path) -> None:
     if strange := next((file for file in files if file.exists() and not file.is_file()), None):
         raise ModelFilesError(f"{strange} is not a regular file; replace it with the file itself")
     size = sum(file.stat().st_size for file in files if file.is_file())
-    if size and smallest / 4 > size:  # even quantised weights take half a byte each
+    if size and smallest / 4 > size:  # even quantised weights take at least half a byte each
         raise ModelFilesError(
-            f"{folder / 'config.json'} describes a model of more than {smallest:,} weights, but its weight files have only "
+            f"{folder / 'config.json'} describes a model with more than {smallest:,} weights, but its weight files have only "
             f"{size:,} bytes: one of them is damaged or belongs to another model; restore it"
         )
 
 
 def _check_numbers(value: Any, path: Path, *, depth: int, where: str = "") -> None:
     if depth > MAX_DEPTH:
-        raise ModelFilesError(f"{path}: {where} has lists and maps nested more than {MAX_DEPTH} deep")
+        raise ModelFilesError(f"{path}: {where} has lists and maps nested more than {MAX_DEPTH} levels deep")
     if isinstance(value, float) and not math.isfinite(value):
         raise ModelFilesError(f"{path}: {where}={value} is not a finite number; restore the file")
     if isinstance(value, dict):
@@ -123,7 +123,7 @@ def _check_numbers(value: Any, path: Path, *, depth: int, where: str = "") -> No
             least, most = RANGES.get(key, (0, 0))
             if most and each is not None and not (_is_number(each) and least <= each <= most):
                 raise ModelFilesError(
-                    f"{path}: {at}={_shown(each)} is not possible for a model: it must be a number from {least:g} to {most:g}; restore the file"
+                    f"{path}: {at}={_shown(each)} is not valid: it must be a number from {least:g} to {most:g}; restore the file"
                 )
     elif isinstance(value, list):
         for each in value:

@@ -11,7 +11,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-LIMIT_S = 5.0  # for the response; twice that including the DNS lookup
+LIMIT_S = 5.0  # time limit for the response; twice as long including the DNS lookup
 
 
 class HubError(ValueError):

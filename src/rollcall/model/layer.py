@@ -1,4 +1,4 @@
-"""One layer of a decoder, which the engine samples with and the learner trains.
+"""One layer of a decoder. The engine samples with it, and the learner trains it.
 
     x ── norm ── q, k, v ── attention ── out ──(+ x)── norm ── gate, up ── silu(gate) * up ── down ──(+)──▶ x
 

@@ -99,10 +99,10 @@ def load_causal_lm(path: str, *, device: torch.device, dtype: torch.dtype, trust
 
 
 def open_unread(path: str, model: Any, *, fetch: bool = False, compares_head: bool = True) -> Stored:
-    """Open the stored weights of ``model``, the outline of ``path``: any kind of checkpoint that ``stored/`` can open, or a model
-    directory with safetensors whose tensor names and shapes match the model. Raise WholeOnly for everything else. ``fetch``:
-    download a hub model first if it is not in the cache. ``compares_head``: if the config ties the head, but there is a stored
-    head, compare it with the embeddings. This reads both in full, so only one process of a gang does it."""
+    """Open the stored weights of ``model``, the outline of the model at ``path``. This may be any kind of checkpoint that ``stored/`` can
+    open, or a model directory with safetensors whose tensor names and shapes match the model. Raise WholeOnly for everything else. With
+    ``fetch``, download a hub model first if it is not in the cache. With ``compares_head``, if the config ties the head, but there is a
+    stored head, compare it with the embeddings. This reads both in full, so only one process of a gang does it."""
     folder = Path(path).expanduser() if is_stored(path) else _folder_of(path, fetch=fetch)
     try:
         stored = open_stored(folder)
@@ -307,7 +307,7 @@ def own_code(path: str) -> list[str]:
 
 
 def refuse_other_tensors(what: str, *, wanted: Mapping[str, Sequence[int]], found: Mapping[str, Sequence[int]]) -> None:
-    """Refuse weights that do not match the model: missing weights would be random, and extra weights would be lost."""
+    """Refuse weights that do not match the model, because missing weights would be random and extra weights would be lost."""
     if faults := other_tensors(wanted=wanted, found=found):
         raise ModelError(
             f"{what} does not contain the model's weights: {faults}. Use the weights that belong to its config.json"

@@ -35,7 +35,7 @@ FIELDS = {name: field for field, names in MODULES.items() for name in names}
 
 
 def a_of(module: str) -> str:
-    """Return the name of a module's A among the layer's tensors."""
+    """Return the name of a module's A matrix among the layer's tensors."""
     return f"{module}_lora_A"
 
 

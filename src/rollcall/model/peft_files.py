@@ -126,7 +126,7 @@ def read_base(folder: Path, *, where: str) -> str:
         )
     if base.startswith(("/", "~", ".")) and not os.path.isdir(os.path.expanduser(base)):
         raise ModelFilesError(
-            f"{where} is an adapter for {base}, which does not exist here; copy the model to that path, or correct "
+            f"{where} is an adapter for {base}, which does not exist on this machine; copy the model to that path, or correct "
             f"base_model_name_or_path in {folder / ADAPTER_CONFIG}"
         )
     return base

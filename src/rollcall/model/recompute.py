@@ -33,7 +33,7 @@ class HostStore:
         self._slots: list[_Slot] = []
 
     def put(self, tensor: Tensor) -> int:
-        """Start copying the tensor to the host. Return its number for ``take``."""
+        """Start copying the tensor to the host. Return the number to pass to ``take``."""
         tensor = tensor.detach()  # otherwise it would keep the whole graph alive
         host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
         self._slots.append(_Slot(host, tensor, self._copy(host, tensor)))

@@ -43,8 +43,8 @@ def stop_token_ids(
     known = [stop for stop in (*own, *sorted(found.difference(own))) if 0 <= stop < model_config.vocab_size]
     if not known:
         raise ConfigError(
-            f"the eos ids {sorted(found.union(own))} are outside the model's {model_config.vocab_size} tokens, so no "
-            "completion could ever stop; set eos_token in the tokenizer_config.json to a token that the model knows"
+            f"the eos ids {sorted(found.union(own))} are outside the model's vocabulary of {model_config.vocab_size} tokens, so no "
+            "completion could ever stop; set eos_token in the tokenizer_config.json to a token in the model's vocabulary"
         )
     return tuple(known)
 
@@ -113,7 +113,7 @@ def tokenizer_mark(tokenizer: Any) -> str:
 
 
 def refuse_other_tokenizers(ours: str, marks: Mapping[str, str], *, path: str) -> None:
-    """Refuse tokenizers whose mark differs from ``ours``, that of the tokenizer which encodes the prompts. ``marks`` maps the names of
+    """Refuse tokenizers whose mark differs from ``ours``, the mark of the tokenizer that encodes the prompts. ``marks`` maps the names of
     processes to their marks."""
     if others := [who for who, mark in marks.items() if mark != ours]:
         raise ValueError(
@@ -129,7 +129,8 @@ ALPHABET = "0123456789+="
 
 
 def char_tokenizer(alphabet: str) -> Any:
-    """Build a tokenizer with one token per character. Text survives a round trip: no merges, normalisation or added spaces."""
+    """Build a tokenizer with one token per character. Text survives a round trip, because there are no merges, normalisation or added
+    spaces."""
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 

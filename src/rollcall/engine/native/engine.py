@@ -5,11 +5,11 @@ in order), decodes the chunk and removes the sequences that ended. A sequence's 
 is the next input. So a new prompt, a preempted sequence and a sequence after a weight update are all treated in the same way: their KV
 is filled, then they are decoded.
 
-With several rows and no waiting request, the next chunk starts before the last one is finished, so that a GPU does not wait for the
-host. Rows that have ended stay until a step without them is cheaper. Tokens that are sampled for them in the meantime are dropped.
+With several rows and no waiting requests, the next chunk starts before the last one is finished, so that a GPU does not wait for the
+host. Ended rows stay in the batch until a step without them is cheaper. Tokens that are sampled for them in the meantime are dropped.
 
-Requests are admitted in the order given by ``Request.order``. All turns of an episode have the same order. So if there are more
-episodes than rows, running episodes continue before others begin, and their KV is used while it is still kept.
+Requests are admitted in the order given by ``Request.order``. All turns of an episode have the same order. So if there are more episodes
+than rows, running episodes continue before new ones begin, and reuse their KV while it is still in memory.
 """
 
 from __future__ import annotations
@@ -45,9 +45,9 @@ class NativeEngine:
         graphs: bool = True,
         adapters: Mapping[str, Adapter] | None = None,
     ):
-        """With ``graphs``, decode steps are captured on CUDA. Without it, each step runs line by line, for a debugger. The keys of
+        """With ``graphs``, decode steps on a GPU are captured as CUDA graphs. Without it, a debugger can step through them. The keys of
         ``adapters`` are the names that requests use. Adapters share the model's weights, and rows in one batch may use different
-        adapters. Requests without a name use the first adapter."""
+        adapters. Requests that do not name an adapter use the first one."""
         decoder = Decoder.of(model)
         self.served = Served(decoder, adapters) if adapters else None
         if self.served is not None:
@@ -121,7 +121,7 @@ class NativeEngine:
     def _sentence(self, why: str) -> str:
         """Return the error message for running out of memory while sampling."""
         return (
-            f"the native engine is out of memory ({why}). It has weights of {size(self._weight_bytes)} and a KV cache of "
+            f"the native engine is out of memory ({why}). It holds {size(self._weight_bytes)} of weights and a KV cache of "
             f"{self.runner.room} tokens, and is sampling {len(self._running)} completions; lower rollout.kv_memory_fraction, "
             "rollout.kv_tokens or rollout.max_running"
         )
@@ -153,7 +153,8 @@ class NativeEngine:
 
     def end_session(self, session: str) -> None:
         self.runner.forget(session)
-        for sequence in self._running:  # an ended turn that has not been removed yet must not leave its KV
+        # A turn that has ended, but has not been removed yet, must not leave its KV behind.
+        for sequence in self._running:
             if sequence.finish is not None and sequence.request.session == session:
                 sequence.request = replace(sequence.request, session=None)
 
@@ -170,7 +171,7 @@ class NativeEngine:
         if request.adapter is not None and request.session is not None:
             raise Refused(
                 f"request {request.id!r} of session {request.session!r} names the adapter {request.adapter!r}, but sessions always use "
-                "the engine's first adapter; leave out adapter or session"
+                "the engine's first adapter; leave out the adapter or the session"
             )
 
     def _wait(self, sequence: Sequence) -> None:

@@ -55,7 +55,7 @@ def run_fills(
 
 def run_halved(fills: list[Fill], run: Callable[[list[Fill]], None], *, smaller: Callable[[int], None]) -> None:
     """Run all fills at once. If memory runs out, run each half by itself. This may store KV a second time, but does not change it.
-    ``smaller`` gets the number of tokens that did not fit. If a single fill does not fit, raise."""
+    ``smaller`` is called with the number of tokens that did not fit. If a single fill does not fit, raise."""
     try:
         run(fills)
         return
@@ -93,7 +93,8 @@ def _equal_length_runs(q: Tensor, k: Tensor, v: Tensor, lengths: list[int], *, w
 
 
 def attend_packed(q: Tensor, keys: Tensor, values: Tensor, fills: list[Fill], *, window: int, scale: float) -> Tensor:
-    """Let q [Nq, H, D] of all fills' tokens attend to keys and values [Nk, Hkv, D] of their pasts and tokens. Return [Nq, H * D]."""
+    """Compute attention for the queries q [Nq, H, D] of all fills' tokens over the keys and values [Nk, Hkv, D] of their pasts and
+    tokens. Return [Nq, H * D]."""
     num_queries = [len(fill.token_ids) for fill in fills]
     num_keys = [fill.past + len(fill.token_ids) for fill in fills]
     if not runs_flash(q.device, q.dtype):
@@ -114,7 +115,7 @@ def _attend_one(q: Tensor, keys: Tensor, values: Tensor, *, window: int, scale: 
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, *, mask: Tensor | None, scale: float) -> Tensor:
-    """Compute attention for q [B, H, queries, D]. Without a mask, it is causal."""
+    """Compute attention for q [B, H, queries, D]. Without a mask, attention is causal."""
     grouped = q.shape[1] != k.shape[1]
     return F.scaled_dot_product_attention(
         q, k, v, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=grouped

@@ -1,7 +1,7 @@
 """The KV that is kept between the requests of a session, and the tokens that it belongs to.
 
-A session is only a cache. A request takes the KV that its session left, as far as the tokens agree. The request then owns this KV, and
-leaves KV again when it ends. As a result, sessions are sorted by their last use.
+A session is only a cache. A new request takes over the KV that the previous request of its session left behind, up to the first token
+that differs. When the request ends, its own KV is kept for the next one. As a result, sessions are sorted by when they were last used.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ class Kept(Generic[KV]):
     kv: KV
 
     def num_shared(self, sequence: Sequence) -> int:
-        """Return how many of the sequence's tokens can use this KV: those that agree, but never the last token (it is the next input)."""
+        """Return how many of the sequence's tokens can use this KV: the tokens up to the first difference, but never the last token (it
+        is the next input)."""
         ids = sequence.all_ids()[:-1]
         length = min(len(ids), len(self.ids))
         different = np.flatnonzero(ids[:length] != self.ids[:length])
@@ -45,7 +46,7 @@ class KeptSessions(Generic[KV]):
         return iter(self._kept.values())
 
     def put(self, kept: Kept[KV]) -> Kept[KV] | None:
-        """Add this KV as the newest. Return the KV that was kept for the session before."""
+        """Add this KV as the newest. Return the KV that was previously kept for this session, if any."""
         before = self._kept.pop(kept.session, None)
         self._kept[kept.session] = kept
         return before

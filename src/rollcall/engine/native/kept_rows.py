@@ -1,9 +1,9 @@
-"""Session KV that is kept outside a CPU's dense rows.
+"""Session KV that the CPU runner keeps outside its dense rows.
 
-Rows that end together are copied together into a bundle: it stores them side by side, in the same columns as before. So saving and
-restoring many rows takes one copy per layer. If all rows end together, as with fast environments, the bundle takes over their memory.
-If all of them come back together, the bundle's memory becomes the rows again. A row that leaves its bundle leaves a hole, which still
-takes up memory. When memory is short, bundles with many holes are copied without the holes.
+Rows that end together are copied together into a bundle, which stores them side by side, in the same columns as before. So saving and
+restoring many rows takes one copy per layer. If all rows end together, as with fast environments, the bundle takes over their memory. If
+all of them are resumed together, the bundle's memory becomes the rows again. A row that is taken out of its bundle leaves a hole, which
+still takes up memory. When memory is short, bundles with many holes are copied without the holes.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Bundle:
 
     @property
     def num_tokens(self) -> int:
-        """The bundle's memory, without the taken rows. Those are counted where they are copied to."""
+        """The bundle's memory, in tokens of KV. Taken rows are not included, because they are counted where they are copied to."""
         return self.num_columns * (self.num_rows - self.num_taken)
 
 
@@ -82,7 +82,8 @@ class Returning:
 
 
 class KeptRows:
-    """The kept rows of all sessions. There may be many sessions and each turn reads the counts, so they are updated on each change."""
+    """The kept rows of all sessions. The counts are updated on each change, because every turn reads them and there may be many
+    sessions."""
 
     def __init__(self) -> None:
         self._sessions: KeptSessions[KeptRow] = KeptSessions()
@@ -158,7 +159,8 @@ class KeptRows:
         self._leave(self._sessions.take(session))
 
     def give_way(self) -> bool:
-        """Free some memory: close the holes of a bundle with many holes, or drop the oldest session. Return False if nothing is left."""
+        """Free some memory: compact a bundle with many holes, or drop the oldest session. Return False if there is nothing left to
+        free."""
         if self._holed:
             bundle = next(iter(self._holed))
             del self._holed[bundle]
@@ -195,7 +197,7 @@ class KeptRows:
 
 
 def bundle_of_all(rows: Mapping[int, KeptRow]) -> Bundle | None:
-    """Return the bundle that contains exactly these rows, each at its own index, or None."""
+    """Return the bundle that contains exactly these rows, each at the same index as in the bundle, or None if there is no such bundle."""
     bundles = {id(row.bundle): row.bundle for row in rows.values()}
     if len(bundles) != 1:
         return None

@@ -45,7 +45,7 @@ from rollcall.plan.choose import KV_BLOCK as BLOCK
 
 CHUNK = 16  # steps before the results are read
 AHEAD_ROWS = (
-    4  # with fewer rows, no chunk starts ahead: if it turned out not to be needed, it would delay the next request
+    4  # with fewer rows, no chunk starts ahead, because a chunk that is not needed would delay the next request
 )
 PAST = 16  # reading the keys of this many past tokens takes less memory than computing one token
 
@@ -209,7 +209,8 @@ class PagedRunner:
         return blocks
 
     def _num_served(self, kept: Kept[list[int]], sequence: Sequence) -> int:
-        """Return how many tokens of kept KV to use. The sequence writes after them, so they must not end in a block with other users."""
+        """Return how many tokens of kept KV to use. The sequence writes its next tokens after them, so they must not end in a block that
+        is used by other sequences."""
         shared = kept.num_shared(sequence)
         is_read = shared % BLOCK and self._pool.is_shared(kept.kv[shared // BLOCK])
         return shared - shared % BLOCK if is_read else shared
@@ -261,13 +262,13 @@ class PagedRunner:
             self._drop_graphs()
 
     def _drop_graphs(self) -> None:
-        """Drop all graphs and create a new memory pool: a pool dies with its last graph, and torch refuses to reuse a dead pool."""
+        """Drop all graphs and create a new memory pool, because a pool dies with its last graph and torch refuses to reuse it."""
         self._graphs.clear()
         self._graph_pool = torch.cuda.graph_pool_handle()
 
     @torch.inference_mode()
     def _fill(self, fills: list[Fill]) -> None:
-        """Compute each fill once, into the blocks of its first row. ``admit`` has already arranged the sharing."""
+        """Compute each fill once, into the blocks of its first row. ``admit`` has already set up which rows share blocks."""
         batch: list[Fill] = []
         size = 0
         for fill in order_fills(fills):
@@ -320,7 +321,8 @@ class PagedRunner:
         return on_device(np.concatenate(slots), self.decoder.device)
 
     def _upload_ends(self) -> None:
-        """Queue an update behind the running chunk: mark rows that are at their limit. It may have been set since that chunk began."""
+        """Queue an update behind the running chunk. It marks the rows that are at their limit, because limits may have been set since
+        that chunk began."""
         over = self._rows.is_over(self.num_rows)
         if over.any():
             ends = on_device(over, self.decoder.device)
@@ -398,7 +400,7 @@ class PagedRunner:
 
 @dataclass(slots=True, kw_only=True)
 class _DecodeOps:
-    """The operations of a layer, as kernels. A norm also adds the last product to the residual stream. Queries and keys are rotated by
+    """A layer's operations as GPU kernels. A norm also adds the previous product to the residual stream. Queries and keys are rotated by
     the kernel that stores keys and values in the cache."""
 
     eps: float

@@ -1,7 +1,7 @@
-"""Attention over a CPU's dense rows, in one of two ways: two batched products, or torch's fused kernel.
+"""Attention over the CPU runner's dense rows, computed with either two batched products or torch's fused kernel.
 
 Rows end together, so a row with fewer columns than the longest begins later, and a mask hides the columns before it. Rows often have
-almost the same length. So with products, only the columns where something is hidden are masked; the fused kernel needs a full mask.
+almost the same length. So with products, only the columns in which something is hidden get a mask. The fused kernel needs a full mask.
 
 An ``Extension`` adds several new tokens to each row in a set, such as the next turns of sessions. The new tokens are the last tokens of
 their rows. So one call can process neighbouring rows with the same number of new tokens, even if the rows differ in length.
@@ -77,7 +77,7 @@ class Extension:
         return max(self.lengths)
 
     def attend(self, q: Tensor, keys: Tensor, values: Tensor, *, window: int, scale: float, way: Way) -> Tensor:
-        """Compute attention of these rows' part of q [N, H, D] over their keys and values. Return [own tokens, H * D]."""
+        """Compute attention for these rows' part of q [N, H, D] over their keys and values. Return [tokens of these rows, H * D]."""
         count, dim = len(self.lengths), q.shape[-1]
         kv_heads = len(keys) // count
         own = q[self.start : self.start + count * self.num_new]
@@ -96,7 +96,7 @@ class Extension:
         return torch.cat(outs, dim=3).permute(0, 3, 1, 2, 4).reshape(len(own), -1).to(q.dtype)
 
     def _masks(self, queries: Tensor, *, kv_heads: int, window: int, way: Way) -> Masks:
-        """Return the masks for queries from these new tokens, which are given by index."""
+        """Return the masks for the queries of the new tokens with these indices."""
         num_hidden = (self.longest - np.array(self.lengths)).repeat(kv_heads)
         if way == "products" and not window:
             behind = torch.arange(self.num_new) > queries[:, None]

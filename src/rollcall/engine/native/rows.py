@@ -1,10 +1,10 @@
 """The CPU runner: one dense row of KV per running sequence, decoded step by step.
 
-Rows are kept compact (0..n-1) and end together: a step's tokens go into the same column for all rows, and a row with fewer
-tokens starts further right. So a step writes one plain slice, and attention reads plain slices. Where matrix products are
-faster (``attention.cpu_way``), attention is two batched products, and keys are stored transposed for the first product. Otherwise,
-it is torch's fused kernel, and keys are stored like values. Keys have the same shape either way. Room is counted as rows x columns,
-the memory that is really used. KV is float32 even for bfloat16 models, because products of so few rows take longer in bfloat16.
+Rows are kept compact (0..n-1) and end in the same column. The tokens of a step go into one column for all rows, and a row with fewer
+tokens starts further right. So a step writes one plain slice, and attention reads plain slices. Where matrix products are faster
+(``attention.cpu_way``), attention is two batched products, and keys are stored transposed for the first product. Otherwise, it is torch's
+fused kernel, and keys are stored like values. Keys have the same shape either way. Room is counted as rows x columns, the memory that is
+actually used. KV is float32 even for bfloat16 models, because products of so few rows are slower in bfloat16.
 
 Session KV is kept outside the rows and counts towards the room. When rows need the room, the oldest sessions' KV is dropped first.
 Without a limit on room, session KV takes at most ``KEPT_PER_ROW`` times the memory of ``max_running`` rows.
@@ -42,7 +42,7 @@ from rollcall.engine.native.sampler import sample, uniforms
 from rollcall.model.attention import Way, cpu_way
 from rollcall.model.decoder import Decoder
 
-KEPT_PER_ROW = 2  # kept conversations per row: one that waits for its next turn, and another that has just ended a turn
+KEPT_PER_ROW = 2  # kept conversations per row: one waiting for its next turn, and one that has just finished a turn
 CHUNK = 8  # steps before the results are read
 COLUMN_STEP = 32  # rows grow by this many columns
 FILL_TOKENS = 1024  # tokens filled at once: for so few tokens, a layer's results stay in the CPU cache
@@ -128,7 +128,7 @@ class RowRunner:
         return True
 
     def carry(self, ended: list[int]) -> bool:
-        return not ended  # on a CPU, decoding a row takes time
+        return not ended  # on a CPU, decoding an ended row is not free
 
     @torch.inference_mode()
     def start(self, steps: int) -> None:
@@ -160,7 +160,8 @@ class RowRunner:
         self.num_rows = last
 
     def _clear_if_broken(self, row: int) -> None:
-        """If a row had a NaN, clear it for the row that takes its place: masked values take part in products, and 0 times NaN is NaN."""
+        """If a row contained a NaN, set the row to zero before another row reuses its memory, because masked values take part in
+        products, and 0 times NaN is NaN."""
         if self._broken[row]:
             for tensor in (*self._keys, *self._values):
                 tensor[self._seats(row)] = 0
@@ -205,12 +206,13 @@ class RowRunner:
             self._kept.forget(session)
 
     def _give_away(self) -> None:
-        """Give up the memory: the rows that leave together take it with them."""
+        """Drop our references to the memory: it now belongs to the bundle of the rows that ended together."""
         self._keys, self._values = _nothing(self.decoder), _nothing(self.decoder)
         self._capacity, self._column = (0, 0), 0
 
     def _go_home(self, taken: dict[int, tuple[Kept[KeptRow], int]]) -> Bundle | None:
-        """Reuse the memory of rows that left together and come back together, if they fit into it. No other rows may be running."""
+        """If exactly the rows that ended together are now resumed together, and they still fit into the memory that they had, use it
+        again. No other rows may be running."""
         bundle = bundle_of_all({row: kept.kv for row, (kept, _) in taken.items()})
         if bundle is None:
             return None
@@ -258,8 +260,8 @@ class RowRunner:
         """Make room for every row's past and ``steps`` more columns. ``live`` is the number of rows and columns whose KV is kept. These
         columns end just before the column of the next token."""
         lead = int(self._rows.position[: self.num_rows].max())
-        # A session's next turn is longer by more than the sampled tokens. Spare columns before the first one avoid a copy of all rows.
-        # If all rows come back together, they need spare columns after the last one.
+        # A session's next turn adds more than the sampled tokens. Spare columns before the first column avoid a copy of all rows. If all
+        # rows are resumed together, they need spare columns after the last column.
         spare = TURN if self._has_sessions else 0
         if not live[0]:
             self._column = max(lead, min(lead + spare, self._capacity[1] - steps - spare))

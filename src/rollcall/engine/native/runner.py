@@ -29,7 +29,7 @@ class Runner(Protocol):
 
     @property
     def room(self) -> int:
-        """The most tokens of KV that a single sequence can have."""
+        """The maximum number of KV tokens that a single sequence can have."""
         ...
 
     def admit(self, sequences: list[Sequence]) -> int:
@@ -46,12 +46,13 @@ class Runner(Protocol):
         ...
 
     def carry(self, ended: list[int]) -> bool:
-        """Return whether these ended rows may stay for another chunk because they cost next to nothing. They get no more room. If
-        they may not stay, the engine removes them before that chunk."""
+        """Return whether these ended rows may stay for another chunk because they cost next to nothing. No more room is reserved for
+        them. If they may not stay, the engine removes them before that chunk."""
         ...
 
     def start(self, steps: int) -> None:
-        """Start sampling this many tokens for every row. If a chunk is already in progress, the rows must not have changed since then."""
+        """Start sampling this many tokens for every row. If a chunk is already in progress, the rows must not have changed since it was
+        started."""
         ...
 
     def read(self) -> Chunk:
@@ -63,8 +64,8 @@ class Runner(Protocol):
         ...
 
     def keep(self, rows: dict[int, Sequence]) -> None:
-        """Keep the KV of these ended rows for the next request of their session, if there is room. The rows are removed next. ``admit``
-        uses the kept KV. Running rows have priority over it."""
+        """Keep the KV of these ended rows for the next request of their session, if there is room. Running rows have priority. The caller
+        removes the rows next. ``admit`` uses the kept KV."""
         ...
 
     def forget(self, session: str | None) -> None:
@@ -73,7 +74,7 @@ class Runner(Protocol):
 
 
 class RowState:
-    """Each row's state on the host. Every array is [max_running]."""
+    """Each row's state on the host. Every array has shape [max_running]."""
 
     def __init__(self, max_running: int, *, served: Served | None = None) -> None:
         self._served = served

@@ -1,9 +1,10 @@
 """Samples in plain torch: one uniform number per draw selects a token by inverting the cumulative distribution.
 
-The number depends only on the seed and the position: it comes from a counter-based hash, not from a stateful generator. So a completion
-does not depend on its neighbours in the batch, and draws the same numbers on a different device or after a restart. The hash is two
-rounds of the splitmix64 finaliser (Steele, Lea and Flood, 2014). The first round scatters the seed, so that neighbouring seeds have
-unrelated streams. The second scatters the position in the stream. torch's int64 arithmetic wraps, so CPU and CUDA give the same bits.
+The number depends only on the seed and the position, because it comes from a counter-based hash, not from a stateful generator. So a
+completion does not depend on its neighbours in the batch, and draws the same numbers on a different device or after a restart. The hash
+is two rounds of the splitmix64 finaliser (Steele, Lea and Flood, 2014). The first round scatters the seed, so that neighbouring seeds
+have unrelated streams. The second scatters the position in the stream. torch's int64 arithmetic wraps, so CPU and CUDA give the same
+bits.
 """
 
 from __future__ import annotations

@@ -63,7 +63,7 @@ class Child:
         return self.result_of(self.begin(method, deadline_s=deadline_s, **what))
 
     def begin(self, method: str, *, deadline_s: float = ANSWER_S, **what: Any) -> Call:
-        """Start a call. Calls are answered in the order in which they start. The answer need not be read."""
+        """Start a call. Calls are answered in the order in which they were started. The caller need not read the answer."""
         self._last = self._worker.begin(method, what, deadline_s=deadline_s)
         return self._last
 
@@ -94,7 +94,7 @@ class Child:
 
 
 class SharedMemory:
-    """Anonymous memory that parent and child share. It is freed when both are gone, and does not need /dev/shm.
+    """Anonymous memory that parent and child share. It is freed when both processes have exited, and does not need /dev/shm.
 
     It contains a few parts of an update. A new part fills the first gap that is not being read, so the memory stays small."""
 

@@ -1,8 +1,8 @@
 """The vLLM engine: this process implements the engine protocol, and vLLM itself runs in a child process.
 
-``step`` reads the answer for the steps that it requested before. It then requests the next steps at once, so that vLLM decodes while
-the caller handles the results. An update or an abort first waits for the requested steps. So it always happens between two tokens,
-and every token has the version that it was sampled from.
+``step`` reads the answer for the steps that it requested before. It then requests the next steps at once, so that vLLM decodes while the
+caller handles the results. An update or an abort first waits for the requested steps. So it always takes effect between two tokens, and
+every token is recorded with the version that it was sampled from.
 
 The draws depend only on the seed, not on the rest of the batch. They differ from the native engine's draws, because vLLM has its own
 generator. We search for stop strings in this process, in the string that the tokenizer decodes.
@@ -163,7 +163,8 @@ class VllmEngine:
         """Do nothing, because vLLM has no sessions, only prefixes. It keeps unused blocks until it needs them or gets new weights."""
 
     def sleep(self) -> None:
-        """Release GPU memory while nothing is sampled. The next steps or the next update wake what they need."""
+        """Release GPU memory while nothing is sampled. The next call that samples or updates the weights restores the memory that it
+        needs."""
         assert not self._rows and self._advancing is None, "an engine that is sampling cannot sleep"
         self.child.ask("sleep")
         self._asleep = {"weights", "kv_cache"}
@@ -183,7 +184,7 @@ class VllmEngine:
         self.child.ask("adapt", folder=str(folder))
 
     def _ship(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
-        """Send the tensors part by part: one part is written while vLLM loads the previous one."""
+        """Send the tensors part by part, so that one part is written while vLLM loads the previous one."""
         self.child.ask("begin")
         held: list[int] = []  # start offsets of the parts that vLLM is still reading
         loading: Call | None = None

@@ -1,8 +1,8 @@
-"""The vLLM process: one file, run by the Python of vLLM's own environment.
+"""The vLLM process. This file is run by the Python of vLLM's own environment.
 
-It imports the standard library, torch and vLLM, but nothing from this package, so it repeats a few lines of process/child.py. It
-answers the calls of the process that started it (``child.py``) one after another, in the same frames, with JSON in both
-directions. It exits when its parent hangs up or dies. A call names a method:
+It imports the standard library, torch and vLLM, but nothing from this package, so it repeats a few lines of process/child.py. It answers
+the calls of the process that started it (``child.py``) one after another. Calls and answers have the same framing and are JSON. It exits
+when its parent hangs up or dies. A call names a method:
 
     version  import vLLM
     load     create an engine from a model's config, with meaningless weights until the first update
@@ -14,8 +14,8 @@ directions. It exits when its parent hangs up or dies. A call names a method:
     adapt    load the adapter from a folder
     sleep, wake
 
-An update may arrive while completions are running. vLLM then puts them back into its queue and drops all keys and values
-from the old weights. So the KV behind every token comes from the version that the token is sampled from.
+An update may arrive while completions are running. vLLM then puts them back into its queue and drops all keys and values from the old
+weights. So a token and all the KV that it depends on come from the same version of the weights.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ import weakref
 import zlib
 from typing import Any
 
-# As in nodes/framing.py: the length of a message, then the number of its call and its kind: a call, an answer or an error.
+# As in nodes/framing.py: a message starts with its length, the number of its call, and its kind (a call, an answer or an error).
 LENGTH, HEAD = struct.Struct("<Q"), struct.Struct("<IB")
 DONE, RAISED = 2, 3
 
@@ -170,7 +170,7 @@ class Server:
         """Drop all keys and values, even of running completions. They are computed again before the next token."""
         if self.engine.reset_prefix_cache(reset_running_requests=True) is False:
             raise RuntimeError("vLLM could not reset its prefix cache")
-        self._count_preemptions()  # ignore these: they do not mean that memory is short
+        self._count_preemptions()  # discard the result: these preemptions do not mean that memory is short
 
     def _count_preemptions(self) -> int:
         scheduler = self.engine.engine_core.engine_core.scheduler
@@ -207,14 +207,14 @@ def make_engine(spec: dict[str, Any], folder: str) -> Any:
         dtype=spec["dtype"],
         max_model_len=spec["max_positions"],
         max_num_seqs=spec["max_running"],
-        # A prompt that is filled in two steps draws a token too early. vLLM 0.32 then rewinds the generator, which fails on a CPU.
+        # If a prompt is filled in two steps, vLLM 0.32 draws a token too early and then rewinds the generator, which fails on a CPU.
         enable_chunked_prefill=False if current_platform.is_cpu() else None,
         block_size=spec["kv_block"],
         num_gpu_blocks_override=spec["kv_blocks"],
         kv_cache_memory_bytes=spec["kv_bytes"],
         # The KV memory is set above. vLLM only compares this fraction with the free memory of the GPU, which a learner may share.
         gpu_memory_utilization=0.01,
-        disable_hybrid_kv_cache_manager=True,  # then sliding-window layers take as much memory as other layers, so we can calculate it
+        disable_hybrid_kv_cache_manager=True,  # then sliding-window layers take as much memory as other layers, so it can be calculated
         logprobs_mode="processed_logprobs",  # after temperature, top-k and top-p: the distribution that is sampled from
         enforce_eager=spec["enforce_eager"],
         enable_sleep_mode=spec["sleep"],
@@ -269,11 +269,11 @@ def verify(path: str, offset: int, size: int, tensors: list[list[Any]]) -> None:
 
 
 class Reload:
-    """Lets vLLM reload the weights. vLLM knows fused, sharded and repacked layouts, and reads the data that this process needs from each
-    tensor. The reload runs in a thread, so that the weights can arrive part by part: vLLM asks for the next part and waits for it.
+    """Lets vLLM reload the weights. vLLM handles fused, sharded and repacked layouts, and reads from each tensor the data that this
+    process needs. The reload runs in a thread, so that the weights can arrive part by part: vLLM asks for the next part and waits for it.
 
     vLLM keeps views of the data that it still needs from a part: a module's tensors until it has all of them, padded tensors until the
-    end. So a part's memory is free when its mapping is gone.
+    end. So a part's memory can be reused when its mapping is gone.
 
     This class works around two flaws of the reload in vLLM 0.32. Parameters for which no tensor was sent are only logged. On a CPU, an
     output layer that is tied to the embeddings keeps a repacked copy of the old embeddings.

@@ -1,4 +1,4 @@
-"""Sends weights to processes on other hosts: a broadcast in a separate process group.
+"""Sends weights to processes on other hosts with a broadcast in a separate process group.
 
 The group's members rendezvous through the sender's key-value store (``nodes/meeting.py``). The group is separate from the learner's
 group, so that it can be created again with other members when a member is lost. Only invited receivers get its secret, over their
@@ -89,8 +89,8 @@ class _Group:
         return len(bucket) == 1 and (self.backend == "nccl" or bucket[0].device.type == "cpu")
 
     def scratch(self, bucket: Bucket) -> list[Tensor]:
-        """Return a buffer for a bucket that cannot be sent directly: one flat tensor, split like the bucket. The buffer is used again
-        after ``IN_FLIGHT + 2`` buckets."""
+        """Return a buffer for a bucket that cannot be sent directly: one flat tensor, split like the bucket. The buffer is reused after
+        ``IN_FLIGHT + 2`` buckets."""
         device = bucket[0].device if self.backend == "nccl" else torch.device("cpu")
         if not self._scratch:
             size = (IN_FLIGHT + 2, BUCKETS.num_bytes)
@@ -200,8 +200,7 @@ def _naming(lines: Mapping[str, Line], deadline: Wait) -> Iterator[None]:
         if gone:
             raise MissingPeerError(f"{', '.join(gone)} disconnected during a weight update ({first})") from error
         raise MissingPeerError(
-            f"the broadcast of weights with {', '.join(lines)} failed; its time limit is "
-            f"{deadline.timeout_s:g} s ({first})"
+            f"the weight broadcast with {', '.join(lines)} failed; its time limit is {deadline.timeout_s:g} s ({first})"
         ) from error
 
 

@@ -1,10 +1,10 @@
 """Sends only the changes since the previous version: which elements differ, and their new bits.
 
-At the learning rates of reinforcement learning, most bfloat16 weights keep their bits in an update. A tensor's changes are sent as
-three lists: how many there are in each block of 65,536 elements, their positions in these blocks (two bytes each), and the new values.
-A tensor whose changes would take at least as many bytes as the tensor itself is sent in full. The sender keeps a copy of what it sent
-last, so it needs twice the memory of the weights. The checksums cover the full tensors, so they reveal a receiver that started
-from different weights than the sender assumed.
+At the learning rates of reinforcement learning, most bfloat16 weights do not change in an update. A tensor's changes are sent as three
+lists: how many there are in each block of 65,536 elements, their positions in these blocks (two bytes each), and the new values. A tensor
+whose changes would take at least as many bytes as the tensor itself is sent in full. The sender keeps a copy of what it sent last, so it
+needs twice the memory of the weights. The checksums cover the full tensors, so they reveal a receiver that started from different weights
+than the sender assumed.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ def _changes(entry: Entry, count: int, part: Tensor) -> tuple[Tensor, Tensor]:
     blocks = torch.arange(len(per_block), device=part.device) * BLOCK
     places = torch.repeat_interleave(blocks, per_block) + offsets
     if int(places.max()) * entry.torch_dtype.itemsize >= entry.num_bytes:
-        raise RefusedUpdateError(f"a change of tensor {entry.name!r} is outside the tensor")
+        raise RefusedUpdateError(f"a change to tensor {entry.name!r} is outside the tensor")
     return places, part[head + 2 * count :].clone().view(_word(entry))
 
 

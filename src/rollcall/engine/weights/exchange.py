@@ -108,7 +108,7 @@ class StreamSender:
                 return
         why = "; ".join(f"{name}: {reason}" for name, reason in refused.items())
         raise RefusedUpdateError(
-            f"weights of version {version} were refused, and refused again when sent in full: {why}"
+            f"version {version} of the weights was refused, and refused again when sent in full: {why}"
         )
 
     def _attempt(self, views: Views | Parts, *, version: int, deadline: Wait, in_full: bool) -> dict[str, str]:

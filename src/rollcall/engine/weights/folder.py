@@ -5,8 +5,8 @@ renamed to its final name when it is complete; its metadata contains the update'
 the sender's secret and the version, so no receiver reads another sender's files. The files stay until the next update is complete,
 so a receiver that is late still finds them.
 
-Who waits for whom: ``send`` does not wait; ``receive`` waits for the files of its version. When both have returned, their caller
-knows that everyone has the update.
+Who waits for whom: ``send`` does not wait; ``receive`` waits for the files of its version. When both have returned, their caller knows
+that every receiver has the update.
 """
 
 from __future__ import annotations
@@ -140,7 +140,7 @@ class FolderReceiver:
                 )
             pause_s = min(
                 2 * pause_s, LOOK_S
-            )  # most files arrive within moments, but a share must not be listed too often
+            )  # most files arrive within moments, but a network share must not be listed too often
         return path
 
 

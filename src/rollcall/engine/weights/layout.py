@@ -1,8 +1,8 @@
 """Tensors as bytes in an agreed order.
 
-The sender's layout lists its tensors by name, type and shape, each with the order of its dimensions in memory. So a matrix that is
-stored by columns is sent as it is in memory. A tensor that has gaps, or whose memory order differs on the two sides, is copied
-first. Bytes are moved one bucket at a time. Both sides derive the buckets from the layout.
+The sender's layout lists its tensors by name, type and shape, each with the order of its dimensions in memory. So a column-major matrix
+is sent as it is in memory. A tensor that has gaps, or whose memory order differs on the two sides, is copied first. Bytes are moved one
+bucket at a time. Both sides derive the buckets from the layout.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class Span:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BucketSize:
-    """The bucket sizes that a transport wants."""
+    """The bucket sizes that a transport uses."""
 
     num_bytes: int
     alone_from: int  # a span of at least this many bytes is a bucket by itself, so it needs no packing
@@ -207,7 +207,7 @@ class SentBlock:
 
 
 class Parts:
-    """The blocks that one process sends, used like ``Views``. Nothing is copied before a bucket needs it."""
+    """The blocks that one process sends, with the same interface as ``Views``. Nothing is copied until a bucket needs it."""
 
     def __init__(self, blocks: Sequence[SentBlock], *, device: torch.device) -> None:
         self.device = device

@@ -1,9 +1,8 @@
 """Exchanges short messages between a sender and each of its receivers over a socket, as JSON with a length prefix.
 
-A line closes when its peer exits, so this is detected at once. A host that disappears is detected within ``door.SILENT_S``, because
-its kernel stops answering. A peer that is alive but silent is detected at the deadline. Every error names the peer. The
-sender listens on a local socket name or on a TCP port, behind a door (``nodes/door.py``): no message is read before the peer has
-proved that it was invited.
+When a peer exits, its line closes, so this is detected at once. A host that disappears is detected within ``door.SILENT_S``, because its
+kernel stops answering. A peer that is alive but silent is detected at the deadline. Every error names the peer. The sender listens on a
+local socket name or on a TCP port, and reads no message before the peer has proved that it was invited (``nodes/door.py``).
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from rollcall.engine.weights.protocol import Carrying, Invitation
 from rollcall.nodes.door import BACKLOG, Door, listen_at, new_secret, prove, watch_peer
 from rollcall.nodes.framing import json_frame, read_exactly, read_json_frame
 
-HELLO_S = 5.0  # a peer that came through the door must send its name within this time
+HELLO_S = 5.0  # a peer that has proved its invitation must send its name within this time
 
 
 class Line:
@@ -94,7 +93,7 @@ class Line:
             self.socket.settimeout(deadline.left_s)
             yield
         except OSError as error:
-            # An error with an errno comes from the kernel: the host does not answer.
+            # An error with an errno comes from the kernel and means that the host does not answer.
             is_silent = isinstance(error, TimeoutError) and not error.errno
             raise (self._silent(deadline) if is_silent else self.gone(error)) from None
 
@@ -152,7 +151,7 @@ class Desk:
         self._door = Door(listener, secret=self.invitation.secret)
 
     def welcome(self, deadline: Wait) -> tuple[dict[str, Line], dict[str, dict[str, Any]]]:
-        """Wait for all receivers to connect. Return a line to each of them, and their hellos."""
+        """Wait for all receivers to connect. Return a line to each of them, and their hello messages."""
         lines: dict[str, Line] = {}
         hellos: dict[str, dict[str, Any]] = {}
         while missing := [name for name in self._receivers if name not in lines]:
@@ -163,7 +162,7 @@ class Desk:
             if connection is None:
                 _close_all(lines)
                 raise MissingPeerError(
-                    f"{len(missing)} of {len(self._receivers)} receivers of weights did not connect within "
+                    f"{len(missing)} of {len(self._receivers)} weight receivers did not connect within "
                     f"{deadline.timeout_s:g} s: {', '.join(missing)}"
                 )
             line = Line(connection, peer="a receiver of weights")

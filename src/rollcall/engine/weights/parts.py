@@ -56,7 +56,7 @@ class PartsReceiver(LineReceiver):
                     raise RefusedUpdateError(f"the update has a tensor {name!r} that this receiver does not have")
                 if tuple(whole) != self._wanted[name]:
                     raise RefusedUpdateError(
-                        f"tensor {name!r} is {list(whole)} in the update and {list(self._wanted[name])} in the receiver"
+                        f"tensor {name!r} has shape {list(whole)} in the update and {list(self._wanted[name])} in the receiver"
                     )
                 found[name] += prod(entry.shape)
         for name, count in found.items():

@@ -1,4 +1,5 @@
-"""The contract of every weight transport: one sender in the learner's process, and a receiver in each process with its own policy copy.
+"""The contract of every weight transport, which has one sender in the learner's process and a receiver in each process that has its own
+copy of the policy.
 
 An update has a version and checksums. A receiver refuses an update as stale if its version is not the expected one, or is not newer
 than the receiver's own. It refuses an update as torn if tensors differ in name, shape or type, or if checksums differ after it was
@@ -38,7 +39,7 @@ class Invitation:
 
 
 def refuse_stale(came: int, *, due: int, newest: int | None) -> None:
-    """Refuse a version that is not the expected one (``due``), or not newer than the newest version that the receiver has had."""
+    """Refuse a version that is not the expected one (``due``), or not newer than the newest version that the receiver has received."""
     if came != due:
         raise RefusedUpdateError(f"got version {came}, but expected version {due}")
     if newest is not None and due <= newest:

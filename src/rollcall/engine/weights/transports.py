@@ -24,7 +24,7 @@ TIMEOUT_S = 300.0  # for one update
 
 
 def carrying_for(transport: WeightTransport, *, on_host: bool, on_gpu: bool) -> Carrying:
-    """Return how weights travel to one receiver."""
+    """Return how weights are sent to one receiver."""
     assert on_host or transport != "shared_memory", "the plan refuses this"
     if transport == "broadcast" or not on_host:
         return "broadcast"

@@ -1,4 +1,4 @@
-# Triton is not installed on most machines, and its decorator hides the kernel launch by subscript from the type checker.
+# Triton is not installed on most machines, and its decorator hides from the type checker that a kernel is launched with a subscript.
 # pyright: reportMissingImports=false, reportIndexIssue=false, reportArgumentType=false, reportCallIssue=false
 # pyright: reportOperatorIssue=false
 """Attention of one query per sequence over its keys and values in the paged cache.
@@ -165,9 +165,9 @@ def paged_attention(
     window: int = 0,
     num_splits: int = 1,
 ) -> torch.Tensor:
-    """Attend with one query per sequence, ``q`` [B, H, D], to its cached keys. Returns [B, H * D].
+    """Compute attention for one query per sequence, ``q`` [B, H, D], over its cached keys. Returns [B, H * D].
 
-    ``lengths`` [B] int32 counts the live keys, including this token's own; a length of 0 returns zeros. ``window`` keeps only
+    ``lengths`` [B] int32 counts the live keys, including the current token's key. A row of length 0 gets zeros. ``window`` keeps only
     this many of the newest keys (0: all). ``num_splits`` programs share one sequence's keys; see ``pick_num_splits``.
     """
     num_rows, num_heads, head_dim = q.shape

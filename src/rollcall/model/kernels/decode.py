@@ -1,4 +1,4 @@
-# Triton is not installed on most machines, and its decorator hides the kernel launch by subscript from the type checker.
+# Triton is not installed on most machines, and its decorator hides from the type checker that a kernel is launched with a subscript.
 # pyright: reportMissingImports=false, reportIndexIssue=false, reportArgumentType=false, reportCallIssue=false
 # pyright: reportOperatorIssue=false
 """The parts of a decode step between its matrix products, except attention (``attention.py``): norm, rotary embedding into

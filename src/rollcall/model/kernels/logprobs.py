@@ -1,4 +1,4 @@
-# Triton is not installed on most machines, and its decorator hides the kernel launch by subscript from the type checker.
+# Triton is not installed on most machines, and its decorator hides from the type checker that a kernel is launched with a subscript.
 # pyright: reportMissingImports=false, reportIndexIssue=false, reportArgumentType=false, reportCallIssue=false
 """Computes the learner's log-probs over a large vocabulary, reading each chunk of logits only once per pass.
 

@@ -1,10 +1,10 @@
-# Triton is not installed on most machines, and its decorator hides the kernel launch by subscript from the type checker.
+# Triton is not installed on most machines, and its decorator hides from the type checker that a kernel is launched with a subscript.
 # pyright: reportMissingImports=false, reportIndexIssue=false, reportArgumentType=false, reportCallIssue=false
 """Samples one token per row by inverting the cumulative distribution at one uniform number.
 
-There are two kernels, so that many programs can share the reading of a large vocabulary. The first stores each vocabulary
-block's maximum and sum of exponentials. The second finds the block, then the token inside it. A row's result depends only
-on that row, never on the rest of the batch. The caller applies top-k and top-p by setting excluded logits to -inf.
+There are two kernels, so that many programs can read a large vocabulary in parallel. The first stores each vocabulary block's maximum and
+sum of exponentials. The second finds the block, then the token inside it. A row's result depends only on that row, never on the rest of
+the batch. The caller applies top-k and top-p by setting excluded logits to -inf.
 
 Axes: B rows, V vocabulary, N vocabulary blocks per row.
 """

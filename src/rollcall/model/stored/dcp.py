@@ -113,7 +113,8 @@ def _tensor(
         tensor = inner.tensor(content, name=key)
         if tensor is None or (tensor.shape, tensor.dtype) != (shape, dtype):
             raise StoredError(
-                f"{inner.what} does not contain the block of {key} that {folder / METADATA} describes: the files do not belong together"
+                f"{inner.what} does not contain the block of {key} that {folder / METADATA} describes: the files do not "
+                "belong to the same checkpoint"
             )
         records.setdefault(file, []).extend(inner.records.values())
         pieces.append(tensor.piece(start=start))

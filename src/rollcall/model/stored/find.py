@@ -1,7 +1,7 @@
 """Finds the weights and the config at a path by file names, and reads the manifests of our own checkpoints.
 
-A manifest is written last and lists every file in its checkpoint with size and checksum. A sharded checkpoint's files may be
-on other nodes: the manifest then records the node (``node``) and the path on it (``place``).
+A manifest is written last and lists every file in its checkpoint with size and checksum. A sharded checkpoint's files may be on other
+nodes. In that case, the manifest records the node (``node``) and the path on it (``place``).
 """
 
 from __future__ import annotations
@@ -86,10 +86,11 @@ def read_manifest(checkpoint: Path) -> Manifest:
 
 
 def missing_file(files: Iterable[StoredFile]) -> str:
-    """Describe the first file that is missing or has the wrong size. Return "" if there is none. Checksums are compared on reading."""
+    """Describe the first file that is missing or has the wrong size. Return "" if there is none. Checksums are compared when the files
+    are read."""
     for file in files:
         if not file.path.is_file():
-            return f"{file} does not exist here"
+            return f"{file} does not exist on this machine"
         if (size := file.path.stat().st_size) != file.size:
             return f"{file} has {size:,} bytes instead of {file.size:,}"
     return ""
@@ -102,7 +103,7 @@ def checkpoints_of(folder: Path) -> list[Path]:
 
 
 def newest_checkpoint(folder: Path) -> Path | None:
-    """Return the newest complete checkpoint in a ``checkpoints/`` folder, judging by file sizes. Warn about each torn one.
+    """Return the newest complete checkpoint in a ``checkpoints/`` folder, judging by file sizes. Warn about each torn checkpoint.
 
     Files on other nodes are not checked: ``open_checkpoint`` reports which of them must be copied.
     """
@@ -120,7 +121,7 @@ def newest_checkpoint(folder: Path) -> Path | None:
 
 LATEST = "latest_checkpointed_iteration.txt"  # written by verl
 SHARDS = ("part-*-of-*.safetensors", "model_world_size_*_rank_*.pt", ".metadata")
-PROBE = "probe.json"  # in our model directories: what the trained model computed (``checkpoint/probe.py``)
+PROBE = "probe.json"  # in our model directories: reference outputs of the trained model (``checkpoint/probe.py``)
 ADAPTER_CONFIG = "adapter_config.json"  # PEFT's; its folder contains adapter weights, not a model
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
 METADATA = ".metadata"  # in PyTorch's distributed checkpoints
@@ -145,7 +146,8 @@ def is_model_dir(path: Path) -> bool:
 
 
 def checkpoint_of(path: Path) -> Path | None:
-    """Return the Rollcall checkpoint for ``path``: the path itself, the newest of a run, or the parent of a ``model/`` folder."""
+    """Return the Rollcall checkpoint for ``path``: the path itself, the newest checkpoint of a run, or the parent of a ``model/``
+    folder."""
     for folder in (path, path.parent):
         if is_checkpoint(folder) and (folder == path or path.name == "model"):
             return folder

@@ -18,7 +18,7 @@ ROTARY = ".rotary_emb.inv_freq"  # a buffer that a model computes by itself, but
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outline:
     shapes: dict[str, tuple[int, ...]]
-    tied: dict[str, str]  # tied tensor -> the tensor it shares
+    tied: dict[str, str]  # tied tensor -> the tensor whose values it shares
     # Shapes as stored in a model directory: transformers fuses some tensors on loading, such as a layer's experts.
     written: dict[str, tuple[int, ...]]
 
@@ -29,7 +29,8 @@ class Outline:
 
 
 def outline_of(folder: Path) -> Outline | None:
-    """Build the outline with transformers, or return None if it does not know this kind of model. Code in the folder is not run."""
+    """Build the outline with transformers, or return None if transformers does not support this kind of model. Code in the folder is not
+    run."""
     import torch
     import transformers
     from transformers.core_model_loading import revert_weight_conversion
@@ -71,9 +72,9 @@ _FAMILIES: dict[Any, tuple[str, bool | str, bool | str, bool | str]] = {
 
 
 def known_outline(fields: Mapping[str, Any]) -> Outline | None:
-    """Build the outline of a Llama, Mistral, Qwen2 or Qwen3 model from config.json without transformers, which takes seconds to import.
-    A test compares the two. Return None if the config leaves something open; use ``outline_of`` then. ``fields`` must come from
-    ``read_model_config``, which checks the sizes."""
+    """Build the outline of a Llama, Mistral, Qwen2 or Qwen3 model from config.json without transformers, which takes seconds to import. A
+    test compares it with ``outline_of``. Return None for a config that this does not cover; use ``outline_of`` then. ``fields`` must
+    come from ``read_model_config``, which checks the sizes."""
     family = str(fields.get("model_type"))
     if (
         family not in _FAMILIES

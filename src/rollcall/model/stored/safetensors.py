@@ -82,7 +82,7 @@ def open_parts(
             if first[:2] != (dtype, whole):
                 raise StoredError(
                     f"{file} says that {name} is {dtype} {list(whole)}, but {first[2]} says that it is {first[0]} {list(first[1])}: the "
-                    "files do not belong to one checkpoint"
+                    "files do not belong to the same checkpoint"
                 )
             pieces.setdefault(name, []).append(piece)
     tensors = (

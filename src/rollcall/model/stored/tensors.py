@@ -165,7 +165,7 @@ def _read_overlap(piece: Piece, block: torch.Tensor, *, start: tuple[int, ...]) 
         return
     import torch
 
-    # Read all columns of the rows in question: one read instead of one per row.
+    # Read all columns of the rows in question, with one read instead of one per row.
     rows_of_piece = torch.empty((rows, *piece.shape[1:]), dtype=block.dtype)
     read_into(piece.file, rows_of_piece, offset=piece.offset + first * row)
     target.copy_(rows_of_piece[(slice(None), *inner)])
@@ -193,20 +193,21 @@ def refuse_gaps(tensor: StoredTensor, *, origin: str) -> None:
             a < 0 or n < 0 or a + n > whole for a, n, whole in zip(piece.start, piece.shape, tensor.shape, strict=True)
         ):
             raise StoredError(
-                f"{piece.file}: its block of {tensor.name} is {list(piece.shape)} at {list(piece.start)}, which is outside "
-                f"the tensor's {list(tensor.shape)}: the file belongs to another set of files"
+                f"{piece.file}: its block of {tensor.name} has shape {list(piece.shape)} at {list(piece.start)}, which is outside "
+                f"the tensor's {list(tensor.shape)}, so the file belongs to another model or checkpoint"
             )
     if twice := _overlapping(tensor.pieces):
         first, second = twice
         raise StoredError(
-            f"{first.file} and {second.file} contain the same block of {tensor.name}: they do not belong together"
+            f"{first.file} and {second.file} contain the same block of {tensor.name}, so they do not belong to the same model or "
+            "checkpoint"
         )
     held, whole = sum(piece.num_elements for piece in tensor.pieces), prod(tensor.shape)
     if held != whole:
         files = ", ".join(sorted({str(piece.file) for piece in tensor.pieces})[:3])
         raise StoredError(
             f"{origin}: the files contain only {held:,} of the {whole:,} elements of {tensor.name} ({files}, ...): a file is missing "
-            "or belongs to another set of files"
+            "or belongs to another model or checkpoint"
         )
 
 
@@ -216,7 +217,7 @@ def _overlapping(pieces: Iterable[Piece]) -> tuple[Piece, Piece] | None:
     if len(some) < 2:
         return None
     cut = [dim for dim in range(len(some[0].shape)) if len({(one.start[dim], one.shape[dim]) for one in some}) > 1]
-    # Usually, the tensor is cut along a single dimension. Then it is enough to compare neighbours.
+    # Usually, the tensor is split along a single dimension. Then it is enough to compare neighbours.
     pairs = zip(some, some[1:], strict=False) if len(cut) == 1 else combinations(some, 2)
     for a, b in pairs:
         if all(p < q + m and q < p + n for p, n, q, m in zip(a.start, a.shape, b.start, b.shape, strict=True)):
@@ -282,7 +283,7 @@ def stored_of(
     by_path = {file.path: file for file in files}
     by_name = {tensor.name: tensor for tensor in tensors}
     if not by_name:
-        raise StoredError(f"{origin} has no tensors; use a directory with the weights of a model")
+        raise StoredError(f"{origin} has no tensors; use a directory with a model's weights")
     for tensor in by_name.values():
         refuse_gaps(tensor, origin=origin)
     return Stored(origin=origin, tensors=by_name, files=by_path, folder=folder, kind=kind, facts=dict(facts or {}))

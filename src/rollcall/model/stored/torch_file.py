@@ -45,7 +45,7 @@ _ALLOWED = {
         "_rebuild_wrapper_subclass",
     },
 }  # fmt: skip
-# The modules of these names differ between versions, but all are in torch.distributed.
+# The modules that contain these names differ between versions, but all of them are in torch.distributed.
 _ALLOWED_DISTRIBUTED = {
     # for DTensor
     "DTensor", "DTensorSpec", "TensorMeta", "DeviceMesh", "Shard", "_StridedShard", "Replicate", "Partial", "_Partial",
@@ -215,7 +215,8 @@ def open_torch_file(path: Path, *, offset: int = 0, length: int | None = None) -
 
 
 class _Rest:
-    """The bytes after the offset, as a file: newer versions of zipfile refuse an archive with other bytes before it."""
+    """The bytes after the offset, as a file. This is needed because newer versions of zipfile refuse an archive with other bytes before
+    it."""
 
     def __init__(self, data: mmap.mmap, offset: int) -> None:
         self._data, self._offset, self._at = data, offset, 0

@@ -1,9 +1,9 @@
 """Checkpoints from verl's FSDP trainer: ``model_world_size_W_rank_R.pt`` for each process, config and tokenizer in ``huggingface/``.
 
-Each file is a state dict of DTensors: the process's block of each tensor, and the mesh. A mesh has one or more dimensions (ddp, fsdp,
-tp). For each of them, a placement says whether the tensor is sharded along one of its own dimensions, or replicated. A tensor that is
-not a DTensor is complete in each process: a buffer, or any tensor in a run without sharding. If several processes have the same
-block, the first copy is read, and the other copies must have the same checksum.
+Each file is a state dict of DTensors, which contain the process's block of each tensor, and the mesh. A mesh has one or more dimensions
+(ddp, fsdp, tp). For each of them, a placement says whether the tensor is sharded along one of its own dimensions, or replicated. Each
+process has a complete copy of a tensor that is not a DTensor, such as a buffer, or any tensor in a run without sharding. If several
+processes have the same block, the first copy is read, and the other copies must have the same checksum.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ class _Cut:
     def block(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Return the start and the shape of the process's block.
 
-        Several mesh dimensions may cut the same tensor dimension. The outer one cuts first, unless it has a split factor: then it
-        cuts last. Example: both dimensions of a 2 x 3 mesh cut six rows. Process (1, 0) has row 3. If the first mesh dimension has a
-        split factor of 3 (as with FSDP on top of tensor parallelism), this process has row 1.
+        Several mesh dimensions may split the same tensor dimension. The outer one splits it first, unless it has a split factor. In that
+        case, it splits last. Example: six rows are split along both dimensions of a 2 x 3 mesh. Process (1, 0) has row 3. If the first
+        mesh dimension has a split factor of 3 (as with FSDP on top of tensor parallelism), process (1, 0) has row 1.
         """
         start, shape = [0] * len(self.shape), list(self.shape)
         for strided in (False, True):
@@ -93,7 +93,7 @@ def open_verl(folder: Path) -> Stored:
             there = {one.rank for one in locals_}
             lacking = next(file for rank, file in enumerate(files) if rank not in there)
             raise StoredError(
-                f"{locals_[0].tensor.file} contains {name}, but {lacking.path} does not: they do not belong to one checkpoint"
+                f"{locals_[0].tensor.file} contains {name}, but {lacking.path} does not: they do not belong to the same checkpoint"
             )
     config = next((one for one in (folder / "huggingface", folder) if (one / "config.json").is_file()), None)
     step = next(
@@ -172,14 +172,14 @@ def _joined(name: str, locals_: list[_Local]) -> StoredTensor:
     for one in locals_:
         if one.layout != first.layout:
             raise StoredError(
-                f"{first.tensor.file} and {one.tensor.file} do not belong to one checkpoint: {name} is {first} in the first and {one} in "
-                "the second"
+                f"{first.tensor.file} and {one.tensor.file} do not belong to the same checkpoint: {name} is {first} in the first and "
+                f"{one} in the second"
             )
         start, wanted = ((0,) * len(shape), shape) if one.cut is None else one.cut.block()
         if wanted != one.tensor.shape:
             raise StoredError(
-                f"{one.tensor.file}: its share of {name} is {list(one.tensor.shape)}, but rank {one.rank} of its mesh should have "
-                f"{list(wanted)}: the file belongs to another checkpoint"
+                f"{one.tensor.file}: its share of {name} has shape {list(one.tensor.shape)}, but rank {one.rank} of its mesh should have "
+                f"{list(wanted)}, so the file belongs to another checkpoint"
             )
         if 0 in wanted:
             continue
@@ -188,7 +188,7 @@ def _joined(name: str, locals_: list[_Local]) -> StoredTensor:
         if None not in (sums := (same.tensor.crc32, one.tensor.crc32)) and sums[0] != sums[1]:
             raise StoredError(
                 f"{same.tensor.file} and {one.tensor.file} should contain the same values of {name}, but do not: they do not belong "
-                "to one checkpoint"
+                "to the same checkpoint"
             )
     pieces = tuple(piece for _, piece in taken.values())
     return StoredTensor(name=name, dtype=first.tensor.dtype, shape=shape, pieces=pieces)
@@ -224,7 +224,7 @@ def _pairs(shape: Any, stride: Any) -> tuple[tuple[int, int], ...]:
     if not isinstance(shape, int):
         return tuple(pair for one in zip(shape, stride, strict=True) for pair in _pairs(*one))
     if shape < 1 or not isinstance(stride, int) or stride < 1:
-        raise ValueError(f"a mesh dimension with shape {shape} and stride {stride} is not possible")
+        raise ValueError(f"a mesh dimension cannot have shape {shape} and stride {stride}")
     return ((shape, stride),)
 
 
@@ -238,7 +238,9 @@ def _cut(placements: Any, mesh: Mesh, *, shape: tuple[int, ...]) -> _Cut:
             rest = list(zip(mesh, cuts, strict=True))[number + 1 :]
             parts = prod(size for (size, _), other in rest if other is not None and other[0] == cut[0])
             if cut[1] != parts:
-                raise ValueError(f"the split factor is {cut[1]}, but the later mesh dimensions make {parts} parts")
+                raise ValueError(
+                    f"the split factor is {cut[1]}, but the later mesh dimensions split the tensor into {parts} parts"
+                )
     return _Cut(mesh=mesh, cuts=cuts, shape=shape)
 
 
@@ -246,9 +248,9 @@ def _placement(placement: Any, *, num_dims: int) -> tuple[int, int] | None:
     if is_named(placement, "Replicate"):
         return None
     if not is_named(placement, "Shard") and not is_named(placement, "_StridedShard"):
-        raise ValueError(f"the placement {type(placement).__name__} means neither a shard nor a copy")
+        raise ValueError(f"the placement {type(placement).__name__} is neither a shard nor a replica")
     dim = int(placement.fields["dim"] if "dim" in placement.fields else placement.args[0])
     dim += num_dims if dim < 0 else 0
     if not 0 <= dim < num_dims:
-        raise ValueError(f"a shard along dimension {dim} is not possible for a tensor with {num_dims} dimensions")
+        raise ValueError(f"cannot shard along dimension {dim} of a tensor with {num_dims} dimensions")
     return dim, int(placement.fields.get("split_factor") or 1)
