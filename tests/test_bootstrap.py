@@ -343,7 +343,7 @@ def test_ranks_that_contradict_themselves_are_refused() -> None:
     for wrong, words in (
         (dict(rank=1, master=True), "all set the rank"),
         (dict(rank=4, num_nodes=4), "ranks are 0 to 3"),
-        (dict(worker=0), "workers are 1 and up"),
+        (dict(worker=0), "workers start at 1"),
         (dict(rank=0), "give --num-nodes"),
         (dict(RANK="one"), "RANK='one'"),
     ):

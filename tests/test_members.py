@@ -168,10 +168,10 @@ def test_a_wait_names_the_lost_nodes_since_when_and_the_command_to_run_there(mon
 
     rank_1 = "10.0.0.2, lost at 12:03:44"
     assert ask(8, 8) == (
-        f"no room after 0 s of waiting for rank 1 ({rank_1}); on its host, run `ray start --address=10.0.0.1:6379`"
+        f"not enough room after waiting 0 s for rank 1 ({rank_1}); on its host, run `ray start --address=10.0.0.1:6379`"
     )
     assert f"ranks 1 ({rank_1}), 2 (10.0.0.3, lost at 12:03:45), 3-4; on each of their hosts, run" in ask(8, 8, 8, 8, 8)
-    assert "no room after 0 s of waiting for slots: 9 slots were requested" in ask(9)
+    assert "not enough room after waiting 0 s for slots: 9 slots were requested" in ask(9)
     with pytest.raises(
         NoRoomError, match=rf"min_nodes=2 is more than the 1 node that joined.*rank 1 \({rank_1}\); on its host"
     ):

@@ -330,7 +330,7 @@ def test_uneven_nodes_and_empty_ones_keep_their_ranks():
 
 def test_a_group_that_cannot_be_ended_does_not_keep_the_others(monkeypatch):
     def fail(**_):
-        raise ClusterError("the processes of stuck cannot be ended")
+        raise ClusterError("the processes of stuck cannot be stopped")
 
     init_ray(backend="local")
     cluster = VirtualCluster([3])
@@ -341,7 +341,7 @@ def test_a_group_that_cannot_be_ended_does_not_keep_the_others(monkeypatch):
     ]
     workers = [group.workers[0] for group in groups]
     monkeypatch.setattr(groups[1]._gang, "stop", fail)
-    with pytest.raises(ClusterError, match="the processes of stuck cannot be ended"):
+    with pytest.raises(ClusterError, match="the processes of stuck cannot be stopped"):
         cluster.shutdown()
     assert [worker.is_alive() for worker in workers] == [False, True, False]
 
@@ -491,7 +491,7 @@ def test_a_second_cluster_takes_the_next_node_with_room_and_too_much_is_refused(
         with pytest.raises(ClusterError) as caught:
             VirtualCluster([1, 9], num_gpus_per_node=16, timeout_s=0.5)
         text = str(caught.value)
-        assert "no room after 0.5 s of waiting for slots: 10 slots were requested, [1, 9] by node" in text
+        assert "not enough room after waiting 0.5 s for slots: 10 slots were requested, [1, 9] by node" in text
         assert "node 0 (" in text and "has 8, 0 of them free" in text and "has 8, 5 of them free" in text
 
 

@@ -114,7 +114,7 @@ def is_free(port: int) -> bool:
 
 
 def leaves_loopback(host: str) -> bool:
-    """Return whether Ray's processes would contact a different address: they replace loopback with the default route's address."""
+    """Return whether Ray's processes would use a different address, because they replace loopback with the default route's address."""
     return is_loopback(host) and not is_loopback(_by_route("8.8.8.8") or host)
 
 
@@ -146,7 +146,7 @@ def _of_interface(name: str, *, toward: str | None) -> str:
     if name not in known:
         raise ClusterError(f"--interface {name} does not exist on this node; its interfaces are {', '.join(known)}")
     addresses = interface_addresses(name)
-    if toward is not None:  # on a node with both address families, use the head's
+    if toward is not None:  # if the node has IPv4 and IPv6, use the same kind of address as the head
         family = _family(resolve(toward))
         addresses = [address for address in addresses if _family(address) == family]
     if not addresses:

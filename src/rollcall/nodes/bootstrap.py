@@ -54,7 +54,7 @@ from rollcall.nodes.state import (
 )
 from rollcall.nodes.tls import write_certificates
 
-START_S = 180.0  # for Ray itself, once its head is known
+START_S = 180.0  # for starting Ray on this node, once the head is known
 SETTLE_S = 1.0  # long enough to see a second head that published itself at the same moment
 TAKEN_S = 15.0  # a head notices a killed node within 5 s; only then is the node's rank free
 
@@ -67,7 +67,7 @@ def require_meeting(request: NodeRequest) -> None:
 
 
 def start_node(request: NodeRequest) -> tuple[NodeRecord, bool]:
-    """Add this node to the cluster. Return its record, and whether it was already part of the cluster."""
+    """Add this node to the cluster. Return the node's record, and whether the node was already part of the cluster."""
     require_meeting(request)
     slots, accelerator = find_slots(request.slots)
     known = partial(
@@ -113,14 +113,14 @@ def start_node(request: NodeRequest) -> tuple[NodeRecord, bool]:
 def stop_node(cluster: str, *, keep_logs: bool = False) -> int:
     """Stop this cluster's processes on this node and remove its files. Return the number of processes stopped.
 
-    ``keep_logs`` leaves Ray's folder until the next start or stop.
+    ``keep_logs`` keeps Ray's folder until the next start or stop.
     """
     with sole_owner(cluster):
         record = read_record(cluster)
         count = _stop(cluster)
         if keep_logs:
             return count
-        if record is not None:  # a folder that the user chose may contain other files
+        if record is not None:  # in a folder that the user chose, there may be other files
             shutil.rmtree(Path(record.temp_dir, "session_latest").resolve(), ignore_errors=True)
         shutil.rmtree(own_temp_dir(cluster), ignore_errors=True)
         (state_dir(cluster) / "start.log").unlink(missing_ok=True)
@@ -164,8 +164,8 @@ def _find(request: NodeRequest, *, token: str | None) -> Found:
 
 
 def _wait_for_rank(request: NodeRequest, found: Found) -> Found:
-    """Refuse a rank that belongs to a different node. A dead node stays listed for some seconds, so wait until it is gone, unless it
-    still accepts connections."""
+    """Refuse a rank that belongs to a different node. The head still lists a dead node for some seconds, so wait until the node is no
+    longer listed, unless it accepts connections."""
     give_up = time.monotonic() + TAKEN_S
     answer = ask_head(found.address, token=found.token, tls=found.tls)
     while holder := next((node for node in answer.alive if node.rank == request.rank), None):
@@ -212,7 +212,7 @@ def _running(request: NodeRequest) -> NodeRecord | None:
 
 
 def _launch(request: NodeRequest, start: Start) -> NodeRecord:
-    """Start Ray, check that the head lists this node, and write the record. After a failure, nothing is left behind."""
+    """Start Ray, check that the head lists this node, and write the record. If that fails, stop and remove everything again."""
     deadline = time.monotonic() + START_S
     folder, temp_dir = state_dir(request.cluster), Path(start.record.temp_dir)
     if request.temp_dir is None:
@@ -228,7 +228,7 @@ def _launch(request: NodeRequest, start: Start) -> NodeRecord:
         record = _joined(start, deadline=deadline)
         write_record(record)
         if request.rank == 0 and request.rendezvous is not None:
-            _refuse_second_head(request, token=start.token)  # a second head may have started meanwhile
+            _refuse_second_head(request, token=start.token)  # a second head may have started in the meantime
             _publish(request, start, record, deadline=deadline)
     except BaseException:
         _stop(request.cluster)
@@ -237,7 +237,7 @@ def _launch(request: NodeRequest, start: Start) -> NodeRecord:
 
 
 def _joined(start: Start, *, deadline: float) -> NodeRecord:
-    """Wait until the head lists this node under its rank. Raise if a different host has taken the rank meanwhile."""
+    """Wait until the head lists this node under its rank. Raise if a different host has taken the rank in the meantime."""
     record = start.record
     while True:
         answer = ask_head(record.head_address, token=start.token, tls=start.tls, claim=(record.rank, start.mark))

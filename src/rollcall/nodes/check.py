@@ -1,4 +1,4 @@
-"""Lists the nodes that have joined, and waits for a number of accelerators. Every answer comes from the head."""
+"""Lists the nodes that have joined, and waits for the given number of accelerators. All information comes from the head."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Roster:
     head_address: str
     dashboard_url: str | None
     num_nodes: int
-    nodes: tuple[NodeInfo, ...]  # one per rank that ever joined: the living node, or else the node that died last
+    nodes: tuple[NodeInfo, ...]  # one for each rank that ever joined: the living node, or else the node that died last
 
     @property
     def alive(self) -> list[NodeInfo]:
@@ -103,7 +103,7 @@ def missing_ranks(ranks: Sequence[int], lost: Mapping[int | None, NodeInfo]) -> 
 
 
 def start_there(cluster: Cluster, ranks: Sequence[int]) -> str:
-    """Return advice with the command that starts these ranks."""
+    """Return a hint with the command that starts these ranks."""
     if len(ranks) == 1:
         return f"on its host, run `{cluster.join_command(ranks[0])}`"
     return f"on each of their hosts, run `{cluster.join_command('R')}`"

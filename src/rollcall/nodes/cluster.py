@@ -105,7 +105,7 @@ class OurCluster:
         return answer
 
     def wait_until_known(self, wait: Wait) -> None:
-        """Wait for this node's record, which a `rollcall node` in the background writes."""
+        """Wait for this node's record, which a `rollcall node` in the background is about to write."""
         while read_record(self.name) is None:
             if not wait.again(f"waiting for `rollcall node` to add this node to {self.title}", after_s=0.2):
                 require_record(self.name)  # raises unless the record has just appeared
@@ -154,10 +154,10 @@ class OurCluster:
 
 @dataclass(frozen=True, slots=True)
 class PlainRay:
-    """A Ray cluster that is known only by its address: started by hand, by KubeRay or by your company, or the one that runs this job.
+    """A Ray cluster of which only the address is known: one that you, KubeRay or an administrator started, or the one that runs this job.
 
-    Rollcall starts and stops no nodes of such a cluster. Ray's own variables name the token and the certificates. If the cluster
-    requires no token, none is used. Nodes without a rank get a rank by address.
+    Rollcall does not start or stop nodes of such a cluster. Ray's own variables name the token and the certificates. If the cluster
+    requires no token, none is used. Nodes without a rank are ranked by address.
     """
 
     head_address: str
@@ -249,7 +249,7 @@ Cluster = OurCluster | PlainRay
 
 
 def compared(version: str) -> str:
-    """Return the part of a Python version that Ray compares. The user can make Ray compare only major and minor version."""
+    """Return the part of a Python version that Ray compares. A user can make Ray compare only the major and the minor version."""
     level = os.environ.get("RAY_DEFAULT_PYTHON_VERSION_MATCH_LEVEL")
     return ".".join(version.split(".")[: 2 if level == "minor" else 3])
 
@@ -268,7 +268,7 @@ def _own(answer: HeadAnswer) -> NodeInfo | None:
 
 
 def _ranked(nodes: tuple[NodeInfo, ...]) -> tuple[NodeInfo, ...]:
-    """Return all living nodes with ranks. For each address without a living node, add the node that died there last."""
+    """Return all living nodes, with their ranks. For each address without a living node, add the node that died there last."""
     living = [node for node in nodes if node.alive]
     ranks = rank_by_address({node.node_id: (node.rank, node.address, node.slots > 0) for node in living})
     lost = {node.address: node for node in sorted(nodes, key=lambda node: node.started_ms) if not node.alive}
@@ -322,7 +322,7 @@ def wished_cluster(name: str | None = None, *, ray_address: str | None = None) -
 
 
 def wished_dashboard(name: str | None = None, *, ray_address: str | None = None) -> str | None:
-    """Return the address in ``RAY_ADDRESS`` or the run file if it is a dashboard's address. That is enough to submit jobs."""
+    """Return the address in ``RAY_ADDRESS`` or the run file if it is the address of a dashboard, which is enough to submit jobs."""
     wish = _wish(ray_address)
     taken = name is not None or (os.environ.get(CLUSTER) and wish is not None and wish.where == RAY_ADDRESS)
     return wish.text if wish is not None and not taken and wish.text.startswith(("http://", "https://")) else None
@@ -333,7 +333,7 @@ def is_in_a_job() -> bool:
 
 
 def is_same_address(one: str, other: str) -> bool:
-    """Return whether two addresses name the same endpoint. A host may have several, and Ray replaces a loopback address with another."""
+    """Return whether two addresses name the same endpoint. A host may have several addresses, and Ray replaces loopback addresses."""
     if one == other:
         return True
     (host, port), (other_host, other_port) = split_address(one), split_address(other)
@@ -393,7 +393,7 @@ def _plain(wish: _Wish) -> PlainRay:
 
 
 def say_once(text: str) -> None:
-    """Print a note only once, although every attempt of a run looks for its cluster."""
+    """Print a note only once, although every attempt of a run looks up its cluster."""
     if text not in _said:
         _said.add(text)
         say(text)

@@ -1,17 +1,17 @@
 """Selects the environment variables that workers get: some from their node's shell, and those that a run file declares.
 
-From the shell that started `rollcall node`, workers keep paths of programs, libraries and folders, and settings for the machine's
-devices, threads and network, which may differ between nodes. No other variable of that shell reaches a worker, and no secret does:
+From the shell that started `rollcall node`, workers inherit paths of programs, libraries and folders, and settings for the machine's
+devices, threads and network, which may differ between nodes. They inherit no secrets and no other variables of that shell, because
 raylets are started with these variables only.
 
-A run file declares the other variables of a run: ``cluster.env`` (values), ``cluster.env_pass`` (names whose values come from the
+A run file declares the remaining variables of a run: ``cluster.env`` (values), ``cluster.env_pass`` (names whose values come from the
 submitter) and ``cluster.node_env`` (values for one node). If a name has several values, the node's value wins, then the run file's,
 then the submitter's. A worker's other variables come from Rollcall or Ray.
 
 Ray writes the variables of jobs and workers to its logs and shows them to anyone who asks its API (2.60: ``runtime_env_agent.log``,
 ``ray job list``). So secrets travel in one sealed variable. It consists of a salt, which is new each time, and a Fernet message, whose
-key is derived from the cluster's token and the salt with PBKDF2. It is opened only where it is needed: by launch/jobs/driver.py for a
-job's controller, and by ``SETUP_HOOK`` in Ray workers.
+key is derived from the cluster's token and the salt with PBKDF2. It is decrypted only where it is needed: by launch/jobs/driver.py for
+a job's controller, and by ``SETUP_HOOK`` in Ray workers.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from rollcall.base.process_table import environment_of
 from rollcall.base.redact import REDACTED, guard_streams, hides, redact_env, remember
 from rollcall.nodes.state import TOKEN
 
-if TYPE_CHECKING:  # every worker process imports this module, and most do not need the models of the run file
+if TYPE_CHECKING:  # every worker process imports this module, and most do not need the run file's models
     from rollcall.config import ClusterSection
 
 NODE_OWN = ("PATH", "PYTHONPATH", "LD_LIBRARY_PATH")
@@ -45,12 +45,12 @@ _OURS = frozenset({
     *GROUP_VARIABLES, "RAY_ADDRESS", "RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH", TOKEN, "ROLLCALL_SEALED", "ROLLCALL_SUBMITTED",
     "RAY_USE_TLS", "RAY_TLS_SERVER_CERT", "RAY_TLS_SERVER_KEY", "RAY_TLS_CA_CERT",
 })  # fmt: skip
-SEALED = "ROLLCALL_SEALED"  # contains the secrets; only the cluster's token opens it
+SEALED = "ROLLCALL_SEALED"  # contains the secrets; only the cluster's token decrypts it
 SUBMITTED = "ROLLCALL_SUBMITTED"  # names of the variables that were submitted with the job
 # runtime_env["worker_process_setup_hook"], for ray.init or a job
 SETUP_HOOK = "rollcall.nodes.declared.open_sealed"
 _ROUNDS = 20_000  # a generated token needs no extra rounds, but a token that a person chose does
-# Variables that workers keep from the shell of their node: names, and patterns of names.
+# Variables that workers inherit from the shell of their node: names, and patterns of names.
 NAMES = frozenset({
     "PATH", "PYTHONPATH", "LD_LIBRARY_PATH", "LD_PRELOAD", "VIRTUAL_ENV", "CONDA_PREFIX",
     "HOME", "USER", "LOGNAME", "SHELL", "TMPDIR", "XDG_CACHE_HOME", "HOSTNAME", "TZ", "LANG", "LANGUAGE",
@@ -63,7 +63,7 @@ PATTERNS = (
     "OMP_*", "MKL_*", "KMP_*", "GOMP_*", "OPENBLAS_*", "DNNL_*", "ONEDNN_*", "ATEN_*",
     "NCCL_*", "RCCL_*", "GLOO_*", "UCX_*", "FI_*", "IBV_*", "RDMAV_*", "MLX4_*", "MLX5_*",
 )  # fmt: skip
-# Variables that a run often needs but workers do not keep: model locations, accounts, proxies.
+# Variables that a run often needs but that workers do not inherit: model locations, accounts, proxies.
 MATTERS = (
     "HF_*", "HUGGING_FACE_*", "TRANSFORMERS_*", "TOKENIZERS_*", "VLLM_*", "WANDB_*", "MLFLOW_*", "COMET_*", "TENSORBOARD_*",
     "OPENAI_*", "ANTHROPIC_*", "AZURE_*", "AWS_*", "GOOGLE_*", "*_API_KEY", "*_TOKEN", "*_proxy", "*_PROXY",
@@ -151,8 +151,8 @@ def job_env(
     token: str | None,
     named: Mapping[str, Sequence[str]] | None = None,
 ) -> dict[str, str]:
-    """Return a job's variables in a form that Ray may show: the variables declared for every node, and those that rewards and the
-    environment get by name from the job's driver (``named``, by key of the run file)."""
+    """Return a job's variables in a form that Ray may show to anyone: the variables declared for every node, and those that rewards and
+    the environment get by name from the job's driver (``named``, by key of the run file)."""
     asked: dict[str, str] = {}
     for where, name in ((where, name) for where, names in (named or {}).items() for name in names):
         if section is None or name not in section.env:  # otherwise, the run file contains its value
@@ -164,7 +164,7 @@ def job_env(
     submitted = passed(section, environ=environ)
     everywhere = section.model_copy(update={"node_env": {}})
     values = worker_env(everywhere, submitted=submitted, node_rank=0)
-    # The driver's run file lacks the submitter's values, and the secrets, which are redacted in it. So pass both.
+    # The driver's run file does not contain the submitter's values, and its secrets are redacted. So pass both.
     names = [name for name, value in values.items() if name in submitted or hides(name, value)]
     # Set SUBMITTED even when it is empty, because the head's own variables are not the submitter's.
     return {**for_ray({**asked, **values}, token=token), SUBMITTED: ",".join(names)}
@@ -233,7 +233,7 @@ def process_token(environ: Mapping[str, str] | None = None) -> str | None:
 
 @contextmanager
 def environment(values: Mapping[str, str]) -> Iterator[None]:
-    """Set these environment variables, and restore the old values at the end."""
+    """Set these environment variables, and restore the old values at the end of the block."""
     before = {name: os.environ.get(name) for name in values}
     os.environ.update(values)
     try:
@@ -304,7 +304,8 @@ def nodes_own(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def missed(environ: Mapping[str, str], *, given: Collection[str] = ()) -> list[str]:
-    """Return variables that are set here and that a run may need, but that workers do not see. ``given``: variables that they see."""
+    """Return the variables that are set in this shell and that a run may need, but that workers do not see. ``given`` contains further
+    variables that workers see."""
     ours = ("RAY_*", "ROLLCALL_*")
     return sorted(
         name

@@ -27,10 +27,11 @@ from rollcall.nodes.framing import read_exactly
 
 CHALLENGE = 32  # bytes; a proof has the same length
 PROOF_S = 5.0  # from connecting to the proof
-MOST_WAITING = 128  # callers without a proof; beyond that, one caller of the host with the most callers is dropped
+# Callers that have not sent a proof. Beyond that, one caller from the host with the most callers is dropped.
+MOST_WAITING = 128
 BACKLOG = 1024  # connections that the kernel queues
 PROBE_S = 2  # between two keepalive probes of an idle peer
-SILENT_S = 8  # a peer that has not answered for this long is gone
+SILENT_S = 8  # a peer that has not answered for this long is considered gone
 
 
 def new_secret() -> str:
@@ -44,7 +45,7 @@ def answer(challenge: bytes, *, secret: str) -> tuple[bytes, bytes]:
 
 
 def prove(read: Callable[[int], bytes], write: Callable[[bytes], object], *, secret: str) -> bool:
-    """Do the caller's part of the exchange, and return whether the listener knows the secret too."""
+    """Do the caller's part of the handshake, and return whether the listener knows the secret too."""
     reply, proof = answer(read(CHALLENGE), secret=secret)
     write(reply)
     return hmac.compare_digest(read(CHALLENGE), proof)
@@ -88,7 +89,7 @@ def watch_peer(connection: socket.socket) -> None:
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     times = {"TCP_KEEPIDLE": PROBE_S, "TCP_KEEPINTVL": PROBE_S, "TCP_USER_TIMEOUT": SILENT_S * 1000}
     for name, value in {**times, "TCP_KEEPCNT": SILENT_S // PROBE_S}.items():
-        if (option := getattr(socket, name, None)) is not None:  # not every system has all of them
+        if (option := getattr(socket, name, None)) is not None:  # not every system has all of these options
             connection.setsockopt(socket.IPPROTO_TCP, option, value)
 
 
@@ -106,7 +107,7 @@ class Door:
     def __init__(self, listener: socket.socket, *, secret: str) -> None:
         self._listener = listener
         self._secret = secret
-        self._callers: dict[socket.socket, _Caller] = {}  # callers without a proof so far, oldest first
+        self._callers: dict[socket.socket, _Caller] = {}  # callers that have not sent a proof yet, oldest first
         self._selector = selectors.DefaultSelector()
         listener.setblocking(False)
         self._selector.register(listener, selectors.EVENT_READ)
@@ -157,13 +158,13 @@ class Door:
         self._send(connection, caller.challenge)
 
     def _least_missed(self) -> socket.socket:
-        """Return the longest-waiting caller of the host with the most callers, so that a stranger pushes out its own callers first."""
+        """Return the longest-waiting caller from the host with the most callers, so a stranger's callers displace each other first."""
         counts = Counter(caller.host for caller in self._callers.values())
         host = max(counts, key=lambda one: counts[one])
         return next(one for one, caller in self._callers.items() if caller.host == host)
 
     def _hear(self, connection: socket.socket) -> bool:
-        """Read from a caller, and return whether it has proved that it knows the secret. A caller that failed is dismissed."""
+        """Read from a caller, and return whether it has proved that it knows the secret. Disconnect a caller whose proof is wrong."""
         caller = self._callers.get(connection)
         if caller is None:  # it was just dropped to make room for a new caller
             return False

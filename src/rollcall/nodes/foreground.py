@@ -1,9 +1,9 @@
 """`rollcall node --block`: stays in the foreground while Ray runs on this node, and stops Ray on a signal.
 
 A supervisor that stops a job (Slurm, Kubernetes) often signals only this command. The command passes the signal on to the drivers of
-the runs on this node and keeps Ray up until no run is left, for at most ``save_s`` seconds, because a run saves through Ray's
+the runs on this node and keeps Ray running until no run is left, for at most ``save_s`` seconds, because a run saves through Ray's
 processes. A second signal stops Ray at once. SIGUSR1, which Slurm's `--signal` sends before the time limit, is only passed on to
-the drivers: Ray stays up.
+the drivers: Ray keeps running.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from rollcall.nodes.state import NodeRecord, noted_drivers, read_record, state_d
 LOOK_EVERY_S = 1.0
 SAVE_S = 25.0  # Slurm (KillWait) and Kubernetes kill after 30 s; stopping Ray takes part of that
 DRIVER = "rollcall.launch.jobs.driver"
-# Titles of Ray processes that do not work for a run: an idle worker, and the two helpers of each raylet (2.60).
+# Titles of Ray processes that are not working for any run: an idle worker, and the two helpers of each raylet (2.60).
 FOR_NOBODY = ("ray::IDLE", "ray::DashboardAgent", "ray::RuntimeEnvAgent")
 
 
@@ -58,7 +58,8 @@ def hold(
 ) -> int | None:
     """Wait until a signal or `rollcall down` has stopped the node. Raise if Ray exits by itself.
 
-    ``until`` is called every second for the run's exit status. Once it returns a status, stop the node and return that status.
+    ``until`` is called every second and returns the run's exit status, or None while the run goes on. Once it returns a status, stop
+    the node and return that status.
     ``too_early`` is the status to return if SIGUSR1 arrives before there is a run.
     """
     signals = Signals()
@@ -108,7 +109,7 @@ def drivers(record: NodeRecord) -> list[Process]:
 
 
 def has_run(record: NodeRecord) -> bool:
-    """Return whether any Ray process on this node works for a run."""
+    """Return whether any Ray process on this node is working for a run."""
     found = find_processes(state_dir(record.cluster), recorded=record.processes)
     titles = (command_of(process.pid) for process in found)
     return any(title.startswith("ray::") and not title.startswith(FOR_NOBODY) for title in titles)
@@ -117,7 +118,8 @@ def has_run(record: NodeRecord) -> bool:
 def _let_save(
     record: NodeRecord, signals: Signals, *, save_s: float, until: Callable[[], int | None] | None
 ) -> int | None:
-    """Give the run time to save. Return its exit status if ``until`` returns one in time; by then, its last lines are printed."""
+    """Give the run time to save. Return the run's exit status if ``until`` returns one in time, which it does only after the run's last
+    output has been printed."""
     signal_processes(drivers(record), signal.SIGTERM)
     wait, status = Wait(save_s), None
     if not has_run(record):

@@ -3,7 +3,7 @@
 A call and its answers begin with a header: the call number and the kind of message. The rest of a call is a pickle or JSON. A
 process that may run model-written code answers in JSON, which is validated and never unpickled.
 
-Standard library only: confined processes import this module and must start fast.
+This file uses only the standard library, because confined processes import it and must start fast.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def _as_json(value: Any) -> bytes:
 
 
 def plain(value: Any) -> Any:
-    """Convert a value that JSON does not support: an array to a list, a date to a string."""
+    """Convert a value that JSON does not support, such as an array to a list or a date to a string."""
     return value.tolist() if hasattr(value, "tolist") else str(value)
 
 
@@ -61,7 +61,7 @@ class Frames:
         self._bytes = bytearray()
 
     def feed(self, data: bytes) -> list[bytes]:
-        """Add received bytes and return the messages that are now complete. Raise ConnectionError if one is longer than allowed."""
+        """Add received bytes and return the messages that are now complete. Raise ConnectionError if a message is longer than allowed."""
         self._bytes += data
         found: list[bytes] = []
         begin = 0
@@ -79,7 +79,7 @@ class Frames:
 
 
 def read_frame(read: Callable[[int], bytes], *, longest: int = LONGEST) -> bytes:
-    """Read the next message. ``read`` returns exactly as many bytes as asked."""
+    """Read the next message. ``read`` returns exactly as many bytes as requested."""
     (length,) = LENGTH.unpack(read(LENGTH.size))
     if length > longest:
         raise ConnectionError(f"a message has {length} bytes, but the limit is {longest}")
@@ -91,7 +91,7 @@ def read_json_frame(read: Callable[[int], bytes]) -> Any:
 
 
 def read_exactly(read_some: Callable[[int], bytes], count: int) -> bytes:
-    """Read ``count`` bytes. ``read_some`` returns at most as many bytes as asked, and none once the connection is closed."""
+    """Read ``count`` bytes. ``read_some`` returns at most as many bytes as requested, and none once the connection is closed."""
     parts: list[bytes] = []
     while count:
         data = read_some(min(count, 1 << 20))

@@ -1,4 +1,4 @@
-"""Asks a head for its identity and its nodes. Every answer comes from the head itself, never from a file."""
+"""Asks a head for its identity and its nodes. All information comes from the head itself, never from a file."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from rollcall.nodes.tls import write_certificates
 
 LABEL = "rollcall."  # prefix of every label below
 CONNECT_S = 3.0
-ASK_S = 15.0  # for a head that accepts connections; importing Ray takes most of this time
+ASK_S = 15.0  # for a query to a head that accepts connections; importing Ray takes most of this time
 
-LAST_CHARACTERS = 10_000  # kept from the output of a failed query
+LAST_CHARACTERS = 10_000  # length of the kept end of a failed query's output
 
 
 class HeadUnreachable(ClusterError):
@@ -36,7 +36,7 @@ class HeadRefuses(ClusterError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeInfo:
-    """A node as its head knows it."""
+    """A node as its head describes it."""
 
     rank: int | None  # `None` if `rollcall node` did not start it
     host: str
@@ -112,9 +112,10 @@ def ask_head(
     timeout_s: float = ASK_S,
     claim: tuple[int, str] | None = None,
 ) -> HeadAnswer:
-    """Ask a head for its nodes. ``claim`` is a rank and the mark of the node that wants it.
+    """Ask a head for its nodes. ``claim`` contains a rank and the mark of the node that claims it.
 
-    Without ``token``, the first request is sent without a token; if the head refuses it, a second uses the token from Ray's variables.
+    Without ``token``, the first request is sent without a token; if the head refuses it, a second request uses the token from Ray's
+    variables.
     """
     if not listens(address, timeout_s=min(CONNECT_S, timeout_s)):
         raise HeadUnreachable(f"no answer at the head's address {address}")
@@ -153,7 +154,7 @@ def ask_head(
         nodes = sorted(
             map(NodeInfo.of, found["nodes"]), key=lambda node: (node.rank is None, node.rank, node.started_ms)
         )
-    except ValueError as error:  # a node has a label of ours with an invalid value
+    except ValueError as error:  # one of Rollcall's labels on a node has an invalid value
         raise HeadUnreachable(
             f"the nodes of the Ray cluster at {address} have `rollcall.` labels that Rollcall did not set: {error}"
         ) from None

@@ -1,6 +1,6 @@
 """HTTP servers that no client can block: uvicorn, with a time limit on everything that a connection waits for.
 
-uvicorn waits forever for a request's head and for a client that does not read its answer. Before the head arrives, the server
+uvicorn waits forever for a request's headers, and for a client that does not read the response. Before the headers arrive, the server
 cannot know whether a client has a key, so a stranger could occupy all connections.
 """
 
@@ -17,9 +17,9 @@ if TYPE_CHECKING:
 
 MAX_CONNECTIONS = 8192
 KEEP_ALIVE_S = 120.0  # between two requests: a program may think for a long time
-HEAD_S = 30.0  # from connecting, or from the first byte of a request, to the end of its head
-READ_S = 60.0  # for a client to read the next part of its answer
-LOOK_S = 1.0  # between two checks that a client that stopped sending is still connected
+HEAD_S = 30.0  # from connecting, or from the first byte of a request, to the end of its headers
+READ_S = 60.0  # for a client to read the next part of its response
+LOOK_S = 1.0  # interval of the checks whether a client that has stopped sending is still connected
 
 
 def listen(host: str, port: int) -> socket.socket:
@@ -38,7 +38,7 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 def http_server(app: Any) -> uvicorn.Server:
-    """Return a server, which then runs on a socket from ``listen``."""
+    """Return a server. Run it on a socket from ``listen``."""
     import uvicorn
 
     most = min(MAX_CONNECTIONS, allow_files(MAX_CONNECTIONS))
@@ -54,7 +54,8 @@ def http_server(app: Any) -> uvicorn.Server:
 
 
 def _protocol(*, most_silent: int) -> type[asyncio.Protocol]:
-    """Return a protocol that drops clients that send too little or do not read in time. If too many are silent, it drops the oldest."""
+    """Return a protocol that disconnects clients that send too little or do not read in time. If too many clients are silent, it
+    disconnects those that have been silent the longest."""
     import h11
     from uvicorn.protocols.http.h11_impl import H11Protocol
 
@@ -65,7 +66,7 @@ def _protocol(*, most_silent: int) -> type[asyncio.Protocol]:
 
         def connection_made(self, transport: Any) -> None:
             super().connection_made(transport)
-            transport.set_write_buffer_limits(high=0)  # `pause_writing` is called as soon as a byte has to wait
+            transport.set_write_buffer_limits(high=0)  # `pause_writing` is called as soon as any data is buffered
             self._wait()
 
         def data_received(self, data: bytes) -> None:
@@ -81,7 +82,7 @@ def _protocol(*, most_silent: int) -> type[asyncio.Protocol]:
             self.resume_writing()
 
         def eof_received(self) -> bool:
-            """Return whether the connection stays open: a client may stop sending and still read its answer."""
+            """Return whether the connection stays open: a client may stop sending and still read its response."""
             if self.cycle is None or self.cycle.response_complete or self.cycle.more_body:
                 return False
             self.cycle.keep_alive = False
@@ -104,8 +105,8 @@ def _protocol(*, most_silent: int) -> type[asyncio.Protocol]:
                 self._unread = self.loop.call_later(READ_S, self._drop_unless_read, left)
 
         def _ask_whether_there(self) -> None:
-            """Write to a client that stopped sending: if it has hung up, its host refuses the message. Every HTTP/1.1 client skips
-            this interim answer."""
+            """Send an interim response to a client that has stopped sending. If the client has hung up, its host rejects the packet;
+            otherwise the client ignores the response, as HTTP/1.1 requires."""
             if (
                 not self.transport.is_closing()
                 and not self.cycle.response_started

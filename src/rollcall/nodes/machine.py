@@ -54,7 +54,7 @@ class Here:
 
 def look_here(cluster: str, *, interface: str | None) -> Here:
     ip = own_address(toward=None, node_ip=None, interface=interface)
-    with sole_owner(cluster):  # this leaves no files behind on a machine that is not a node
+    with sole_owner(cluster):  # the lock leaves no files behind on a machine that is not a node
         record = read_record(cluster)
     running = record if record is not None and is_running(record) else None
     is_head = running is not None and running.rank == 0

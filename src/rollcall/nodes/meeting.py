@@ -4,11 +4,11 @@ torch's own store listens on every interface and serves everyone who connects. I
 by which NCCL recognizes its members. This store listens on one address, behind a door (``nodes/door.py``). A thread of the first
 process serves it.
 
-gloo's own connections are plain TCP, and a stranger that connects first takes a member's place. So ``greet`` makes the members of
+gloo's own connections are plain TCP, and a stranger that connects first can take a member's place. So ``greet`` makes the members of
 a group authenticate each other over those connections before anything else is sent. NCCL rejects a caller that does not know the
 number in the store.
 
-Who waits for whom: a ``get`` waits for the ``set`` of its key, at most for the timeout of the store.
+Who waits for whom: a ``get`` waits until another member has ``set`` its key, at most for the store's timeout.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from rollcall.nodes.door import CHALLENGE, Door, enter, watch_peer
 from rollcall.nodes.framing import json_frame, read_exactly, read_json_frame
 
 GREET_S = 60.0  # members that greet are already connected, so a peer that is silent for this long is not a member
-SLICE_S = 1.0  # the longest single wait; between two waits, other threads of the process can use the connection
+SLICE_S = 1.0  # the longest single wait; between two waits, other threads of this process can use the connection
 ACCEPT_S = 0.5
 
 
@@ -237,7 +237,7 @@ def _stranger(name: str, rank: int, other: int, why: str) -> dist.DistNetworkErr
 
 
 def _enter(place: Place, *, timeout_s: float) -> socket.socket:
-    """Connect through the door once it is open, because the first process may start a moment later."""
+    """Connect through the door. Wait until it is open, because the first process may start a moment later."""
     ends = time.monotonic() + timeout_s
     while True:
         left_s = max(ends - time.monotonic(), 0.1)

@@ -1,7 +1,8 @@
 """Finds and stops exactly the processes of a cluster on this node.
 
-A cluster's processes have its folder in their environment (``MARK``). Ray's workers overwrite their environment when they set
-their title, so all processes in the session of a marked or recorded process belong to the cluster too, and so do all descendants.
+The processes of a cluster have the cluster's folder in their environment (``MARK``). Ray's workers overwrite their environment when
+they set their title, so all processes in the session of a marked or recorded process belong to the cluster too, and so do all
+descendants.
 """
 
 from __future__ import annotations
@@ -19,8 +20,9 @@ from rollcall.base.errors import ClusterError
 from rollcall.base.process_table import Process, command_of, environment_of, living, session_of
 
 MARK = "ROLLCALL_NODE_DIR"
-RAYLET, GCS = "raylet", "gcs_server"  # process names; a node without the first is down, a head without the second is
-GRACE_S = 5.0  # for a raylet to leave its cluster and stop its workers; without a head, it never does
+# Process names. A node is down without a raylet, and a head is down without a GCS server.
+RAYLET, GCS = "raylet", "gcs_server"
+GRACE_S = 5.0  # for a raylet to leave its cluster and stop its workers, which it never does if the head is gone
 KILL_S = 10.0
 
 
@@ -38,9 +40,9 @@ def find_processes(folder: Path, *, recorded: Iterable[Process] = ()) -> list[Pr
 
 
 def stop_processes(folder: Path, *, recorded: Iterable[Process] = ()) -> int:
-    """Stop the cluster's processes and return their number. The raylet is stopped first, so that the head learns of it at once."""
+    """Stop the cluster's processes and return their number. The raylet is stopped first, so that the head notices at once."""
     recorded = tuple(recorded)
-    # Keeps every process that was seen, because an orphan loses the parent that links it to the cluster.
+    # This keeps every process that was seen, because an orphan can no longer be found through its parent.
     known: dict[int, Process] = {}
 
     def remaining() -> list[Process]:
@@ -66,7 +68,7 @@ def command_names(processes: Iterable[Process]) -> set[str]:
     """Return the names of the processes that are alive."""
     names: set[str] = set()
     for process in processes:
-        with suppress(psutil.NoSuchProcess):  # exited meanwhile
+        with suppress(psutil.NoSuchProcess):  # it has exited in the meantime
             if process.is_alive():
                 names.add(psutil.Process(process.pid).name())
     return names

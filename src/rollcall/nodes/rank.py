@@ -17,7 +17,7 @@ LAUNCHERS = (
     ("SKYPILOT_NODE_RANK", ("SKYPILOT_NUM_NODES",)),
     ("DSTACK_NODE_RANK", ("DSTACK_NODES_NUM",)),
 )
-# Used if the rank comes from an option. WORLD_SIZE is left out, because it may then count processes rather than nodes.
+# These are read if the rank comes from an option. WORLD_SIZE is left out, because it may then count processes rather than nodes.
 COUNTS = ("NNODES", "NUM_NODES", "SLURM_NNODES", "SLURM_JOB_NUM_NODES", "SKYPILOT_NUM_NODES", "DSTACK_NODES_NUM")
 
 
@@ -41,7 +41,7 @@ def find_identity(
     if given:
         (option, value), *_ = given.items()
         if option == "--worker" and value == 0:
-            raise ClusterError("--worker 0 would be the master; workers are 1 and up (--master is rank 0)")
+            raise ClusterError("--worker 0 would be the master; workers start at 1 (--master is rank 0)")
         return _checked(value, num_nodes or _first(COUNTS, environ) or of_run)
     for name, counts in LAUNCHERS:
         found = _integer(name, environ)

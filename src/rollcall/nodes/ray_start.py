@@ -41,13 +41,13 @@ from rollcall.nodes.state import TOKEN, Accelerator, NodeRecord, auth_env, state
 
 COUNT_S = 120.0  # for counting the GPUs; importing Ray on a busy node takes most of this time
 LEAST_BYTES = 64_000_000  # of free disk space
-# The longest path of Ray's folder, in bytes: a Unix socket path has at most 107 bytes, and Ray appends this text to the folder. Linux
-# process numbers are no longer than the one in this text.
+# The maximum length of the path of Ray's folder, in bytes: a Unix socket path has at most 107 bytes, and Ray appends this text to the
+# folder. Linux process ids have at most as many digits as the one in this text.
 SOCKET_ROOM = 107 - len("/session_2026-01-01_00-00-00_000000_4194304/sockets/plasma_store.1")
 # Lines in Ray's logs that contain the reason why a node did not start.
 ERROR = re.compile(r"^\[[-0-9:, ]+ [CEF] \d|Check failed|Timed out waiting for file|GCS cannot find the node")
 TUNED = {
-    # The server of the dashboard's own metrics would listen on every interface. Without a valid port it does not (2.60 logs that).
+    # The server of the dashboard's own metrics would listen on every interface. Without a valid port, it does not start (2.60 logs that).
     "DASHBOARD_METRIC_PORT": "-1",
     # A dead node is noticed within 3 to 5 s instead of 12 s (killed) or 63 s (power loss). A network cut of 1.5 s has no effect.
     "RAY_health_check_initial_delay_ms": "1000",
@@ -63,7 +63,7 @@ CHOSEN_PORTS = (
     *("node-manager", "object-manager", "runtime-env-agent", "metrics-export"),
     *("dashboard-agent-listen", "dashboard-agent-grpc", "min-worker", "max-worker"),
 )
-# These would lead Ray to a different cluster, or contain the token itself instead of its file name.
+# These would make Ray use a different cluster, or contain the token itself instead of its file name.
 UNWANTED = (
     *("RAY_ADDRESS", "RAY_REDIS_ADDRESS", "RAY_GCS_SERVER_PORT", "RAY_AUTH_TOKEN", "RAY_TMPDIR"),
     *(TOKEN, *tls_env(Path())),
@@ -91,7 +91,7 @@ class NodeRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Start:
-    """The input of one `ray start`: this node's record, as far as it is known before Ray runs, and its secrets."""
+    """The input of one `ray start`: this node's record, as far as it is known before Ray starts, and the secrets."""
 
     record: NodeRecord
     token: str
@@ -120,7 +120,8 @@ def find_slots(asked: int | None) -> tuple[int, Accelerator]:
 
 
 def own_temp_dir(cluster: str) -> Path:
-    """Return Ray's folder: in the cluster's folder, or next to it if that path is too long for sockets. Cluster names have no dots."""
+    """Return Ray's folder: in the cluster's folder, or next to it if that path is too long for sockets. No cluster can have the
+    same folder, because cluster names contain no dots."""
     folder = state_dir(cluster)
     short = folder.parent / f".ray-{hashlib.sha256(cluster.encode()).hexdigest()[:8]}"
     return folder / "ray" if len(os.fsencode(folder / "ray")) <= SOCKET_ROOM else short
@@ -144,7 +145,7 @@ def choose_temp_dir(request: NodeRequest) -> Path:
 
 
 def plan_head(request: NodeRequest, *, known: partial[NodeRecord], token: str | None) -> Start:
-    """Plan the start of the head. ``known`` is this node's record without the fields that depend on its place in the cluster."""
+    """Prepare the start of the head. ``known`` is this node's record without the fields that depend on its place in the cluster."""
     assert request.num_nodes is not None
     host, port = split_address(request.head_address) if request.head_address else (None, None)
     node_ip = _head_ip(host, request)
@@ -225,7 +226,7 @@ def ray_start(request: NodeRequest, start: Start, *, log: Path, deadline: float)
     kept = {name: value for name, value in nodes_own(os.environ).items() if name not in UNWANTED}
     if names := missed(os.environ):
         say(hint(names))
-    # Drivers of jobs use this interpreter, because a shell on this node may find a different one first.
+    # Job drivers use this interpreter, because a shell on this node may find a different one first.
     ours = {**auth_env(record.cluster), MARK: str(state_dir(record.cluster)), "ROLLCALL_PYTHON": sys.executable}
     if record.accelerator == "cpu":
         kept |= _logical_ids(record.slots)
@@ -236,7 +237,7 @@ def ray_start(request: NodeRequest, start: Start, *, log: Path, deadline: float)
             command, env=env, stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True
         )
     while child.poll() is None:
-        # `ray start` itself would wait for a dead raylet until it times out.
+        # `ray start` itself would keep waiting for a dead raylet until its timeout.
         had_raylet, has_raylet = has_raylet, RAYLET in command_names(find_processes(state_dir(record.cluster)))
         if had_raylet and not has_raylet and child.poll() is None:
             raise RayletEnded(f"Ray's raylet on {record.node_ip} ended while Ray was starting; {_logs(record, log)}")
@@ -262,7 +263,8 @@ def _head_ip(host: str | None, request: NodeRequest) -> str:
 
 
 def _logical_ids(count: int) -> dict[str, str]:
-    """Return a variable with ids for Ray to count. If the user hides GPUs with it, ids that no GPU has keep them hidden."""
+    """Return CUDA_VISIBLE_DEVICES with ``count`` ids, which Ray counts as logical GPUs, if the user has set it. No GPU has these ids, so
+    the GPUs that the user hides with this variable stay hidden."""
     if "CUDA_VISIBLE_DEVICES" not in os.environ:
         return {}
     return {"CUDA_VISIBLE_DEVICES": ",".join(str(1000 + index) for index in range(count))}

@@ -1,7 +1,7 @@
 """The shared folder through which nodes find their head: ``DIR/CLUSTER/head.json``, and next to it the token.
 
 Rank 0 publishes the head once it answers. The other nodes read the file, ask that head for its identity, and join only if the file
-describes that head. A file whose head is gone or was replaced is ignored until rank 0 overwrites it.
+describes that head. If the head in the file is gone or was replaced, the file is ignored until rank 0 overwrites it.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ class Rendezvous:
     def read(self) -> Head | None:
         """Return the published head, or `None` if nothing readable is published. Raise if the file belongs to a different user."""
         try:
-            os.listdir(self.folder)  # makes an NFS client check again if it has cached the file as absent
+            os.listdir(self.folder)  # makes an NFS client check again if it has cached that the file does not exist
             owner = self.head_file.stat().st_uid
             text = self.head_file.read_text()
         except FileNotFoundError:
@@ -109,7 +109,7 @@ class Rendezvous:
             return None
 
     def withdraw(self, cluster_id: str) -> bool:
-        """Remove the head if this start of the cluster published it; keep a head that a different start published."""
+        """Remove the published head, unless a different start of the cluster has published it."""
         head = self.read()
         if head is None or head.cluster_id != cluster_id:
             return False
@@ -132,7 +132,7 @@ class Rendezvous:
 
 
 def look(rendezvous: Rendezvous, *, token: str | None) -> Found | str:
-    """Return the published head if it is alive, or else a text that follows "waiting for"."""
+    """Return the published head if it is alive, or else a text that completes the message "waiting for ..."."""
     head = rendezvous.read()
     if head is None:
         exists = "" if rendezvous.root.is_dir() else f" ({rendezvous.root} does not exist on this node)"

@@ -1,4 +1,4 @@
-"""Stores a node's record and token for each of its clusters. Only their owner can read them.
+"""Stores a node's record and token for each of its clusters. Only the user who started the node can read them.
 
 The folder is local to the node (``/tmp/rollcall-UID/CLUSTER``, or ``$ROLLCALL_STATE_DIR/CLUSTER``), because nodes often share
 a home folder. ``rollcall node`` writes the record; every other command reads it to find the head, the token and the processes.
@@ -28,9 +28,9 @@ DEFAULT_CLUSTER = "default"
 STATE_DIR = "ROLLCALL_STATE_DIR"
 TOKEN = "ROLLCALL_TOKEN"  # the variable with a token that the user chooses; it is a secret, so no worker sees it
 CLUSTER = "ROLLCALL_CLUSTER"  # the cluster that a command uses without --cluster
-# In a token that the user sets: the least number of characters, and of different characters.
+# A token that the user sets needs at least this many characters, and this many different ones.
 TOKEN_LENGTH, TOKEN_LETTERS = 32, 8
-OWNER_S = 240.0  # longer than Ray takes to start
+OWNER_S = 240.0  # Ray never takes this long to start
 NAME = re.compile(r"[A-Za-z0-9]([A-Za-z0-9_-]{0,30}[A-Za-z0-9])?")  # valid as a folder name and as a Ray label's value
 
 
@@ -46,7 +46,8 @@ class NodeRecord:
     slots: int
     accelerator: Accelerator
     head_address: str  # HOST:PORT of Ray's GCS
-    dashboard_url: str | None = None  # as this node reaches it; `None` if it listens on the head's loopback only
+    # The URL at which this node reaches the dashboard; `None` if the dashboard listens on the head's loopback only.
+    dashboard_url: str | None = None
     temp_dir: str  # Ray's session folder
     rendezvous: str | None
     processes: tuple[Process, ...] = ()  # the processes that `rollcall node` started on this node
@@ -65,7 +66,7 @@ def state_dir(cluster: str) -> Path:
     folder = root / cluster
     try:
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-    except FileExistsError:  # `down` removed it between pathlib's two checks
+    except FileExistsError:  # `rollcall down` removed the folder between pathlib's two checks
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     for path in (root, folder):
         found = path.stat()
@@ -193,7 +194,7 @@ def _leave_nothing(cluster: str) -> None:
 
 
 def forget(cluster: str) -> None:
-    """Remove the record, the token, the certificates and the notes about drivers."""
+    """Remove the node's record, token, certificates and list of drivers."""
     for name in ("node.json", "token"):
         (state_dir(cluster) / name).unlink(missing_ok=True)
     for folder in (tls_dir(cluster), state_dir(cluster) / "drivers"):
@@ -201,7 +202,7 @@ def forget(cluster: str) -> None:
 
 
 def note_driver(cluster: str) -> None:
-    """Note that this process drives a run from this node, so that `rollcall node --block` can tell it to save."""
+    """Record that this process drives a run from this node, so that `rollcall node --block` can tell it to save."""
     own = Process.of(os.getpid())
     assert own is not None
     note = state_dir(cluster) / "drivers" / str(own.pid)
@@ -210,7 +211,7 @@ def note_driver(cluster: str) -> None:
 
 
 def noted_drivers(cluster: str) -> list[Process]:
-    """Return the noted drivers that are alive."""
+    """Return the recorded drivers that are still alive."""
     noted: list[Process] = []
     for note in sorted((state_dir(cluster) / "drivers").glob("[0-9]*")):
         with suppress(FileNotFoundError):  # `rollcall down` has just removed it

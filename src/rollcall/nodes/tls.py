@@ -1,11 +1,11 @@
 """TLS between the nodes of a cluster: every node that has the token can create its certificates.
 
-The token determines the private key of a certificate authority, so the key is the same on every node. It is computed when needed
-and never written. Each node signs its certificate with this key, and trusts certificates that this key has signed. Ray then uses
+The token determines the private key of a certificate authority, so the key is the same on every node. The key is computed when
+needed and never stored. Each node signs its certificate with this key, and trusts certificates that this key has signed. Ray then uses
 gRPC only over TLS, and both sides present a certificate, so someone without the token cannot even send a first request.
 
-The key is derived from the token with PBKDF2: a stranger can test guesses of the token against a certificate, and PBKDF2 makes each
-guess slow.
+The key is derived from the token with PBKDF2: a stranger can check a guessed token against a certificate, and PBKDF2 makes each check
+slow.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def write_certificates(folder: Path, *, token: str, addresses: Sequence[str]) ->
 
 @functools.cache
 def _number(token: str) -> int:
-    """Derive a private key of the curve from the token."""
+    """Derive a private key for the curve from the token."""
     order = 0xFFFFFFFF00000000FFFFFFFFFFFFFFFFBCE6FAADA7179E84F3B9CAC2FC632551  # of SECP256R1
     digest = hashlib.pbkdf2_hmac("sha256", token.encode(), b"rollcall certificate authority", ROUNDS, dklen=48)
     return int.from_bytes(digest, "big") % (order - 1) + 1

@@ -5,7 +5,7 @@ generator, each value that it yields is sent at once, and its return value at th
 calls are pickles (``hears``) and answers are JSON (``says``), unless it sets a different Body.
 
 SOCKET carries the calls and the answers, so output of user code cannot mix with them. LIFELINE is the read end of a
-pipe that closes only when the parent dies. CRASH is a file for stack dumps. Standard library only.
+pipe that closes only when the parent dies. CRASH is a file for stack dumps. This file uses only the standard library.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def serve(fd: int, target: Any) -> None:
 
     def say(number: int, kind: int, body: bytes) -> None:
         if os.getpid() != own_pid:
-            # User code forked this process, and this is the copy. Its answer would be mistaken for the answer to another call.
+            # User code forked this process, and this is the forked copy. The parent would take its answer for the answer to another call.
             os._exit(1)
         data = memoryview(frame(HEAD.pack(number, kind) + body))
         try:
@@ -115,9 +115,9 @@ def end_with(lifeline_fd: int) -> None:
     """Make the kernel kill this process, and its group if it leads one, when the lifeline closes. The lifeline is the read end of a
     pipe; only the parent has the other end.
 
-    User code that hangs inside C (a runaway regular expression) runs no Python thread or handler. A parent-death signal does not work
-    either: the kernel sends it when the parent's thread exits, not its process. Without kernel support (macOS), a process exits at its
-    next read.
+    While user code hangs inside C (a runaway regular expression), no Python thread or signal handler can run. A parent-death signal does
+    not work either, because the kernel sends it when the parent's thread exits, not when its process exits. Without kernel support
+    (macOS), a process exits at its next read.
     """
     set_signal = getattr(fcntl, "F_SETSIG", None)
     if set_signal is None:

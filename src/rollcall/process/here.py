@@ -79,7 +79,7 @@ class SocketLink:
 
 
 class LinkHere(SocketLink):
-    """A child of this process. ``output`` is a file descriptor for its output; without it, output goes to a log."""
+    """A child of this process. ``output`` is the file descriptor that its output goes to; without it, the output goes to a log."""
 
     def __init__(
         self,
@@ -178,7 +178,7 @@ async def exited(process: asyncio.subprocess.Process) -> None:
 
 
 def plain_stack(dump: str) -> str:
-    """Turn faulthandler's dump into a Python traceback: newest call last, without Rollcall's own frames and threads."""
+    """Convert faulthandler's dump to a Python traceback: newest call last, without Rollcall's own frames and threads."""
     said: list[str] = []
     threads: list[tuple[bool, list[str]]] = []
     for line in dump.splitlines():
@@ -200,7 +200,7 @@ def plain_stack(dump: str) -> str:
 def how_it_ended(returncode: int) -> str:
     if returncode >= 0:
         return f"exit status {returncode}"
-    hint = ", perhaps for lack of memory" if returncode == -signal.SIGKILL else ""
+    hint = ", perhaps because memory ran out" if returncode == -signal.SIGKILL else ""
     try:
         return f"{signal.Signals(-returncode).name}{hint}"
     except ValueError:  # the kernel has more signals than Python has names for

@@ -1,6 +1,6 @@
-"""Measures the time that this process has spent at a debugger's prompt. No time limit of a run counts this time.
+"""Measures the time that this process has spent at a debugger's prompt. A run's time limits do not count this time.
 
-Standard library only: every reward and environment process imports it.
+This file uses only the standard library, because every reward and environment process imports it.
 """
 
 from __future__ import annotations

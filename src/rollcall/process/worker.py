@@ -5,13 +5,13 @@ method raised an error, and Lost if the process is gone.
        ^                                    |
        +---- parts, answers, errors --------+
 
-A worker has no thread and belongs to no event loop. Calls wait where they are made: ``call`` in the running event loop, ``ask`` and
-``wait`` in a thread. Any number of calls may be in progress, and the child may answer them in any order. Event loops must not overlap:
-while calls wait in one loop, no other loop may make calls.
+A worker has no thread of its own and is not tied to an event loop. ``call`` waits in the running event loop; ``ask`` and ``wait``
+block the calling thread. Any number of calls may be in progress, and the child may answer them in any order. Event loops must not
+overlap: while calls wait in one loop, no other loop may make calls.
 
-A call's deadline limits silence: it restarts with each part of the answer, and with each byte of the call that the process
-accepts. Time at a debugger's prompt does not count (pause.py). A process that is late, has exited or sends something invalid is killed
-together with all processes that it started. Every call then raises Lost, including later calls.
+A call's deadline limits how long the process may be silent: it restarts with each part of the answer, and with each byte of the call
+that the process accepts. Time at a debugger's prompt does not count (pause.py). A process that misses a deadline, has exited or sends
+something invalid is killed together with all processes that it started. Every call then raises Lost, including later calls.
 
 The Link determines how a process is reached: as a child of this process (here.py), forked by a zygote, or on another node.
 """
@@ -37,8 +37,8 @@ if TYPE_CHECKING:
 Reader = Callable[[bytes], Any]
 """Decodes a value that a process sent; raises ValueError if the value is invalid."""
 _DIED = "died"
-EXIT_S = 1.0  # from the end of a process's connection to its exit
-_MOST_READS = 64  # in a row: a process that writes endlessly must not block this process
+EXIT_S = 1.0  # how long a process may take to exit once its connection has closed
+_MOST_READS = 64  # reads in a row; a process that writes endlessly must not block this process
 _LONGEST_LOOK_S, _HELD_LOOK_S = 60.0, 1.0
 
 
@@ -51,7 +51,7 @@ class Raised(RuntimeError):  # noqa: N818 - an outcome
 
 
 class Lost(RuntimeError):  # noqa: N818
-    """A process is gone. ``status`` is None if its exit status is unknown; ``stack`` is its last stack, if it could dump one."""
+    """The process is gone. ``status`` is None if its exit status is unknown; ``stack`` is its last stack, if it could dump one."""
 
     def __init__(self, who: str, where: str, why: str, *, is_late: bool, status: int | None, stack: str) -> None:
         super().__init__(f"{who} ({where}) {why}" + (f"\nit was at\n{stack}" if stack else ""))
@@ -84,7 +84,7 @@ class Link(Protocol):
         ...
 
     def receive(self, most: int) -> bytes:
-        """Return bytes, or none if nothing more will come. Raises BlockingIOError if there is nothing now."""
+        """Return the received bytes, or no bytes at the end of the stream. Raises BlockingIOError if nothing has arrived yet."""
         ...
 
     def end(self, *, grace_s: float, ask_stack: bool = False) -> Ending:
@@ -132,8 +132,8 @@ class Call:
 
 
 class Worker:
-    """The handle for one process. ``answers`` contains, for each method, the function that decodes its answer and the answer's parts.
-    A process may send anything, so its messages are never unpickled."""
+    """The handle for one process. ``answers`` contains a decoder for each method, which decodes the method's answer and the answer's
+    parts. A process may send anything, so its messages are never unpickled."""
 
     def __init__(
         self,
@@ -152,10 +152,10 @@ class Worker:
         self._frames = Frames(longest)
         self._outbox = bytearray()
         self._calls: dict[int, Call] = {}
-        self._dropped: set[int] = set()  # calls that nobody waits for any more
+        self._dropped: set[int] = set()  # calls that nobody is waiting for any longer
         self._num_calls = self._num_waiting = 0
-        self._gone = ""  # why its messages no longer count
-        self._interrupted: BaseException | None = None  # an exception at a prompt that the process opened
+        self._gone = ""  # why the process can no longer answer; empty: it can
+        self._interrupted: BaseException | None = None  # raised while the user was at the prompt
         self._loop: asyncio.AbstractEventLoop | None = None  # the loop that watches it
         self._is_line_watched = line is not None
         self._ending = threading.Lock()
@@ -171,8 +171,8 @@ class Worker:
         return bool(self._gone)
 
     async def call(self, method: str, *args: Any, deadline_s: float, each: Callable[[Any], None] | None = None) -> Any:
-        """Call a method and await its result. ``each`` gets every part of the answer, and raises ValueError if the part is invalid. The
-        process keeps working on a cancelled call."""
+        """Call a method and await its result. ``each`` is called with every part of the answer, and raises ValueError if a part is
+        invalid. If the call is cancelled, the process still finishes it."""
         call = self._begin(method, args, deadline_s, each)
         try:
             return await self.result_of(call)
@@ -211,13 +211,13 @@ class Worker:
         return self.wait(self.begin(method, *args, deadline_s=deadline_s, each=each))
 
     def begin(self, method: str, *args: Any, deadline_s: float, each: Callable[[Any], None] | None = None) -> Call:
-        """Begin a call. When this returns, the process has received the call or will never receive it. ``wait`` returns the result."""
+        """Begin a call. ``wait`` returns its result. When this returns, the process has received the call or will never receive it."""
         call = self._begin(method, args, deadline_s, each)
         self._block(call, lambda: not self._outbox, None, deadline_s)
         return call
 
     def wait(self, call: Call, *, meanwhile: Callable[[float], None] | None = None, every_s: float = 10.0) -> Any:
-        """Wait in this thread for the result. ``meanwhile`` is called every ``every_s`` seconds with the seconds waited."""
+        """Wait in this thread for the result. ``meanwhile`` is called every ``every_s`` seconds with the number of seconds waited."""
         try:
             self._block(call, lambda: False, meanwhile, every_s)
             if not call.is_done:
@@ -349,7 +349,7 @@ class Worker:
                 raise ValueError("unknown kind of message")
 
     def _watch(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Make the loop wake the calls when the process can be written to or read from."""
+        """Make the event loop wake the waiting calls when the connection becomes readable or writable."""
         if self._loop is None:
             self._loop = loop
             loop.add_reader(self.link.fileno(), self._on_ready)
@@ -375,7 +375,7 @@ class Worker:
             self._loop.remove_writer(self.link.fileno())
 
     def _on_stop(self) -> None:
-        """Handle a stop in the debugger. If this process has a terminal, the user can type at it at once, and everything else waits."""
+        """Handle a stop in the debugger. If this process has a terminal, the prompt opens there at once, and everything else waits."""
         assert self.line is not None and self._loop is not None
         self._loop.remove_reader(self.line.fd)
         try:
@@ -384,7 +384,7 @@ class Worker:
             self._interrupted = error
             self._wake_all()
         else:
-            self._restart_all()  # a porter will report in a moment that the process is held
+            self._restart_all()  # a porter is about to report that the process has stopped in the debugger
             if self._is_line_watched and self._loop is not None:
                 self._loop.add_reader(self.line.fd, self._on_stop)
 
@@ -408,7 +408,7 @@ class Worker:
 
 
 def reader(kind: Any) -> Reader:
-    """Return a reader that validates JSON as this union of types and raises ValueError for anything else."""
+    """Return a function that parses JSON, validates it against this type and raises ValueError if it is invalid."""
     adapter: TypeAdapter[Any] = TypeAdapter(kind, config=ConfigDict(extra="forbid", strict=True, allow_inf_nan=False))
     return adapter.validate_json
 

@@ -6,9 +6,9 @@
     the thread that stopped      in its process, or          a terminal, perhaps on another host
                                  the parent of a reward's or an environment's process (here.DebugLine, child.ChildLine)
                                         |
-                                 board.Board: the controller's list of the processes that wait
+                                 board.Board: the controller's list of the processes that are waiting
 
 A line is a pair of sockets that carries JSON messages (nodes/framing.py). The stopped thread only reads its line; the porter
-listens on the network, behind a door, while a thread is stopped. If a caller is lost, the thread keeps waiting. While
-anything waits, the run's deadlines are paused (``Board.is_held``).
+listens on the network, behind a door, while a thread is stopped. If the terminal disconnects, the thread keeps waiting.
+While any process waits, the run's deadlines are paused (``Board.is_held``).
 """

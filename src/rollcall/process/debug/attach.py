@@ -1,10 +1,10 @@
 """Connects a stopped process with a terminal.
 
-A Porter is on the stopped process's side: a thread that reads its line. At the first prompt, it opens a door (nodes/door.py)
+A Porter runs on the stopped process's side, in a thread that reads the line. At the first prompt, it opens a door (nodes/door.py)
 with a new secret and passes the door's address to ``on_stop``. It admits one terminal at a time and tells a second terminal that
 the process is busy. If a terminal is lost or leaves, the stopped thread keeps waiting. If nobody is attached for ``UNATTENDED_S``,
-the porter sends `continue`, and does so at once for all later stops in this process: a forgotten breakpoint, or a breakpoint that
-a model wrote into code for a reward or an environment, must not block a cluster forever.
+the porter sends `continue`, and does so at once for all later stops in this process. So a forgotten breakpoint, or one that a model
+wrote into code for a reward or an environment, cannot block a cluster forever.
 ``reach`` and ``converse`` are the terminal's side: `rollcall debug`, or the parent of a reward's or an environment's process.
 Either side may be slow, or send invalid data, so reading a message (nodes/framing.py) never waits for the rest of it.
 """
@@ -33,10 +33,10 @@ from rollcall.process.debug.board import Waiting
 CONNECT_S = 10.0
 UNATTENDED_S = 3600.0
 LOOK_S = 0.1  # between two checks of the door
-SEND_S = 5.0  # a terminal that accepts nothing for this long is lost
+SEND_S = 5.0  # a terminal that accepts no data for this long is considered lost
 LONGEST = 4 << 20  # bytes in a message; the debugger's own messages are never that long
 
-_alone_since: float | None = None  # since when a thread has been stopped with nobody attached; monotonic clock
+_alone_since: float | None = None  # since this time, a thread has been stopped without a terminal; monotonic clock
 _has_given_up = False
 
 OnStop = Callable[[Mapping[str, Any] | None], None]
@@ -54,7 +54,7 @@ class Connection:
         self._socket.sendall(json_frame(message))
 
     def take(self) -> list[dict[str, Any]]:
-        """Return the complete messages; call this when there is something to read. Raise ConnectionError if no more will come."""
+        """Return the complete messages; call this when there is something to read. Raise ConnectionError at the end of the stream."""
         try:
             data = self._socket.recv(1 << 16)
         except (BlockingIOError, TimeoutError):
@@ -83,7 +83,7 @@ class Porter:
         self._on_stop = on_stop
         self._door: Door | None = None
         self._caller: Connection | None = None
-        self._is_heard = False  # whether the caller gets the output, which starts once it has attached
+        self._is_heard = False  # whether to send output to the caller: only after "here"
         threading.Thread(target=self._run, name="debugger's porter", daemon=True).start()
 
     def _run(self) -> None:
@@ -134,7 +134,7 @@ class Porter:
             self._goes()
 
     def _stopped(self, place: Any) -> None:
-        """Open the door for a prompt. While somebody steps from line to line, the door stays open."""
+        """Open the door for a prompt. The door is not closed while a user steps from line to line."""
         if _has_given_up and self._caller is None:
             self._give_up()
             return
@@ -187,7 +187,7 @@ class Porter:
         caller.close()
 
     def _drop(self) -> None:
-        """Hang up on the terminal."""
+        """Close the connection to the terminal."""
         global _alone_since
         if self._caller is not None:
             self._caller.close()
@@ -195,7 +195,7 @@ class Porter:
 
 
 def _left_s() -> float:
-    """Return the seconds until a stopped thread continues by itself. The time starts again only after somebody has attached."""
+    """Return the seconds until a stopped thread continues by itself. This time starts over only after somebody has attached."""
     global _alone_since
     _alone_since = _alone_since or time.monotonic()
     return _alone_since + UNATTENDED_S - time.monotonic()
@@ -236,13 +236,13 @@ def reach(waits: Waiting) -> socket.socket:
 
 
 def is_there(waits: Waiting) -> bool:
-    """Return whether the process still listens. A killed run leaves its list behind, so a process in the list may be gone."""
+    """Return whether the process is still listening. A killed run leaves its list behind, so a process in the list may be gone."""
     try:
         socket.create_connection((waits.address, waits.port), timeout=CONNECT_S).close()
     except ConnectionRefusedError:
         return False
     except OSError:
-        return True  # this machine cannot reach it, but it may still wait
+        return True  # this machine cannot reach it, but it may still be waiting
     return True
 
 
@@ -256,8 +256,8 @@ def converse(
 ) -> End:
     """Show the other side's output and send it the typed lines, until it continues or this side leaves.
 
-    ``typed``: lines to send first. ``again``: Ctrl-C at the prompt shows a new prompt, as in plain pdb; otherwise it leaves.
-    ``opens_within_s``: if no prompt comes within this time, the other side is not a Rollcall debugger.
+    ``typed``: lines to send first. ``again``: Ctrl-C at the prompt shows a new prompt, as in plain pdb; otherwise Ctrl-C leaves the
+    debugger. ``opens_within_s``: if no prompt arrives within this time, the other side is not a Rollcall debugger.
     """
     other, left = Connection(line), list(typed)
     ends = None if opens_within_s is None else time.monotonic() + opens_within_s

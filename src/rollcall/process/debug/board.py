@@ -1,8 +1,9 @@
-"""A run's list of the processes that wait in a debugger, and how `rollcall debug` finds them.
+"""A run's list of the processes that are waiting in a debugger, and how `rollcall debug` finds them.
 
-The controller has one board. Its watch over the workers, its rewards, its environments and its own prompt post to the board. The
-board prints the command for the user, and writes ``RUN_DIR/debugger.json``. Only the owner can read that file, because it contains
-the secrets for the doors. On Ray, the head's store has a copy (process/ray/connect.py) for nodes that do not see the run directory.
+The controller has one board. It lists stopped workers (which the supervisor reports), rewards and environments, and the controller
+itself. The board tells the user how to attach a terminal, and writes ``RUN_DIR/debugger.json``. Only the owner can read that file,
+because it contains the secrets for the doors. On Ray, the head's store has a copy (process/ray/connect.py) for nodes that do not see
+the run directory.
 """
 
 from __future__ import annotations
@@ -79,7 +80,7 @@ class Board:
 
     @property
     def is_held(self) -> bool:
-        """Whether somebody is debugging a process of this run. If so, nothing counts as late."""
+        """Whether somebody is debugging a process of this run. If so, the run's deadlines are paused."""
         return bool(self._waiting) or is_paused()
 
     @property
@@ -102,7 +103,7 @@ class Board:
                 self._show()
                 self._run_dir = None
             if not was_there:
-                with suppress(OSError):  # the folder is not empty because it belongs to a run, or was never created
+                with suppress(OSError):  # the folder was never created, or a run has written files to it
                     run_dir.rmdir()
 
     def post(self, key: str, seat: DebugSeat, place: Mapping[str, Any] | None) -> None:

@@ -19,8 +19,8 @@ _NUM_ENTRIES = 512
 
 
 class Examined:
-    """Places where exceptions have opened the debugger. Processes forked from its creator share it, so that an error in all of them
-    opens the debugger once."""
+    """Places where exceptions have opened the debugger. Processes forked from its creator share it, so an error that occurs in all of
+    them opens the debugger only once."""
 
     def __init__(self) -> None:
         self._memory = mmap.mmap(-1, _ENTRY * _NUM_ENTRIES)
@@ -42,7 +42,7 @@ class Examined:
 
 
 class ChildLine:
-    """Stops user code in a child process. ``around`` is entered while a prompt is open. ``of`` names the process's owner in messages."""
+    """Stops user code in a child process. ``around`` is the context of each prompt. ``of`` names the process's owner in messages."""
 
     def __init__(
         self,
@@ -60,7 +60,7 @@ class ChildLine:
         self._own = threading.local()  # the thread's debugger, which keeps the frames where the thread stopped
 
     def stop(self, *args: Any, **kwargs: Any) -> None:
-        """Handle ``breakpoint()``. Code that does not come from a file does not stop: a model wrote it, and nobody wants to debug it."""
+        """Handle ``breakpoint()``. A breakpoint in code that is not in a file is ignored, because a model wrote that code."""
         caller = sys._getframe().f_back
         if os.getpid() != self._pid or caller is None or not os.path.exists(caller.f_code.co_filename):
             print(f"a breakpoint() that is not in a file of this {self._of} is ignored", file=sys.stderr)

@@ -128,7 +128,7 @@ def _hook(*args: Any, **kwargs: Any) -> None:
 
 def post_mortem(error: BaseException) -> None:
     """Open the debugger where this exception was raised, if the run was started with `--post-mortem`. Rollcall's own errors do not
-    open it, because their messages say what to do. Each line opens it once per kind of error."""
+    open it, because their messages say what to do. It opens only once for each line and kind of error."""
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     is_asked = _served.is_on and os.environ.get(POST_MORTEM) and not is_rays()
@@ -164,7 +164,7 @@ class DebugLine:
         command has no run directory, because then nobody could find the porter."""
         try:
             if self._ours.recv(1, socket.MSG_PEEK) == b"":
-                return False  # the child has exited, which its owner notices
+                return False  # the child has exited; its owner notices that
         except OSError:
             return False  # the child has exited without reading all data
         if not (has_terminal() or BOARD.is_public or is_watched()):
@@ -185,7 +185,7 @@ class DebugLine:
 
     def _note(self, place: Mapping[str, Any] | None) -> None:
         if self._is_closed:
-            place = None  # a process that is being stopped pauses no time limit
+            place = None  # a process that is being terminated must not pause any time limits
         self.is_held = place is not None
         if not BOARD.is_public and is_watched():
             tell(self._key, place)

@@ -1,4 +1,4 @@
-"""The debugger in the process that stops: plain pdb at its own terminal, or pdb over a line to a porter.
+"""The debugger in the process that stops: plain pdb at the process's own terminal, or pdb over a line to a porter.
 
 ``breakpoint()`` calls the process's hook (``here.py``), and an exception calls the same debugger's ``post_mortem``. The stopped
 thread waits at the prompt while the other threads run. The messages on a line:
@@ -6,7 +6,7 @@ thread waits at the prompt while the other threads run. The messages on a line:
     {"stopped": {file, line, function, why}}   a prompt opens           {"attach": true}   a terminal has attached: show the position
     {"here": true}                             answers "attach": the next messages are for that terminal
     {"text": ...}, {"prompt": ...}             pdb's output and prompt  {"line": ...}      a line that somebody typed
-    {"left": true}                             `quit`: the terminal may leave, and the thread keeps waiting
+    {"left": true}                             `quit`: the terminal may disconnect, and the thread keeps waiting
     {"goes": true}                             the thread continues
 """
 
@@ -44,14 +44,14 @@ def has_terminal() -> bool:
 
 
 def lend_terminal(lender: Callable[[], AbstractContextManager[None]]) -> Callable[[], None]:
-    """Enter ``lender`` while a prompt is on the screen. Return a function that undoes this."""
+    """Register a context manager that is entered while a prompt is on the screen. Return a function that removes it again."""
     _lenders.append(lender)
     return partial(_lenders.remove, lender)
 
 
 @contextmanager
 def borrowed_terminal() -> Iterator[None]:
-    """Clear the screen of panels, and let Ctrl-C reach only the prompt."""
+    """Hide the panels on the screen, and let Ctrl-C interrupt only the prompt."""
     with ExitStack() as opened:
         for lender in list(_lenders):
             opened.enter_context(lender())
@@ -62,7 +62,7 @@ def borrowed_terminal() -> Iterator[None]:
 
 
 class _Debugger(pdb.Pdb):
-    """The common part of both kinds of pdb. A signal that stops the run ends the prompt too, and is raised where the thread stopped."""
+    """The base class of both debuggers. A signal that stops the run also ends the prompt, and is raised where the thread stopped."""
 
     def __init__(self, **streams: Any) -> None:
         # Ctrl-C after `continue` stops the run as usual; pdb's own handler would open the debugger again.
@@ -74,7 +74,8 @@ class _Debugger(pdb.Pdb):
         self._only: FrameType | None = None  # the frame that called breakpoint(), until the prompt opens
 
     def stop(self, caller: FrameType | None) -> None:
-        """Stop where ``breakpoint()`` was called. Code that runs at a prompt does not stop again: that would lose the prompt's frames."""
+        """Stop where ``breakpoint()`` was called. Code that is run at a prompt does not stop again, because the prompt's frames would be
+        lost."""
         if self._is_open:
             self.message(
                 "a breakpoint() in code that you evaluate at the prompt is ignored; use `debug f()` to step into a call"
@@ -84,7 +85,8 @@ class _Debugger(pdb.Pdb):
         self.set_trace(caller)  # must be the last statement of this function, because any code after it is traced
 
     def stop_here(self, frame: FrameType) -> bool:
-        """Return whether to stop in ``frame``. The garbage collector may call an unrelated function before the caller's next line."""
+        """Return whether to stop in ``frame``. Only the caller's frame counts, because the garbage collector may call some function
+        before the caller's next line."""
         return (self._only is None or frame is self._only) and super().stop_here(frame)
 
     @contextmanager
@@ -132,11 +134,11 @@ class _Debugger(pdb.Pdb):
 
 
 class TerminalPdb(_Debugger):
-    """pdb at the terminal of this process. `quit` stops the run, as Ctrl-C does."""
+    """pdb at this process's terminal. `quit` stops the run, as Ctrl-C does."""
 
     def interaction(self, frame: FrameType | None, traceback: TracebackType | None = None, *rest: Any) -> None:
         with _one, paused(), borrowed_terminal(), self._open():
-            self.stdout = sys.stdout  # without a panel, this is a different stream
+            self.stdout = sys.stdout  # while a panel is shown, sys.stdout is a different stream
             self._tell_error()
             super().interaction(frame, traceback, *rest)
         self._raise_heard()
@@ -154,7 +156,7 @@ class TerminalPdb(_Debugger):
 
 
 class LinePdb(_Debugger):
-    """pdb over a line. ``read`` and ``write`` act on a file descriptor; ``around`` is entered while a prompt is open."""
+    """pdb that talks over a line. ``read`` and ``write`` use its file descriptor; ``around`` is entered while a prompt is open."""
 
     def __init__(
         self,
@@ -165,7 +167,7 @@ class LinePdb(_Debugger):
     ) -> None:
         self._talk = _Talk(read, write, introduce=self._introduce)
         self._around = around
-        super().__init__(stdin=self._talk, stdout=self._talk, readrc=False)  # a worker's folder is not the user's
+        super().__init__(stdin=self._talk, stdout=self._talk, readrc=False)  # a worker's directory is not the user's
         self._ends_prompt = KeyboardInterrupt
         self._goes_on = False
 
@@ -208,7 +210,7 @@ class LinePdb(_Debugger):
     do_q = do_exit = do_quit
 
     def do_EOF(self, arg: str) -> Any:
-        """Continue, because the line is closed and no terminal can attach any more."""
+        """Continue, because the line is closed and no terminal can attach any longer."""
         return self.do_continue(arg)
 
     def do_interact(self, arg: str) -> None:
@@ -226,7 +228,7 @@ class LinePdb(_Debugger):
 
 
 class _Talk(io.TextIOBase):
-    """pdb's streams. Text after the last newline becomes the prompt once pdb reads."""
+    """pdb's streams. Once pdb reads input, the text after the last newline is the prompt."""
 
     encoding = "utf-8"
 

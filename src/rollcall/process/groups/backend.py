@@ -97,7 +97,7 @@ class WorkerSpec:
 
 
 def whom(specs: Sequence[WorkerSpec]) -> dict[str, Any]:
-    """Return the arguments with which a WorkerError names these workers; the error is about the first of them."""
+    """Return the keyword arguments that tell a WorkerError which workers failed; the error is about the first of them."""
     return dict(
         role=specs[0].role,
         ranks=list(dict.fromkeys(spec.rank for spec in specs)),
@@ -122,7 +122,7 @@ class Member:
     spec: WorkerSpec
     link: Any = None  # the carrier's own object for reaching it
     pid: int = 0
-    death: str = ""  # why it was lost; empty: it was not
+    death: str = ""  # why it was lost; empty: it was not lost
 
 
 @dataclass(eq=False, slots=True)
@@ -146,7 +146,7 @@ class Overseer(Protocol):
     lookout: Lookout
 
     def lose(self, losses: Mapping[Member, str]) -> None:
-        """Record that members are lost, and why. Any thread may call it; a member's second loss does nothing."""
+        """Record that members are lost, and why. Any thread may call it; reporting the same member again has no effect."""
         ...
 
 
@@ -162,13 +162,13 @@ class Carrier(ABC):
 
     @abstractmethod
     def launch(self, spec: WorkerSpec, *, lost: Member | None, wait: Wait) -> Member:
-        """Start a process in this seat, in place of the lost member. It may still be starting on return."""
+        """Start a process in this seat, in place of the lost member. It may still be starting when this returns."""
 
     def watch(self, member: Member) -> None:  # noqa: B027 - only Ray's carrier watches by itself
-        """From now on, tell the gang if the member is lost. If it runs on a different node than before, correct its spec."""
+        """From now on, tell the gang if the member is lost. If it runs on a different node than before, update its spec."""
 
     def start_env(self, spec: WorkerSpec) -> Mapping[str, str]:
-        """Return the worker's variables without the group's."""
+        """Return the worker's environment variables, without those that the group sets."""
         return spec.env
 
     def share(self, value: Any) -> Any:
@@ -198,8 +198,8 @@ class Carrier(ABC):
     def is_alive(self, member: Member) -> bool: ...
 
     def look(self, members: Sequence[Member], *, last: bool) -> Collection[int]:
-        """Tell the lookout what the members are doing, and return the ranks on nodes that do not answer. This does not query the
-        nodes, unless it is the ``last`` time: then it waits a moment for their latest calls."""
+        """Tell the lookout what the members are doing, and return the ranks on nodes that do not answer. This queries the nodes only if
+        ``last`` is set; it then waits a moment for their latest calls."""
         return ()
 
     @abstractmethod

@@ -29,7 +29,7 @@ _default: Backend | None = None
 
 
 def use_by_default(backend: Backend) -> None:
-    """Make this the backend of virtual clusters that are created without one."""
+    """Make this the default backend of virtual clusters."""
     global _default
     _default = backend
 
@@ -127,7 +127,7 @@ class VirtualCluster:
         gang = Gang(specs, recipe, self._reservation.carrier(recipe))
         try:
             gang.start(timeout_s=timeout_s)
-        except BaseException:  # interrupts too: nothing may be left behind
+        except BaseException:  # also on KeyboardInterrupt, so that no process is left behind
             gang.stop(timeout_s=STOP_DEADLINE_S)
             raise
         self._groups.append(group)

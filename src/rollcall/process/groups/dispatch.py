@@ -16,7 +16,7 @@ from numpy.typing import ArrayLike, NDArray
 
 SETUP = "setup"  # in run_rank_0_only_axes: call only rank 0
 
-# The part of its answer that a worker leaves out: nothing, some fields, or (None) everything.
+# What a worker leaves out of its answer: nothing, some fields, or (None) everything.
 Drop = tuple[str, ...] | None
 
 
@@ -83,7 +83,7 @@ class NamedSharding:
         return dict(zip(self._names, place, strict=True))
 
     def shard_index(self, rank: int, axes: Sequence[str]) -> int:
-        """Return which shard a rank gets when data is split over ``axes``, where the first axis is the outermost."""
+        """Return the index of the shard that a rank gets when data is split over ``axes``; the first axis is the outermost."""
         coords, shape = self.get_worker_coords(rank), self.shape
         index = 0
         for axis in axes:
@@ -227,7 +227,7 @@ def _rows(value: Any, start: int, end: int) -> Any:
         return value
     try:
         part = value[start:end]
-    except TypeError:  # a sequence without slices, such as a deque
+    except TypeError:  # a sequence that cannot be sliced, such as a deque
         return [value[index] for index in range(start, end)]
     # Pickling a view of a tensor would write the whole tensor.
     return part.clone() if hasattr(part, "untyped_storage") else part

@@ -1,8 +1,9 @@
-"""The running workers of one group: calls, waits, losses, replacements, shutdown. A Carrier (backend.py) delivers the calls.
+"""Manages the running workers of one group: calls them, waits for them, replaces lost ones and stops them. A Carrier (backend.py)
+delivers the calls.
 
-Who waits for whom: ``gather`` waits for answers in short turns, so that a loss seen by the carrier ends the wait at once. The
-loss of a worker ends the waits for that worker; ``replace`` puts a new process in its seat. A group that needs some of its workers
-declares which other workers it may lose; the loss of a needed worker ends every wait.
+Who waits for whom: ``gather`` waits for answers and checks in short intervals whether the carrier has lost a worker. If
+a worker is lost, every wait for that worker fails; ``replace`` puts a new process in its seat. A group that cannot continue without
+some of its workers declares which others it may lose; if a worker that it needs is lost, every wait fails.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ from rollcall.process.groups.dispatch import Drop
 from rollcall.process.groups.host import RemoteFailureError, is_about_a_peer
 from rollcall.process.groups.sightings import Lookout, Sightings
 
-STUMBLE_S = 0.5  # when a worker dies in a collective, the others raise within moments, or before its death is known
+# When a worker dies in a collective, the others raise errors moments later, perhaps before its death is known.
+STUMBLE_S = 0.5
 TURN_S = 0.5  # between two checks of what the carrier has seen
 LOOK_S = 0.25
 
@@ -55,7 +57,7 @@ class Gang:
         greetings = [self._send(member, "greet", [member.spec.rank == 0], {}) for member in members]
         for member, (pid, port) in zip(members, self.gather(greetings, wait=wait), strict=True):
             member.pid, self._master_port = pid, port or self._master_port
-            self._carrier.watch(member)  # before it is started, because the start may hang
+            self._carrier.watch(member)  # before the worker is created, because that may hang
             self.lookout.regain(member.spec.rank, f"process {pid} on node {member.spec.node.node_rank}")
         master = {"master_address": self.members[0].spec.node.address, "master_port": self._master_port}
         args, kwargs = self._shared
@@ -119,7 +121,7 @@ class Gang:
         return [call for call in calls if call in settled]
 
     def _check(self, missing: Sequence[Call]) -> None:
-        """Raise if the gang cannot continue, or if a worker that owes one of these answers is lost."""
+        """Raise if the gang cannot continue, or if a worker that has not answered one of these calls is lost."""
         if self._end is not None:
             raise self._end
         if owed := [call for call in missing if call.member.death]:
@@ -132,9 +134,9 @@ class Gang:
         return not member.death and self._carrier.is_alive(member)
 
     def tolerate(self, ranks: Collection[int]) -> None:
-        """Let the group continue without these workers. The loss of any other worker ends every wait, even waits for living workers.
+        """Let the group continue without these workers. If any other worker is lost, every wait fails, even waits for living workers.
 
-        Until this is called, a gang tolerates the loss of all its workers: a loss ends only the waits for the lost worker.
+        Until this is called, a gang tolerates the loss of any worker: only waits for the lost worker fail.
         """
         self._tolerated = frozenset(ranks)
 
@@ -142,7 +144,7 @@ class Gang:
         new = [member for member in losses if not member.death]
         for member in new:
             member.death = losses[member]
-        # A member that has been replaced meanwhile is not missing.
+        # A member that has been replaced in the meantime is not missing.
         current = [member for member in new if member in self.members]
         for member in current:
             self.lookout.lose(member.spec.rank, member.death)
@@ -151,7 +153,7 @@ class Gang:
             self._end = self._died(fatal)
 
     def replace(self, rank: int, *, timeout_s: float) -> WorkerSpec:
-        """Put a new process into the seat of a lost worker; return its new spec."""
+        """Put a new process into the seat of a lost worker; return the spec of the new process."""
         if self._end is not None:
             raise self._end
         wait, lost = Wait(timeout_s, first_s=30, every_s=300), self.members[rank]
@@ -160,7 +162,7 @@ class Gang:
         return member.spec
 
     def sightings(self, *, last: bool = False) -> Sightings:
-        """Return what the workers are doing, and what they have done since the last time."""
+        """Return what the workers are doing, and what they have done since this was last called."""
         silent = self._carrier.look(self.members, last=last)
         return self.lookout.take([member.pid for member in self.members], silent=silent)
 
@@ -206,7 +208,7 @@ class Gang:
         raise WorkerError(f"{spec.where} raised\n{error}{also}", **named) from error.original
 
     def _blame(self, calls: Sequence[Call], complaint: str) -> None:
-        """Raise for a dead worker among the called workers once its death is known; return if none is dead."""
+        """Wait for a short time until the death of a called worker is known, and raise an error for it; return if none is dead."""
         deadline = time.monotonic() + self._carrier.peer_s
         while time.monotonic() < deadline:
             self._check([call for call in calls if not call.is_done])

@@ -61,7 +61,7 @@ class MultiWorkerFuture:
     replicated_fields: Sequence[str] = ()  # fields that only the first answer contains
 
     def select(self, results: list[Any], *, axes: Sequence[str]) -> list[Any]:
-        """Select the results that count from one result per future."""
+        """Select the results to return; ``results`` contains one per future."""
         if self.return_from_workers is not None and self.called_workers is not None:
             place = {rank: index for index, rank in enumerate(self.called_workers)}
             results = [results[place[rank]] for rank in self.return_from_workers]
@@ -87,12 +87,12 @@ class Worker:
 class WorkerGroup:
     """One worker per seat, with ranks in (node rank, slot) order.
 
-    ``workers_per_node`` is one number, or a number for each node: that many of a node's slots get one worker each. A multiple of the
+    ``workers_per_node`` is one number, or a number for each node: each node gets that many workers, one per slot. A multiple of the
     number of slots puts several workers on each slot. ``seats`` has one entry per worker; the worker sees the accelerators of all slots
-    in its entry. Without either, each slot gets a worker.
+    in its entry. If neither is given, each slot gets a worker.
     ``env_vars`` are set for every worker, ``node_env_vars`` (by node rank) for the workers of one node. ``titles`` are the workers'
     names in messages, by rank, instead of the prefix and the rank; workers of the same kind (``kinds``) are about equally fast;
-    ``purposes`` says, by method, what a caller waits for.
+    ``purposes`` describes, by method, what a caller is waiting for.
     Without ``takes_slots`` the seats only determine the workers' nodes: other groups may use all of their slots.
     """
 
@@ -261,9 +261,9 @@ class WorkerGroup:
         )
 
     def get_all_worker_results(self, futures: Any, *, timeout_s: float = RESULT_DEADLINE_S) -> list[Any]:
-        """Wait for the result of a run method, or of several in a list. Raises as soon as one worker fails or dies.
+        """Wait for the result of one run method, or for those of a list of run methods. Raises as soon as one worker fails or dies.
 
-        For one future, this returns a list of its results. For a list, it returns a result or a list of results for each element.
+        For one future, this returns the list of its results. For a list, it returns one entry per element: a result or a list of results.
         """
         entries = list(futures) if isinstance(futures, list | tuple) else [futures]
         flat = [future for entry in entries for future in _futures(entry)]
@@ -282,7 +282,7 @@ class WorkerGroup:
         return self._running.ready(futures, timeout_s=timeout_s)
 
     def tolerate(self, ranks: Collection[int]) -> None:
-        """Continue without these workers. The loss of any other worker ends every wait, even waits for living workers."""
+        """Let the group continue without these workers. If any other worker is lost, every wait fails, even waits for living workers."""
         self._running.tolerate(ranks)
 
     def replace(self, rank: int, *, timeout_s: float = START_DEADLINE_S) -> None:
@@ -291,12 +291,12 @@ class WorkerGroup:
         self.workers[rank] = Worker(self._running, self._metadata(self.specs[rank]))
 
     def sightings(self, *, last: bool = False) -> Sightings:
-        """Return what the workers are doing and what they have done since the last time; empty after a shutdown."""
+        """Return what the workers are doing and what they have done since this was last called; empty after a shutdown."""
         gang = self._gang
         return Sightings() if gang is None else gang.sightings(last=last)
 
     def shutdown(self, *, timeout_s: float = STOP_DEADLINE_S) -> None:
-        """Stop every worker on every node, and all processes that they started. A second shutdown does nothing."""
+        """Stop every worker on every node, and all processes that they started. Calling this again has no effect."""
         gang, self._gang = self._gang, None
         if gang is None:
             return

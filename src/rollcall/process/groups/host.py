@@ -39,7 +39,7 @@ _FRAMES = (
     "rollcall.process.groups.pulse",
 )  # frames above those of a worker's own code
 DEBUG_HOST = "ROLLCALL_DEBUG_HOST"  # this node's address, at which terminals reach a stopped worker
-GROUP_MARK = "ROLLCALL_GROUP"  # in the environment of a group's processes and of all processes that they start
+GROUP_MARK = "ROLLCALL_GROUP"  # set for a group's processes and for all processes that they start
 
 
 # What gloo, NCCL, TCPStore and sockets report when the other side is gone or silent.
@@ -61,7 +61,7 @@ def is_about_a_peer(error: BaseException | None, text: str) -> bool:
 
 
 class RemoteFailureError(Exception):
-    """A worker's exception on its way to the caller: always as text, and as an object if it can be pickled."""
+    """A worker's exception in the form in which the caller receives it: always as text, and also as an object if it can be pickled."""
 
     def __init__(self, text: str, pickled: bytes | None) -> None:
         super().__init__(text, pickled)
@@ -77,7 +77,7 @@ class RemoteFailureError(Exception):
         inner = error.__traceback__
         while inner is not None and inner.tb_frame.f_globals.get("__name__", "").startswith(_FRAMES):
             inner = inner.tb_next
-        # The line where memory ran out does not explain the reason, but the error's message does.
+        # Leave out the traceback if memory ran out: the error's message explains the reason, and the line does not.
         frames = None if isinstance(error, MemoryShortError) else traceback.format_exception(type(error), error, inner)
         text = str(error) if frames is None else "".join(frames)
         try:
@@ -161,7 +161,7 @@ class Host:
         if DEBUG_HOST in env:
             serve(host=env[DEBUG_HOST], on_stop=self._pulse.note_stop)
             if is_rays():
-                # Ray's debugger does not report when it holds this process, so no call may count as too long.
+                # Ray's debugger does not report when it stops this process, so no call may count as too long.
                 self._pulse.note_stop({})
         try:
             self._worker = load_class(target)(*args, **kwargs)
@@ -192,7 +192,7 @@ def end_group(mark: str, *, timeout_s: float) -> list[int]:
         if time.monotonic() > deadline:
             return marked
         for pid in marked:
-            with suppress(ProcessLookupError):  # exited by itself meanwhile
+            with suppress(ProcessLookupError):  # it has exited in the meantime
                 os.kill(pid, signal.SIGKILL)
         time.sleep(0.02)
     return []

@@ -1,5 +1,5 @@
-"""A worker's pulse: its current call and when that began, its earlier calls, and where a debugger holds it. The worker's node
-reads the pulse and the worker's output.
+"""A worker's pulse: its current call and when that began, its earlier calls, and where it has stopped in a debugger. The worker's
+node reads the pulse and the worker's output.
 
 The thread that runs the calls writes the pulse into a small file that only its own node reads. So a process whose
 interpreter hangs in a call looks busy with that call, and a suspended process looks stopped. The pulse contains the last calls; a
@@ -36,13 +36,13 @@ HEAD = struct.Struct("<qq")  # number of calls written to the ring, bytes of acc
 CALL = struct.Struct("<48sddq")  # method, start, end, count
 NUM_CALLS = 256  # capacity of the ring
 RING = PAGE + HEAD.size
-STOP = RING + NUM_CALLS * CALL.size  # where a debugger holds the process, as JSON
+STOP = RING + NUM_CALLS * CALL.size  # where the process has stopped in a debugger, as JSON
 STOP_BYTES = 4096
 SIZE = STOP + STOP_BYTES
 JOIN_S = 0.05  # calls of one method with a shorter pause between them become one entry
 LONGEST_JOIN_S = 30.0  # the longest such entry
 DEVICE_EVERY_S = 1.0  # between two checks of accelerator memory
-WORTH_S = 0.5  # a call is recorded as a method's longest if it is this much longer than the longest before it
+WORTH_S = 0.5  # a call is recorded as a method's longest only if it exceeds the previous longest by this much
 LOG_BYTES = 16 << 10  # limit for one read of a log
 OF_RAY = (b":job_id:", b":actor_name:", b":task_name:")  # log lines that Ray writes for itself
 
@@ -77,10 +77,10 @@ class Seen:
     longest_s: Mapping[str, float] | None = None  # the longest finished call of each method
     # Monotonic: when the call began, or the first of several short calls; if the worker is idle, when its last call ended.
     since_s: float | None = None
-    calls: tuple[RecordedCall, ...] = ()  # finished since the last look
+    calls: tuple[RecordedCall, ...] = ()  # finished since the previous look
     memory_bytes: int = 0
     device_bytes: int = 0  # reserved by torch
-    stop: Mapping[str, Any] | None = field(default=None, repr=False)  # where a debugger holds it, and how to reach it
+    stop: Mapping[str, Any] | None = field(default=None, repr=False)  # where a debugger has stopped it, and its address
 
 
 class Pulse:
@@ -123,7 +123,7 @@ class Pulse:
         self._memory[BEAT.size : PAGE] = text.ljust(PAGE - BEAT.size)[: PAGE - BEAT.size]
 
     def note_stop(self, place: Mapping[str, Any] | None) -> None:
-        """Record where a debugger holds this process, or with None that it runs again."""
+        """Record where this process has stopped in a debugger; None means that it is running again."""
         text = b"" if place is None else json.dumps(place).encode()
         if len(text) > STOP_BYTES:
             text = json.dumps({**place, "file": "...", "function": "", "why": "stopped"}).encode()  # type: ignore[dict-item]
@@ -218,7 +218,7 @@ class Reader:
             return b""
 
     def _calls(self, data: bytes, *, doing: str, since_s: float, now: float) -> tuple[RecordedCall, ...]:
-        """Return the new calls, without the last one if it may still grow."""
+        """Return the new calls, without the last one if later calls may still be merged into it."""
         kept, _ = HEAD.unpack_from(data, PAGE)
         found: list[RecordedCall] = []
         for number in range(max(self._told, kept - NUM_CALLS), kept):
@@ -251,7 +251,7 @@ def memory_file(pid: int, name: str) -> Path | None:
     for entry in entries:
         with contextlib.suppress(
             FileNotFoundError, ProcessLookupError, PermissionError
-        ):  # closed meanwhile, or not ours
+        ):  # it was closed in the meantime, or belongs to another user
             if os.readlink(entry).startswith(f"/memfd:{name}"):
                 return entry
     return None
@@ -289,7 +289,7 @@ class LogTail:
             return b""
         whole = data.rfind(b"\n") + 1
         if not whole and len(data) >= LOG_BYTES:
-            whole = len(data)  # a line that is not finished
+            whole = len(data)  # a line that is longer than one read
         self._ends[path] = begin + whole
         lines = [line for line in data[:whole].splitlines(keepends=True) if not line.startswith(OF_RAY)]
         return redact(b"".join(lines).decode(errors="replace")).encode()

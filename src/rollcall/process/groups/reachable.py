@@ -1,4 +1,4 @@
-"""Lets other processes on the host find, inspect and profile a process of a run, without its help and without a port.
+"""Lets other processes on the host find, inspect and profile a process of a run, without opening a port.
 
 The process describes itself in a small file in its memory. Other processes find this file through ``/proc``, as they find a pulse
 (pulse.py). py-spy reads the stacks; only the process's own user and root may do that.
@@ -8,9 +8,9 @@ process allows every process of its user to read it, because the reader (a comma
 node) is not its parent. It grants this permission in advance, so its stacks can be read even when it hangs or is suspended. Only this
 process can be read: its children, such as reward and environment processes, do not inherit the permission.
 
-For profiling, a thread waits at a Unix socket without a file, whose name contains the process id; it answers only the same user and
-root. It runs torch's profiler for the requested time and sends the trace back. It works in its own thread, so a profiler that
-fails stops nothing else. If the requester is gone, it stops the profiler at once and discards the trace.
+For profiling, a thread listens on an abstract Unix socket, whose name contains the process id; it answers only the same user and
+root. It runs torch's profiler for the requested time and sends the trace back. It is a separate thread, so a profiler failure does
+not affect the rest of the process. If the requester disconnects, it stops the profiler at once and discards the trace.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ def be_reachable(about: About) -> None:
         if _descriptor < 0:
             _descriptor = os.memfd_create(ABOUT)  # stays open so that others can find it
             serve_profiles()
-        if sys.platform == "linux":  # a kernel without this rule refuses, but lets others read anyway
+        if sys.platform == "linux":  # a kernel without this restriction rejects the call, but needs no permission
             ctypes.CDLL(None).prctl(_PR_SET_PTRACER, _ANY if about.title else 0, 0, 0, 0)
         os.pwrite(_descriptor, json.dumps(asdict(about)).encode().ljust(PAGE, b"\0")[:PAGE], 0)
 
@@ -192,7 +192,7 @@ def _thread(found: Mapping[str, Any]) -> Thread:
 
 
 def _complaint(stderr: str) -> str:
-    """Return py-spy's error and its cause, without its own stack.
+    """Return py-spy's error and its cause, without py-spy's own stack trace.
 
     >>> _complaint("Error: Failed to open\\n\\nCaused by:\\n    0: denied\\n    1: denied\\n\\nStack backtrace:\\n   0: main\\n")
     'py-spy: Failed to open: denied'
@@ -231,7 +231,7 @@ def _name(process: Process) -> str:
 
 
 def serve_profiles() -> None:
-    """Answer requests for profiles in a thread. If sockets are refused, this process runs but cannot be profiled."""
+    """Answer requests for profiles in a thread. If it may not create sockets, this process still runs but cannot be profiled."""
     own = Process.of(os.getpid())
     if own is None:
         return
@@ -254,7 +254,7 @@ def _serve(server: socket.socket) -> None:
                     peer.settimeout(5.0)
                     _answer(peer, float(read_json_frame(partial(read_exactly, peer.recv))["seconds"]))
             except (OSError, ValueError, KeyError, TypeError):
-                continue  # the caller has gone, or is not one of ours
+                continue  # the caller has disconnected, or is not a Rollcall process
 
 
 def _answer(peer: socket.socket, seconds: float) -> None:
@@ -264,14 +264,14 @@ def _answer(peer: socket.socket, seconds: float) -> None:
             if not _profile(path, peer, seconds=min(seconds, 600.0)):
                 return
             data, error = path.read_bytes(), ""
-        except Exception as found:  # noqa: BLE001 - whatever torch raises is reported, but stops nothing here
+        except Exception as found:  # noqa: BLE001 - torch may raise anything; the error is sent to the requester
             data, error = b"", f"{type(found).__name__}: {found}"
         peer.settimeout(END_S)
         peer.sendall(json_frame({"error": error}) + frame(data))
 
 
 def _profile(path: Path, peer: socket.socket, *, seconds: float) -> bool:
-    """Write a trace. If the caller has gone, return False without a trace."""
+    """Profile this process and write the trace to ``path``. If the caller disconnects, return False and write nothing."""
     if "torch" not in sys.modules:
         raise ProfileError("the process has not loaded torch")
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # otherwise it prints into the run's output
@@ -290,7 +290,7 @@ def _profile(path: Path, peer: socket.socket, *, seconds: float) -> bool:
     profiler.start()
     peer.sendall(json_frame({}))  # reports that the profiler has started
     try:
-        is_gone = bool(select.select([peer], [], [], seconds)[0])  # the caller sends nothing more, so it has gone
+        is_gone = bool(select.select([peer], [], [], seconds)[0])  # readable: the caller has disconnected
     finally:
         profiler.stop()
     if not is_gone:

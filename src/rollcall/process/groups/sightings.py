@@ -1,16 +1,17 @@
 """The last observed state of a group's workers: which are lost (``Watch``), and their current and finished calls (``Lookout``).
 
-``Watch`` is pure: it turns the nodes' reports into losses. A node that does not answer for ``SILENT_S`` is lost, with all its workers.
-Silence is counted in missed reports, not by the clock, so that a pause of this process does not count against a node. A worker is lost
-when its process is gone, when it is suspended in two reports in a row, or when one of its calls takes longer than ``patience_s``
-allows: ten times the longest call of that method by a worker of its kind so far, and at least a minute. While a debugger holds any
-process of the run, the time of every call is paused, because other processes may be waiting for the process that is held.
+``Watch`` does no I/O: it decides from the nodes' reports which workers are lost. A node that does not answer for
+``SILENT_S`` is lost, with all its workers. Silence is measured in missed reports, not in seconds, so that a pause of this process
+does not count against a node. A worker is lost when its process is gone, when it is suspended in two reports in a row, or when one of
+its calls takes longer than ``patience_s`` allows: ten times the longest call of that method by a worker of its kind so far, and at
+least a minute. While any process of the run is stopped in a debugger, the clock of every call is paused, because other processes may
+be waiting for that process.
 
 In a ``Lookout``, one thread collects the workers' calls and another thread takes them.
 
-A worker's times come from its host's monotonic clock. ``HostClock`` converts them to this host's unix time. It trusts no other
-host's clock: a node sends its monotonic time in every answer, and the offset between the two clocks is taken from the recent answer
-with the shortest round trip. The error is at most half a round trip.
+A worker's times come from its host's monotonic clock. ``HostClock`` converts them to this host's unix time. It does not rely on
+any other host's unix time: a node sends its monotonic time in every answer, and the offset between the two clocks is taken from the
+recent answer with the shortest round trip. The error is at most half a round trip.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ class Loss:
 
     rank: int
     why: str
-    still_runs: bool  # if so, its stacks can be read, and it must be killed
+    still_runs: bool  # if True, its stacks can be read, and it must be killed
 
 
 class Watch:
@@ -52,7 +53,7 @@ class Watch:
         self._stopped: dict[int, int] = {}  # by rank: the number of consecutive reports of a suspended process
         self._longest_s: dict[tuple[str, str], float] = {}  # by kind of worker and method
         self._lost: set[int] = set()
-        # By rank: a call, and how long it had taken when a debugger last held the process.
+        # By rank: a call, and how long it had been running when the process was last stopped in a debugger.
         self._held: dict[int, tuple[int, float]] = {}
 
     def forgive(self, rank: int) -> None:
@@ -69,9 +70,9 @@ class Watch:
         kinds: Mapping[int, str],
         is_held: bool = False,
     ) -> list[Loss]:
-        """Return the losses since the last time. ``seats`` contains the ranks on each node, ``gone`` the nodes that Ray declared dead,
-        ``kinds`` the roles of each rank: an actor loads its model in seconds, but an engine may compile for minutes.
-        ``is_held``: a debugger holds some process of the run."""
+        """Return the workers that were lost since this was last called. ``seats`` contains the ranks on each node, ``gone`` the nodes
+        that Ray declared dead, ``kinds`` the roles of each rank: an actor loads its model in seconds, but an engine may compile for
+        minutes. ``is_held``: some process of the run is stopped in a debugger."""
         found: list[Loss] = []
         for node, ranks in seats.items():
             seen = looks.get(node)
@@ -119,7 +120,7 @@ class Watch:
 
 
 class Turn(NamedTuple):
-    """A worker was lost or has come back."""
+    """A worker was lost, or a new process has replaced it."""
 
     at_s: float  # unix time
     rank: int
@@ -134,13 +135,13 @@ class Sighting:
     seen: Seen | None  # None: not seen yet
     since_s: float | None  # ``seen.since_s`` as unix time
     is_silent: bool = False  # its node does not answer
-    lost: str = ""  # why it was lost; empty: it was not
+    lost: str = ""  # why it was lost; empty: it was not lost
     log: str = ""  # the file that it prints to, on its node
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sightings:
-    """The last observed state of the workers. ``calls``, ``turns`` and ``logs`` are new since the last time. All times are unix time."""
+    """The last observed state of the workers. ``calls``, ``turns`` and ``logs`` are new since it was last taken. Times are unix time."""
 
     workers: Sequence[Sighting] = ()
     calls: Mapping[int, Sequence[RecordedCall]] = field(default_factory=dict)  # by rank
@@ -155,7 +156,7 @@ class HostClock:
         self._answers: deque[tuple[float, float]] = deque(maxlen=64)  # round trip, offset
 
     def note(self, there_s: float, *, asked_s: float, answered_s: float) -> None:
-        """Record that a host's clock showed ``there_s``. The question was sent at ``asked_s``, and the answer came at ``answered_s``."""
+        """Record that a host's clock showed ``there_s``. The query was sent at ``asked_s``, and the answer arrived at ``answered_s``."""
         trip_s = max(answered_s - asked_s, 0.0)
         self._answers.append((trip_s, answered_s - trip_s / 2 - there_s))
 
@@ -212,7 +213,7 @@ class Lookout:
             self._end_call(rank, turn.at_s)
 
     def _end_call(self, rank: int, at_s: float) -> None:
-        """End the call in which a lost worker was last seen. If it is reported twice, readers treat both reports as the same call."""
+        """Record the end of the call that a lost worker was last seen running. If a call is reported twice, readers count it once."""
         seen, since_s = self._seen.get(rank, (None, None))
         if seen is not None and seen.doing and since_s is not None:
             self._calls[rank].append(RecordedCall(seen.doing, since_s, max(at_s, since_s)))

@@ -1,4 +1,4 @@
-"""Delivers a gang's calls over Ray: one actor per worker, in the bundle of its slot, and a watch over each node (supervise.py)."""
+"""Delivers a gang's calls over Ray: one actor per worker, in its slot's bundle; supervise.py watches the nodes."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ class OnRay(Carrier):
         self._supervisor.add(member)
 
     def start_env(self, spec: WorkerSpec) -> Mapping[str, str]:
-        return {DEBUG_HOST: spec.node.address}  # the user's variables came with the process
+        return {DEBUG_HOST: spec.node.address}  # the process already has the user's variables
 
     def share(self, value: Any) -> Any:
         return ray.put(value) if is_large(value) else value
@@ -167,7 +167,7 @@ class OnRay(Carrier):
         used = {one.spec.node.node_rank: one.spec.node for one in members if one.spec.node.node_id in alive}
         ends = {rank: _end.options(**pinned(node.node_id)).remote(self._mark, timeout_s) for rank, node in used.items()}
         left, problems = answers_of(ends, wait=Wait(timeout_s, first_s=timeout_s), to="end its processes")
-        problems |= {rank: f"it still has processes {pids}" for rank, pids in left.items() if pids}
+        problems |= {rank: f"these processes are still running: {pids}" for rank, pids in left.items() if pids}
         alive = {node["NodeID"] for node in ray.nodes() if node["Alive"]}  # the processes of lost nodes are gone too
         said = [
             f"node {rank} ({used[rank].address}): {why}"
@@ -175,7 +175,7 @@ class OnRay(Carrier):
             if used[rank].node_id in alive
         ]
         if said:
-            raise ClusterError(f"the processes of {members[0].spec.role} cannot be ended: {'; '.join(said)}")
+            raise ClusterError(f"the processes of {members[0].spec.role} cannot be stopped: {'; '.join(said)}")
 
 
 @ray.remote
@@ -191,7 +191,7 @@ def _death(error: Exception) -> str:
 
 def is_large(value: Any) -> bool:
     """Return whether one shared copy is cheaper than a copy in each worker's call."""
-    # Arrays and tensors need not be pickled to find out; pickling a tensor copies it.
+    # The size of arrays and tensors is known without pickling them; pickling a tensor would copy it.
     parts = value.values() if isinstance(value, Mapping) else (value,)
     if sum(part.nbytes for part in parts if isinstance(getattr(part, "nbytes", None), int)) > INLINE_BYTES:
         return True
@@ -210,7 +210,7 @@ class _IsLarge(Exception):  # noqa: N818 - an outcome
 
 
 class _Scale:
-    """Counts the bytes of a pickle without keeping them, and stops once there are many: pickling a step's samples takes a second."""
+    """Counts the bytes of a pickle without storing them. It stops at the limit, because pickling all samples of a step takes a second."""
 
     num_bytes = 0
 

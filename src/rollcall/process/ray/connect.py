@@ -1,8 +1,9 @@
 """Connects a driver to its cluster (``nodes/cluster.py``), through the raylet of its own node.
 
-``init_ray`` is for scripts: it can also start Ray on this machine, or work without Ray. A connected controller lists the processes that
-wait in a debugger in the head's store, for nodes that do not see the run directory. Anyone who can read the store can run code on
-every node anyway. Ray is imported inside the functions because it reads variables during the import, which ``connect`` sets first.
+``init_ray`` is for scripts: it can also start Ray on this machine, or work without Ray. A connected controller writes the list of
+processes that are waiting in a debugger to the head's store, for nodes that do not see the run directory. Anyone who can read the
+store can run code on every node anyway. Ray reads environment variables when it is imported, so the functions import it only after
+``connect`` has set them.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ from rollcall.process.ray.loopback import keep_loopback
 from rollcall.process.ray.members import RANK_LABEL, forget_members
 
 NAMESPACE = "rollcall-debugger"  # in the head's store
-BACKEND = "ROLLCALL_BACKEND"  # `local` runs a script written for Ray in one process
+BACKEND = "ROLLCALL_BACKEND"  # with `local`, a script that was written for Ray runs in one process
 # A frame such as `/lib/libc.so.6(+0x27744) [0xffffb4ae7744]`, and the lines above the frames.
 _LEFT_OUT = re.compile(
     r"\(\S*\+0x[0-9a-f]+\) \[0x[0-9a-f]+\]|\*\*\* StackTrace|\*\*\* SIG\w+ received|@ +0x[0-9a-f]+|has been marked dead because"
@@ -49,8 +50,8 @@ def init_ray(*, num_gpus: int | None = None, backend: Literal["ray", "local"] | 
     """Connect to the selected cluster, or start Ray on this node. Virtual clusters are then created on it.
 
     Inside a job, Ray names the cluster; otherwise ``ROLLCALL_CLUSTER`` or ``RAY_ADDRESS`` does, or the record of ``rollcall node``. An
-    existing connection is kept. ``num_gpus`` is the number of (logical) slots if Ray is started here; None counts the
-    accelerators. ``backend="local"``, or ``ROLLCALL_BACKEND=local``, uses no Ray at all: the workers live in this process.
+    existing connection is kept. ``num_gpus`` is the number of (logical) slots if this starts Ray; None means one slot per
+    accelerator. ``backend="local"``, or ``ROLLCALL_BACKEND=local``, does not use Ray at all: the workers live in this process.
     """
     name = backend or os.environ.get(BACKEND) or "ray"
     if name not in ("ray", "local"):
@@ -157,7 +158,8 @@ def _join(cluster: Cluster, *, node_ip: str | None, temp_dir: str | None, log_to
 
 
 def _use_environment(variables: Mapping[str, str | None]) -> None:
-    """Set the variables and make Ray read them again. By itself, it reads mode and token only once, perhaps for a different cluster."""
+    """Set the variables and make Ray read them again. Otherwise Ray would use the mode and token that it read first, perhaps those of a
+    different cluster."""
     raylet: Any = importlib.import_module("ray._raylet")
     for name, value in variables.items():
         if value is None:
@@ -210,7 +212,7 @@ def hide_stacks() -> None:
 
 
 def _publish(waiting: Sequence[Waiting]) -> None:
-    """Write this process's entry in the head's store, or remove it if nothing waits."""
+    """Write this process's entry in the head's store, or remove it if no process is waiting."""
     import ray
     from ray.experimental.internal_kv import _internal_kv_del, _internal_kv_put
 
@@ -227,7 +229,7 @@ def _publish(waiting: Sequence[Waiting]) -> None:
 
 
 def read_waiting() -> list[Waiting]:
-    """Read the list of processes that wait in a debugger, from all runs on this process's cluster."""
+    """Return the processes that are waiting in a debugger, from all runs on this process's cluster."""
     from ray.experimental.internal_kv import _internal_kv_get, _internal_kv_list
 
     found: list[Waiting] = []

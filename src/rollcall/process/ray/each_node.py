@@ -1,8 +1,8 @@
 """Runs calls on a chosen node, each with a deadline.
 
-``run_on`` runs a function on a node, and ``Pinned`` keeps an object there. Both start at once and return a pending call;
-``answer_of`` waits for one call, ``answers_of`` for one call on each node. Ray is imported inside the functions because it
-reads variables during the import, which ``connect`` sets first.
+``run_on`` runs a function on a node, and ``Pinned`` keeps an object there. Calls to either return a pending call immediately;
+``answer_of`` waits for one call, ``answers_of`` for one call on each node. Ray reads environment
+variables when it is imported, so the functions import it only after ``connect`` has set them.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def run_on(node_id: str, function: Callable[[], Any], *, env: Mapping[str, str])
 
 
 class Pinned:
-    """An object of this class in its own process on one node, until this process disconnects."""
+    """Keeps an object of this class in a process of its own on one node, until this process disconnects."""
 
     def __init__(self, node_id: str, target: type, *args: Any, by_value: Iterable[ModuleType] = ()) -> None:
         """``by_value``: modules that are sent with the class because the node may have a different version of them, or none."""
@@ -64,7 +64,7 @@ def answer_of(call: Pending, *, timeout_s: float) -> Any:
 
 
 def answers_of(calls: Mapping[int, Pending], *, wait: Wait, to: str) -> tuple[dict[int, Any], dict[int, str]]:
-    """Return the answers by rank, and why the other nodes have none. ``to`` names the task in progress messages."""
+    """Return the answers by rank, and the reasons why other nodes did not answer. ``to`` names the task in progress messages."""
     import ray
 
     waiting = {call: rank for rank, call in calls.items()}

@@ -1,9 +1,9 @@
 """Sends one query to a Ray head. `head.py` runs this file as a script, in a separate process, and waits for it.
 
-It reads the token from standard input and the address from the first argument, and prints one JSON object. Without a token, the first
-query has none; if the head refuses it, the second query uses the token from Ray's own variables and files. If a rank and a
-node's own mark follow the address, the node claims the rank once the head lists it. Ray's client retries a dead address for minutes
-and then aborts its process, so it never runs inside a command.
+It reads the token from standard input and the address from the first argument, and prints one JSON object. If it gets no token, it
+sends the query without one; if the head refuses it, it tries again with the token from Ray's own variables and files. If a rank and the
+node's own mark follow the address, this claims the rank for the node, provided that the head lists the node. Ray's client retries a dead
+address for minutes and then aborts its process, so it must not run in the process of a command.
 """
 
 import importlib
@@ -16,10 +16,10 @@ RANKS = b"rollcall-ranks"  # a namespace of the head's key-value store
 
 
 def claim(client: Any, rank: str, mark: str, *, alive: set[str]) -> str:
-    """Return the mark of the node that has the rank: this node, or a living node that came first.
+    """Return the mark of the node that has the rank: this node, or a living node that claimed it earlier.
 
-    Claims form a chain: each claim is stored under the mark of the dead node before it, and is never removed. If several claims
-    arrive at the same moment, only one of them finds the end of the chain free.
+    Claims of a rank form a chain: the key of each claim contains the mark of the dead node that held the rank before. Claims are never
+    removed. If several nodes claim a rank at the same moment, only one of them can write that key.
     """
     before = ""
     while True:
@@ -34,7 +34,7 @@ def claim(client: Any, rank: str, mark: str, *, alive: set[str]) -> str:
 
 
 def ask(address: str, *, mode: str) -> tuple[Any, Any]:
-    """Return a client in this authentication mode and the nodes that the head lists, or None for both if it refuses."""
+    """Return a client that uses this authentication mode, and the nodes that the head lists. Return None for both if the head refuses."""
     raylet: Any = importlib.import_module("ray._raylet")
     from ray.exceptions import AuthenticationError
 
@@ -58,7 +58,7 @@ def token_source() -> str:
 
 
 def node_rows(nodes: Any) -> list[dict[str, Any]]:
-    """Convert the nodes from ``get_all_node_info`` for ``NodeInfo.of``."""
+    """Convert the nodes from ``get_all_node_info`` to the input of ``NodeInfo.of``."""
     gcs: Any = importlib.import_module("ray.core.generated.gcs_pb2")
     fields = ("node_manager_port", "object_manager_port", "metrics_export_port", "runtime_env_agent_port")
     agents = ("metrics_agent_port", "dashboard_agent_listen_port")

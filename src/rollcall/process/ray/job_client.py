@@ -1,7 +1,7 @@
-"""Ray's own job client with time limits: over HTTP, or through Ray to a dashboard that only its own node can reach.
+"""Ray's own job client with time limits. It connects over HTTP or, if only the head node can reach the dashboard, through Ray.
 
-The dashboard listens on the head's loopback unless configured otherwise. A node of the cluster can still reach it: an actor on the
-head node runs the client, and lives as long as the command that needs it.
+The dashboard listens on the head's loopback unless configured otherwise. A node of the cluster can still use it: an actor on the
+head node runs the client, and exits with the command that started it.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ from rollcall.nodes.state import TOKEN
 from rollcall.process.ray.connect import connect
 from rollcall.process.ray.each_node import NoAnswerError, Pinned, answer_of
 
-ANSWER_S = 20.0  # for the head to answer a question
+ANSWER_S = 20.0  # for the head to answer a request
 UPLOAD_S = 120.0  # for the head to accept a package and a job
-RELAY_S = 60.0  # for the head node to start a process that answers for it
+RELAY_S = 60.0  # for starting the actor on the head node
 LOOK_EVERY_S = 1.0
-LAST_CHARACTERS = 10_000  # kept from an error response
+LAST_CHARACTERS = 10_000  # length of the kept end of an error response
 
 
 class Unreachable(ClusterError):
@@ -59,11 +59,11 @@ class HttpClient(JobSubmissionClient):
         headers = {"Authorization": f"Bearer {token}"} if token else {}
         # This skips the constructor of Ray's own client (2.60), which lets RAY_ADDRESS override the address that was passed.
         dashboard_sdk.SubmissionClient.__init__(self, url, headers=headers)
-        for name in ("dashboard_sdk", "job.sdk"):  # these log each package, and the end of a log
+        for name in ("dashboard_sdk", "job.sdk"):  # these loggers report each upload, and the end of each log
             logging.getLogger(f"ray.dashboard.modules.{name}").setLevel(logging.WARNING)
 
     def call(self, method: str, *args: Any, **options: Any) -> Any:
-        """Call a method of Ray's client, or of this one."""
+        """Call a method that this class defines or inherits from Ray's client."""
         if why := self._connect():
             raise Unreachable(why)
         began = time.monotonic()
@@ -84,7 +84,7 @@ class HttpClient(JobSubmissionClient):
         except RuntimeError as error:  # the client raises this for every error status
             text = redact_end(str(error).strip(), LAST_CHARACTERS)
             if text.startswith("Request failed with status code 404"):
-                raise UnknownJob(f"the cluster at {self.where} does not know this job: {visible(text)}") from None
+                raise UnknownJob(f"the cluster at {self.where} has no such job: {visible(text)}") from None
             raise ClusterError(f"the head at {self.where} answered: {visible(text).splitlines()[-1]}") from None
 
     def submit_package(self, package: bytes, *, runtime_env: dict[str, Any], **options: Any) -> str:
@@ -95,12 +95,13 @@ class HttpClient(JobSubmissionClient):
             return self.submit_job(runtime_env={**runtime_env, "working_dir": file.name}, **options)
 
     def read(self, job_id: str, skip: int) -> tuple[str, bool]:
-        """Return the log past its first ``skip`` characters, and whether the job was over before the log was read."""
+        """Return the log without its first ``skip`` characters, and whether the job was over before the log was read."""
         is_over = self.get_job_status(job_id).is_terminal()
         return self.get_job_logs(job_id)[skip:], is_over
 
     def tail(self, job_id: str, *, skip: int, take: Callable[[str], None]) -> str:
-        """Pass on a log as it grows, past its first ``skip`` characters. Return why that stopped early, or "" at the log's end."""
+        """Pass a log to ``take`` as it grows, without its first ``skip`` characters. Return "" at the log's end, or why this
+        stopped early."""
         return self._connect() or asyncio.run(self._tail(job_id, skip=skip, take=take))
 
     async def _tail(self, job_id: str, *, skip: int, take: Callable[[str], None]) -> str:
@@ -123,7 +124,7 @@ class HttpClient(JobSubmissionClient):
 
     def _do_request(self, method: str, endpoint: str, **options: Any) -> requests.Response:
         """Add a time limit, which Ray's client does not set."""
-        # Use no proxy for this machine: the shell's proxy would connect to its own loopback address, and would receive the token.
+        # Do not use the shell's proxy for a loopback address: it would connect to its own loopback, and it would see the token.
         host = urllib.parse.urlsplit(self.where).hostname or ""
         is_here = host in ("localhost", "::1") or host.startswith("127.")
         return super()._do_request(
@@ -207,7 +208,7 @@ class AtHead:
 
 
 def _reason(error: Exception) -> str:
-    """Return the innermost reason of a requests error, without the addresses that it repeats."""
+    """Return the innermost cause of an error from requests, without the addresses that the error repeats."""
     text = str(error)
     found = re.search(r"\[Errno -?\d+\] ([^'\")]+)|(timed out)", text)
     return (found[1] or found[2]).strip() if found else redact(text)[:200]

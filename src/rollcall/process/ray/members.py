@@ -1,6 +1,6 @@
 """The live nodes of the Ray cluster that this process is connected to, by rank.
 
-Ray is imported inside the functions because it reads variables during the import, which ``connect`` sets first.
+Ray reads environment variables when it is imported, so the functions import it only after ``connect`` has set them.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from rollcall.process.ray.gcs import node_rows
 RANK_LABEL = "rollcall.rank"  # set by `rollcall node`, or by a user's `ray start`
 MARK_LABEL = "rollcall.mark"  # set by `rollcall node` only
 
-# The ranks that nodes without a rank of their own got when a run was placed on them, by Ray cluster and by the node's place.
+# The ranks that were assigned to nodes without a rank of their own when a run was placed on them, by Ray cluster and node's place.
 _settled: dict[str, dict[str, int]] = {}
 # Nodes that were silent in a run, each with a pending call and the time when it was made. Ray itself lists a dead node as
 # alive for a minute or more, unless it was started with different settings.
 _suspects: dict[str, tuple[Any, float]] = {}
-_answered: set[str] = set()  # nodes that were suspects and answered
+_answered: set[str] = set()  # nodes that have answered since they were suspected
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,20 +42,21 @@ class RayNode:
 
     @property
     def selector(self) -> dict[str, str]:
-        """Return the labels that tie a bundle to the node, by rank if it has one: a node that replaces a dead one gets its slots."""
+        """Return the labels that tie a bundle to the node. If it has a rank, they tie the bundle to the rank, so a node that replaces a
+        dead one gets its slots."""
         if self.is_labelled:
             return {RANK_LABEL: str(self.rank)}
         return {} if self.tie else {"ray.io/node-id": self.node_id}
 
     @property
     def tie(self) -> dict[str, float]:
-        """Return the resource that ties a bundle to a node without a label: a node that comes back at this address gets the slots."""
-        name = f"node:{self.address}"  # every Ray node offers it; such a small amount leaves room for all other bundles
+        """Return the resource that ties a bundle to a node without a label; a node that comes back at this address gets its slots."""
+        name = f"node:{self.address}"  # every Ray node has this resource; each bundle takes so little of it that there is enough for all
         return {name: 0.001} if not self.is_labelled and self.place == self.address and name in self.total else {}
 
 
 def ranked_nodes() -> list[RayNode]:
-    """Return the live nodes by rank. Nodes without a rank of their own follow by address; a silent node counts once it answers again."""
+    """Return the live nodes by rank. Nodes without a rank of their own follow, by address. A silent node is left out until it answers."""
     import ray
     from ray._private import state as ray_state  # the pinned Ray has no public call for free resources
 
@@ -95,8 +96,8 @@ def ranked_nodes() -> list[RayNode]:
 
 
 def _without_predecessors(nodes: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Leave out nodes that have to answer before they count. If a run's node is listed twice, it was restarted, and Ray still lists the
-    node before the restart as well."""
+    """Leave out nodes that must first prove that they are alive. If a run's node was restarted, Ray may list it twice for a while: as it
+    was before the restart and as it is now."""
     known, addresses = _settled.get(_this_ray(), {}), [node["NodeManagerAddress"] for node in nodes]
     for node, address in zip(nodes, addresses, strict=True):
         if address in known and addresses.count(address) > 1 and node["NodeID"] not in _answered:
@@ -122,14 +123,14 @@ def lost_nodes() -> dict[int | None, NodeInfo]:
 
 
 def settle_ranks(nodes: Sequence[RayNode]) -> None:
-    """Remember the ranks of these nodes, on which a run is placed, so that a node that comes back in the same place gets its rank."""
+    """Remember the ranks of the nodes that a run is placed on, so that a node that comes back in the same place gets the same rank."""
     now = {node.place: node.rank for node in nodes}
     before = _settled.get(_this_ray(), {})
     _settled[_this_ray()] = {place: rank for place, rank in before.items() if rank not in now.values()} | now
 
 
 def suspect(node_id: str) -> None:
-    """Leave out this node, which does not answer, until it answers again."""
+    """Leave this node out until it answers, because it is silent."""
     import ray
 
     if node_id not in _suspects:
@@ -154,7 +155,7 @@ def _answers(node_id: str) -> bool:
         return False
     try:
         ray.get(call)
-    except RayError:  # Ray considers it dead, or soon will
+    except RayError:  # Ray considers the node dead, or will soon
         return False
     del _suspects[node_id]
     _answered.add(node_id)

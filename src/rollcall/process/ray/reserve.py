@@ -4,8 +4,8 @@ Slots are the bundles of one placement group, so a virtual cluster gets all of i
 node. A task in each bundle reports which accelerator Ray assigned to it, so slots are in (node rank, accelerator) order, whatever
 order Ray chose. A worker is a Ray actor in its slot's bundle.
 
-Who waits for whom: ``reserve`` waits for nodes with room. ``Gang.start`` waits until all processes are up (the process of rank 0 leases
-the group's port), and then until every worker has been created. Each wait has a deadline and says what is missing.
+Who waits for whom: ``reserve`` waits for nodes with enough free slots. ``Gang.start`` waits until all processes are up (the process of
+rank 0 leases the group's port), and then until every worker has been created. Each wait has a deadline and reports what is missing.
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ from rollcall.process.groups.backend import Ask, NodeSeats, Reservation
 from rollcall.process.ray.carrier import OnRay
 from rollcall.process.ray.members import RayNode, lost_nodes, ranked_nodes, settle_ranks
 
-PLACE_TRY_S = 10.0  # placing a group in free slots takes milliseconds; if it takes longer, another run took the slots
+# Placing a group in free slots takes milliseconds. If it takes much longer, another run has taken the slots.
+PLACE_TRY_S = 10.0
 POLL_S = 0.25
 NODES_DEADLINE_S = 180.0
 
@@ -60,7 +61,7 @@ class RayBackend:
             if not wait.again(f"waiting for {awaited}", after_s=POLL_S):
                 advice = "ask for fewer slots, stop the processes that use the other slots, or add nodes (see `rollcall status`)"
                 more = "" if missing else f". Nodes are assigned to entries in rank order; {advice}"
-                raise NoRoomError(f"no room after {timeout_s:g} s of waiting for {awaited}{more}")
+                raise NoRoomError(f"not enough room after waiting {timeout_s:g} s for {awaited}{more}")
 
 
 def wait_for_nodes(cluster: Cluster | None, num_nodes: int, *, fewest: int, wait_s: float) -> list[int]:
@@ -74,7 +75,7 @@ def wait_for_nodes(cluster: Cluster | None, num_nodes: int, *, fewest: int, wait
         awaited = _missing(cluster, missing)
         if wait.waited_s >= wait_s and len(here) >= fewest:
             say(
-                f"the run continues with {counted(len(here), 'node')}; after {wait_s:g} s, it no longer waits for {awaited}"
+                f"the run continues with {counted(len(here), 'node')}; after {wait_s:g} s, it is no longer waiting for {awaited}"
             )
             return here
         if wait.waited_s >= max(wait_s, NODES_DEADLINE_S):
@@ -87,7 +88,7 @@ def wait_for_nodes(cluster: Cluster | None, num_nodes: int, *, fewest: int, wait
 
 
 def _missing(cluster: Cluster | None, ranks: Sequence[int]) -> str:
-    """Return a text with the missing ranks, the times when nodes were lost, and the command that starts the nodes again."""
+    """Return a text that lists the missing ranks, the times when nodes were lost, and the command that starts the nodes again."""
     start = (
         start_there(cluster, ranks)
         if cluster
@@ -113,7 +114,8 @@ def choose_nodes(ask: Ask, nodes: Sequence[RayNode]) -> list[RayNode] | None:
 
 
 def _may_fork(nodes: Sequence[RayNode]) -> bool:
-    """Return whether workers on these nodes run a Python that has Rollcall: Rollcall started Ray, and the user chose no other Python."""
+    """Return whether Rollcall is certainly installed in the Python of workers on these nodes: Rollcall started Ray there, and the user
+    chose no other Python."""
     chosen_by_user = {"py_executable", "pip", "uv", "conda", "image_uri", "container", "nsight", "rocprof_sys"}
     return all(node.is_ours for node in nodes) and not chosen_by_user & {*ray.get_runtime_context().runtime_env}
 
@@ -149,7 +151,7 @@ def _lack(ask: Ask, nodes: Sequence[RayNode]) -> str:
     return "; ".join(said)
 
 
-@ray.remote(num_cpus=0, max_calls=0)  # the process stays up for the node's next bundle
+@ray.remote(num_cpus=0, max_calls=0)  # the process is reused for the node's next bundle
 def _look() -> tuple[int, str, str | None]:
     """Return this bundle's accelerator: its place on the node, its name, and the variable that makes it visible."""
     from ray._private.accelerators import get_accelerator_manager_for_resource
@@ -194,7 +196,7 @@ def _seats(ask: Ask, chosen: Sequence[RayNode], group: PlacementGroup, *, wait: 
 def _look_around(
     bundles: Sequence[range], group: PlacementGroup, *, wait: Wait
 ) -> dict[int, tuple[int, str, str | None]]:
-    """Ask all nodes at once, but a node's bundles one after the other, so that each node starts only one process for this."""
+    """Query all nodes in parallel, but the bundles of a node one after the other, so that each node starts only one process for this."""
     found: dict[int, tuple[int, str, str | None]] = {}
     for turn in range(max(map(len, bundles))):
         asked = {

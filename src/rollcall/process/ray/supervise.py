@@ -110,7 +110,7 @@ class Supervisor:
                     ray.remote(Eyes)
                     .options(
                         **pinned(node_id),
-                        max_restarts=-1,  # it too may be killed when memory runs out; a node is lost when nothing answers there
+                        max_restarts=-1,  # this process may be killed too when memory runs out; without it, its node counts as lost
                         runtime_env={"env_vars": {GROUP_MARK: self._mark}},
                     )
                     .remote(self._mark)
@@ -124,7 +124,7 @@ class Supervisor:
             self._seats[member.spec.rank] = member
 
     def remove(self, member: Member) -> None:
-        """Stop watching a lost worker, and ask its node once more for the worker's last calls."""
+        """Stop watching a lost worker, and query its node once more for the worker's last calls."""
         with self._lock:
             known = self._seats.pop(member.spec.rank, None)
         if known is not None:
@@ -139,7 +139,7 @@ class Supervisor:
             return {rank for rank, one in self._seats.items() if one.spec.node.node_id in self._silent_nodes}
 
     def _look_last(self, members: Sequence[Member]) -> None:
-        """Ask the nodes for the calls that these workers have made until now. Nodes that do not answer are left out."""
+        """Ask the nodes for the calls that these workers have run so far. Nodes that do not answer are left out."""
         time.sleep(2 * JOIN_S)  # a call that has just ended may be followed by another call of the same method
         with self._lock:
             by_node = _pids_by_node(one for one in members if one.spec.node.node_id not in self._silent_nodes)
@@ -174,14 +174,14 @@ class Supervisor:
             with self._lock:
                 silent = self._silent_nodes & {seats[loss.rank].spec.node.node_id for loss in losses}
             for node_id in silent:
-                suspect(node_id)  # leaves it out of the plan
-            with self._lock:  # a worker that was replaced meanwhile is not lost
+                suspect(node_id)  # no run is placed on it until it answers again
+            with self._lock:  # a worker that was replaced in the meantime is not lost
                 current = {
                     seats[loss.rank]: loss.why for loss in losses if self._seats.get(loss.rank) is seats[loss.rank]
                 }
                 if current and not self._ended.is_set():
                     self._gang.lose(current)
-            for loss in losses:  # only after the gang knows the true reason for the loss
+            for loss in losses:  # kill workers only now: the gang must know the real reason for the loss first
                 if loss.still_runs:
                     member = seats[loss.rank]
                     self._eyes[member.spec.node.node_id].end.remote(member.pid)
@@ -209,7 +209,7 @@ class Supervisor:
         )
 
     def _post(self, member: Member, *, stop: Mapping[str, Any] | None) -> None:
-        """Tell the board where a debugger holds this worker. Ray's own debugger does not report where."""
+        """Tell the board where this worker has stopped in a debugger. Ray's own debugger does not report where."""
         spec = member.spec
         (rank,) = re.findall(r"\w+ rank (\d+)", spec.title)[:1] or [spec.rank]
         seat = DebugSeat(role=spec.kind, rank=int(rank), node=spec.node.node_rank, title=spec.where)
@@ -235,7 +235,7 @@ class Supervisor:
             except RayError:
                 found[node_id] = None
                 continue
-            with self._lock:  # do not judge a process that was removed or replaced meanwhile, nor its successor
+            with self._lock:  # ignore processes that were removed or replaced in the meantime, and their successors
                 current = {rank for rank, pid in pids.items() if rank in self._seats and self._seats[rank].pid == pid}
             workers = {rank: seen for rank, seen in answer.workers.items() if rank in current}
             logs = {rank: log for rank, log in answer.logs.items() if rank in current}
@@ -255,11 +255,11 @@ class Supervisor:
             stacks = ray.get(eyes.stacks.remote(member.pid), timeout=10)
         except RayError as error:
             stacks = f"they cannot be read: {error}"
-        warn(f"{member.spec.where}: {why}; the stacks of its threads:\n{stacks}")
+        warn(f"{member.spec.where}: {why}; its thread stacks:\n{stacks}")
 
 
 def _pids_by_node(members: Iterable[Member]) -> dict[str, dict[int, int]]:
-    """Return the process ids by rank, for each node."""
+    """Map each node to its process ids by rank."""
     found: dict[str, dict[int, int]] = {}
     for member in members:
         found.setdefault(member.spec.node.node_id, {})[member.spec.rank] = member.pid

@@ -1,14 +1,14 @@
 """Forks a group's workers from one process on each node, the *zygote*, which imports torch and Rollcall only once.
 
-A new interpreter spends seconds of CPU time on these imports, and minutes on a busy shared file system, for every worker of a
+A new interpreter spends seconds of CPU time on these imports, and minutes on a busy shared file system, for every worker on a
 node and again for every replacement. So instead of ``python default_worker.py ...``, Ray starts
 ``python -m rollcall.process.ray.zygote default_worker.py ...`` (py_executable of the runtime environment). This small process, the
 *stub*, passes its arguments, variables, folder and standard streams to the zygote, whose child becomes the worker. The first stub on a
 node starts the zygote. If the zygote does not answer in time, the stub becomes the worker itself, as Ray intended.
 
 Who waits for whom: a stub waits for its worker to exit, and exits with the same status. If a stub is killed, its worker is killed too.
-The zygote exits with the node's raylet, with its group, or after ``IDLE_S`` without a worker. It must never touch CUDA, because its
-forked workers could then no longer use CUDA.
+The zygote exits when the node's raylet exits, when its group ends, or after ``IDLE_S`` without a worker. It must never touch CUDA,
+because its forked workers could then no longer use CUDA.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def main(arguments: list[str]) -> int:
     if zygote is None or answer != FORKED:
         os.execv(sys.executable, [sys.executable, *arguments])
     status = zygote.recv(1)
-    return status[0] if status else 1  # without a status, the zygote was killed
+    return status[0] if status else 1  # no status: the zygote was killed
 
 
 def _connect() -> socket.socket | None:
@@ -87,7 +87,7 @@ def _start(address: str) -> None:
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         listener.bind(address)
-    except OSError:  # another stub has the address, and will listen in a moment
+    except OSError:  # another stub has bound the address and is about to listen
         listener.close()
         time.sleep(0.1)
         return
@@ -107,10 +107,11 @@ def _serve(listener: socket.socket) -> NoReturn:
         for module in os.environ[MODULES].split():
             importlib.import_module(module)
     nothing = os.open(os.devnull, os.O_RDWR)
-    for stream in (0, 1, 2):  # until now, these were the first stub's streams, so that it shows a failed import
+    # Until now, these were the first stub's streams, so that errors during the imports are shown.
+    for stream in (0, 1, 2):
         os.dup2(nothing, stream)
     gc.collect()
-    gc.freeze()  # a collection in a worker would write to the shared pages, and so copy them
+    gc.freeze()  # otherwise a collection in a worker would write to the shared pages, and thereby copy them
     wake, wake_end = os.pipe()
     os.set_blocking(wake, False)
     os.set_blocking(wake_end, False)
@@ -122,7 +123,7 @@ def _serve(listener: socket.socket) -> NoReturn:
         ready, _, _ = select.select([listener, wake, *stubs.values()], [], [], LOOK_S)
         if wake in ready:
             os.read(wake, 1 << 16)
-        for pid in [pid for pid, stub in stubs.items() if stub in ready]:  # a stub sends nothing more, so it was killed
+        for pid in [pid for pid, stub in stubs.items() if stub in ready]:  # readable: the stub was killed
             os.kill(pid, signal.SIGKILL)
             stubs.pop(pid).close()
         if listener in ready:
@@ -175,7 +176,7 @@ def _fork(stub: socket.socket, *, keep_out: list[socket.socket], pipe: tuple[int
 
 
 def _become_worker(request: dict[str, Any], streams: list[int], pipe: tuple[int, int]) -> NoReturn:
-    os.setpgid(0, 0)  # the raylet kills a worker with its process group
+    os.setpgid(0, 0)  # the raylet kills a worker's whole process group
     signal.set_wakeup_fd(-1)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     for stream, place in zip(streams, (0, 1, 2), strict=True):

@@ -1,12 +1,12 @@
 """The master's side of worker groups on nodes that share only a folder: watches the workers, sends calls and receives answers.
-``worker`` is the workers' side; ``messages`` describes the files.
+``worker.py`` is the workers' side; ``messages.py`` describes the files.
 
 A call is a file in its worker's inbox, and its answer is a file in ``answers``. Both are labelled with master, worker and epoch: a
 worker answers only calls that are meant for it, from this master, for its current group. The worker of node 0 is a child process
 of the master, and gets its calls in the same way.
 
 One thread, the postman, receives answers and watches the workers. A worker is dead when its counter stops changing, when it has
-left, when a different process has taken its place, or when a call takes longer than ``CALL_S``; its open calls then fail. Who
+exited, when a different process has taken its place, or when a call takes longer than ``CALL_S``; its open calls then fail. Who
 waits for whom: ``reserve`` waits for a worker on every node, ``settle`` and ``answered`` wait for answers.
 """
 
@@ -61,7 +61,7 @@ class NodeWorker:
         self.rank = rank
         self.incarnation: str = facts["incarnation"]
         self.host: str = facts["host"]
-        self.death = ""  # why it died; empty: it is alive
+        self.death = ""  # why it is dead; empty: it is alive
         self.on_death: Callable[[str], None] = lambda why: None
         self.number = 0  # number of its last call in this epoch
         self.calls: dict[int, Call] = {}  # open calls by number; the worker handles them one after the other
@@ -79,7 +79,7 @@ class NodeWorker:
 
 
 class FolderBackend:
-    """The master of a shared folder, used in a ``with`` block. At the end of the block, the workers learn how the run ended."""
+    """The master of a shared folder, used in a ``with`` block. At the end of the block, it tells the workers how the run ended."""
 
     def __init__(
         self,
@@ -200,7 +200,7 @@ class FolderBackend:
             self._bury(0, "it was ended")
 
     def begin_epoch(self) -> None:
-        """Start a new group. The workers drop all work for older groups."""
+        """Begin a new group. The workers then abandon all work for earlier groups."""
         with self.changed:
             self._epoch += 1
             for worker in self._workers.values():
@@ -240,7 +240,7 @@ class FolderBackend:
                                 self._bury(rank, why)
                     looked = time.monotonic()
                 self._rhythm.note(happened=found)
-            except Exception as error:  # callers that wait for an answer must learn that no answer will come
+            except Exception as error:  # callers that are waiting for answers must be told that none will come
                 with self.changed:
                     self._trouble = error
                     self.changed.notify_all()
@@ -267,7 +267,7 @@ class FolderBackend:
                         answered.finish(outcome[0])
                     found = True
                     self.changed.notify_all()
-            remove(answers / name)  # even an answer that belongs to an earlier conversation
+            remove(answers / name)  # also if the answer belongs to an earlier conversation
         return found
 
     def _cause_of_death(self, rank: int, worker: NodeWorker) -> str:
@@ -291,12 +291,12 @@ class FolderBackend:
             return
         worker.death = why
         if rank == 0 and self._child is not None:
-            self._child.kill()  # a process that hangs would block its successor
+            self._child.kill()  # if it hangs, it would keep its successor from starting
             self._child.wait(timeout=30)
             self._child = None  # so that ``await_workers`` starts a new process
         worker.on_death(why)
         self._fail_calls(worker, why)
-        # If the worker was only suspended and is still alive, it must come back as a new worker.
+        # If the worker was only suspended and is still alive, it must rejoin as a new worker.
         self._presence.say(dismissed=[worker.incarnation for worker in self._workers.values() if worker.death])
 
     def _fail_calls(self, worker: NodeWorker, why: str) -> None:
@@ -346,7 +346,7 @@ class Mail(Carrier):
         return not member.link.death
 
     def look(self, members: Sequence[Member], *, last: bool) -> Collection[int]:
-        """Report the calls that the master knows of."""
+        """Report the calls to the lookout, as far as the master knows them."""
         for member in members:
             worker: NodeWorker = member.link
             facts = self._post.facts_of(worker)
@@ -367,7 +367,7 @@ class Mail(Carrier):
         return ()
 
     def stop(self, members: Sequence[Member], *, timeout_s: float) -> None:
-        """Begin a new epoch, which makes the workers drop their work, and stop the worker process of node 0."""
+        """Begin a new epoch, so that the workers abandon their work, and stop the worker process of node 0."""
         self._post.begin_epoch()
         self._post.end_child()
         end_group(self._mark, timeout_s=timeout_s)

@@ -1,21 +1,21 @@
 """Messages and heartbeats between processes that share only a folder.
 
 FOLDER/messages/
-  master/presence.json      who the master is, its current worker group (``epoch``), how the run ended
-  node-0001/presence.json   who worker 1 is
-  node-0001/inbox/          calls to worker 1, which removes them as it takes them
-  answers/                  answers of all workers, removed as the master takes them
+  master/presence.json      identifies the master, its current worker group (``epoch``) and how the run ended
+  node-0001/presence.json   identifies worker 1
+  node-0001/inbox/          calls to worker 1, which removes each call when it reads it
+  answers/                  answers of all workers; the master removes each answer when it reads it
 
 A message is a file. It is written under a temporary name in the same folder and renamed, so that no reader sees an incomplete one;
-the reader removes it. Its name contains the label of a conversation (master, worker, epoch) and a number. The reader takes numbers
-in order, and waits for a number that the folder does not list yet. A message with a different label belongs to an earlier
-conversation and is never answered.
+the reader removes it. Its name contains the label of a conversation (master, worker, epoch) and a number. The reader reads
+messages in the order of their numbers, and waits if the next number is not in the folder yet. A message with a different label belongs
+to an earlier conversation and is never answered.
 
-A process shows that it is alive through a file with an incarnation, which is new for every process, and a counter that it advances
-(``Heartbeat``, ``base/lease.py``). The counter of a dead process no longer changes.
+A process shows that it is alive through a file that contains its incarnation, which is unique to the process, and a counter that it
+keeps increasing (``Heartbeat``, ``base/lease.py``). The counter of a dead process no longer changes.
 
-NFS may show a new file late to a process that asks for its name, but at once to one that opens the folder, so every check
-lists the folder first. A reader gets ENOENT or ESTALE when a file is replaced during the read; it then tries again.
+On NFS, a process that looks up a new file by name may not find it for a while, but a process that lists the folder finds it at once.
+So every check lists the folder first. A reader gets ENOENT or ESTALE when a file is replaced during the read; it then tries again.
 
 Messages are pickles: a process that can write one can run code here. So the folder must be closed to other users (0700), which
 is checked. The file system then keeps others out, and no token is needed.
@@ -46,7 +46,7 @@ from rollcall.base.version import __version__
 from rollcall.base.wait import warn
 
 BEAT_S = 1.0  # between two increments of the counter
-SILENT_S = 20.0  # a process whose counter has not changed for this long is gone
+SILENT_S = 20.0  # a process whose counter has not changed for this long is considered gone
 PRESENCE = "presence.json"
 
 
@@ -121,7 +121,7 @@ def _unless_gone() -> Iterator[None]:
 
 
 def names(folder: Path) -> list[str]:
-    """List the folder's files, sorted, without those being written. Empty while the folder does not exist."""
+    """List the folder's files, sorted, without those that are being written. The list is empty if the folder does not exist."""
     with _unless_gone():
         return sorted(name for name in os.listdir(folder) if not name.startswith(TEMPORARY))
     return []
@@ -152,9 +152,9 @@ def put(path: Path, data: bytes, *, durable: bool = False) -> None:
 
 
 def sweep(folder: Path) -> None:
-    """Remove temporary files of killed writers. A living writer writes its file again."""
+    """Remove the temporary files of killed writers. If a writer is still alive, it writes its file again."""
     for path in folder.glob(f"{TEMPORARY}*"):
-        with suppress(OSError):  # what is left is removed at the next start
+        with suppress(OSError):  # remaining files are removed at the next start
             path.unlink()
 
 
@@ -194,7 +194,7 @@ def read_name(name: str) -> tuple[str, int]:
 
 
 class Presence:
-    """This process as the others see it: its incarnation, facts about it, and a counter that a thread advances.
+    """What this process publishes about itself: its incarnation, facts about it, and a counter that a thread keeps increasing.
 
     ``each_beat`` runs in that thread at each beat. ``changing`` returns facts that change at each beat.
     """
@@ -226,13 +226,13 @@ class Presence:
         self._thread.start()
 
     def say(self, **facts: Any) -> None:
-        """Change the facts; others see the change once this returns."""
+        """Change the facts; other processes can see the change once this returns."""
         with self._one_writes:
             self._facts |= facts
         self._write(durable=True)
 
     def end(self, **facts: Any) -> None:
-        """Stop the counter and leave these facts behind."""
+        """Stop the counter, and write these facts to the presence file one last time."""
         self._ended.set()
         if self._thread.is_alive() and self._thread is not threading.current_thread():
             self._thread.join(timeout=2 * BEAT_S)
@@ -251,12 +251,12 @@ class Presence:
                 if self._each_beat is not None:
                     self._each_beat()
             except (OSError, DiskError) as error:
-                # The others see that the counter does not change, and wait until the folder is back.
+                # Other processes see that the counter does not change, and wait until the folder is available again.
                 warn(f"{self._path} cannot be written: {error}")
 
 
 class Peer:
-    """A different process, as its presence file shows it."""
+    """Another process, as described by its presence file."""
 
     def __init__(self, folder: Path) -> None:
         self.facts: Mapping[str, Any] = {}

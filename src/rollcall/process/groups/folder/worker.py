@@ -1,11 +1,11 @@
 """The worker of one node when nodes share only a folder: it takes calls from its inbox and answers them one at a time.
 
-It serves a master whose counter advances; the counter of an earlier run's master no longer changes. A new epoch of the master, or a new
-master, ends the current work, and the worker is created again at the next start. If the master's counter stops, the
-worker waits, up to a deadline, until the counter advances again or a new master appears.
+It serves a master whose counter advances; the counter of an earlier run's master no longer changes. If the master begins a new
+epoch, or a new master appears, the current work is abandoned, and the worker is created again at the next start. If the master's
+counter stops, the worker waits, up to a deadline, until the counter advances again or a new master appears.
 
-The main thread runs the calls. The presence thread advances the counter and watches the master. If nobody waits for the main
-thread's call any more, the presence thread interrupts the call with a signal.
+The main thread runs the calls. The presence thread advances the counter and watches the master. If nobody is waiting for the
+main thread's call any longer, the presence thread interrupts the call with a signal.
 
 ``python -m rollcall.process.groups.folder.worker FOLDER RANK NUM_NODES`` is the worker of node 0, a child of the master. It is killed
 when its standard input closes.
@@ -52,13 +52,13 @@ from rollcall.process.groups.folder.messages import (
 from rollcall.process.groups.host import GROUP_MARK, Host, RemoteFailureError, end_group
 from rollcall.process.groups.pulse import device_bytes
 
-MASTER_WAIT_S = 1800.0  # for a master that has not started yet, or was lost
+MASTER_WAIT_S = 1800.0  # how long to wait for a master that has not started yet, or was lost
 END_S = 10.0  # for killed processes to exit
 
 
-# Not Exceptions: the code of a call must not mistake them for its own errors.
+# These do not derive from Exception, so that the code of a call does not catch them as its own errors.
 class _Abandoned(BaseException):
-    """Nobody waits for this call any more."""
+    """Nobody is waiting for this call any longer."""
 
 
 class _Terminated(BaseException):
@@ -91,13 +91,13 @@ class FolderWorker:
             each_beat=self._look,
             changing=lambda: {"memory_bytes": psutil.Process().memory_info().rss, "device_bytes": device_bytes()},
         )
-        self._label = ""  # the current conversation's; empty: there is none
+        self._label = ""  # the label of the current conversation; empty: there is no conversation
         self._served: set[str] = set()  # masters that this worker has served
         self._is_calling = False
         self._host: Host | None = None
         self._mark = ""  # the mark of its group
         self._inbox: Inbox | None = None
-        self._tells = rank > 0  # worker 0, the master's child, prints nothing, because the master prints the same
+        self._tells = rank > 0  # worker 0, the master's child, is quiet, because the master prints the same messages
 
     def run(self) -> None:
         """Serve until the master says that the run is over."""
@@ -131,7 +131,7 @@ class FolderWorker:
             self._presence.end(state=State.LEFT, why=why)
 
     def _refuse_other_options(self) -> None:
-        """Compare options before the master can assign work to this worker: a worker that leaves again would cost an attempt."""
+        """Compare options before the master can assign work to this worker. If the worker exited later, the run's attempt would fail."""
         end_s = time.monotonic() + 3 * BEAT_S
         self._master.look()
         while self._master.facts.get("state") == State.RUNNING and time.monotonic() < end_s:
@@ -185,7 +185,7 @@ class FolderWorker:
                 "waiting for it, or for the same command to be run there again"
             )
         if waiting.is_over:
-            raise ClusterError(f"{what}: no sign of it for {waiting.waited_s:.0f} s, so worker {self.rank} stops")
+            raise ClusterError(f"{what}; gave up after {waiting.waited_s:.0f} s, so worker {self.rank} stops")
         if self._tells:
             waiting.tell(what)
         time.sleep(0.2)
@@ -213,13 +213,13 @@ class FolderWorker:
         )
 
     def _attach(self) -> None:
-        """Join the master's current group; calls from other groups are dropped and never answered."""
+        """Join the master's current group. Calls from other groups are discarded and never answered."""
         if self._presence.incarnation in self._master.facts["dismissed"]:
             self._say(
-                f"the master gave up on worker {self.rank}, which was silent for a while; it rejoins as a new worker"
+                f"worker {self.rank} was silent for too long, so the master considered it dead; it is rejoining as a new worker"
             )
             self._drop()
-            self._presence.say(incarnation=new_id())  # as a new process would
+            self._presence.say(incarnation=new_id())  # so that the master treats this process as a new worker
         label = self._current_label()
         if label == self._label:
             return
@@ -246,7 +246,7 @@ class FolderWorker:
             torch.cuda.empty_cache()
 
     def _work(self) -> bool:
-        """Take a call and answer it; return False if there was none."""
+        """Read the next call and answer it; return False if there is no call."""
         assert self._inbox is not None
         taken = self._inbox.take()
         if taken is None:
@@ -273,13 +273,14 @@ class FolderWorker:
         if method == "start":
             self._mark = args[0][GROUP_MARK]
         try:
-            self._is_calling = method == "call"  # not while it is created: an interrupted import cannot be repeated
+            # The creation of the worker is not interrupted, because an interrupted import cannot be repeated.
+            self._is_calling = method == "call"
             return getattr(self._host, method)(*args, **kwargs)
         finally:
             self._is_calling = False
 
     def _look(self) -> None:
-        """Check the master, in the presence thread."""
+        """Check the master. The presence thread calls this."""
         self._master.look()
         if not (self._is_calling and self._master.is_moving):
             return
