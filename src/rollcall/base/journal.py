@@ -199,7 +199,7 @@ class Journal(AbstractContextManager["Journal"]):
             self._ledger.add(entry)
 
     def trained(self) -> dict[int, TrainedStep]:
-        """Return every step that was ever trained, with its draws. A replayed step appears once."""
+        """Return every step that was trained at any time, and the draws that it was trained on. A replayed step appears once."""
         return self._read_trained().entries
 
     def _read_trained(self) -> _Ledger:

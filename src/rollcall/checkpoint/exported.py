@@ -30,7 +30,7 @@ def exported_model(run_dir: Path, *, last: Checkpoint | None) -> Path | None:
     except StoredError as error:
         if last is None:
             raise CheckpointError(str(error)) from None
-        warn(f"{error}. Until then, the checkpoint of step {last.step} is used instead")
+        warn(f"{error}. This command uses the checkpoint of step {last.step} instead")
         return None
     return model
 

@@ -2,7 +2,7 @@
 
 Ranks are numbered along three axes, the last one fastest: ``replicate`` (copies of the state), ``shard`` (FSDP: each rank has a
 part of each weight) and ``tensor`` (each rank has different heads and columns). Ranks in a tensor group work on the same tokens.
-A lane is a tensor group; there are replicate x shard lanes. Each set of ``context`` neighbouring lanes splits the tokens of the same
+A lane is a tensor group; there are replicate x shard lanes. Each set of neighbouring lanes (``context`` of them) splits the tokens of the same
 rows. This does not affect how weights are split. It only reduces the number of data ranks, each with different rows, to lanes / context.
 A full copy on every rank (``sharding: replicate``) needs no ``ModelSplit``.
 """

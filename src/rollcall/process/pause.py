@@ -1,4 +1,4 @@
-"""Measures the time that this process has spent at a debugger's prompt. A run's time limits do not count this time.
+"""Measures the time that this process has spent at a debugger's prompt. This time does not count towards a run's time limits.
 
 This file uses only the standard library, because every reward and environment process imports it.
 """

@@ -151,7 +151,7 @@ class Desk:
         self._door = Door(listener, secret=self.invitation.secret)
 
     def welcome(self, deadline: Wait) -> tuple[dict[str, Line], dict[str, dict[str, Any]]]:
-        """Wait for all receivers to connect. Return a line to each of them, and their hello messages."""
+        """Wait for all receivers to connect. Return, by receiver, the line to it and its hello message."""
         lines: dict[str, Line] = {}
         hellos: dict[str, dict[str, Any]] = {}
         while missing := [name for name in self._receivers if name not in lines]:

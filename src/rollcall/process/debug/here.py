@@ -142,7 +142,7 @@ class DebugLine:
     """The parent's end of the line to a child that runs user code: a reward's or an environment's process (child.py has the other end).
 
     The child has no terminal and perhaps no network, so the parent provides a terminal: its own, or those that connect to a porter.
-    Text from the child is only displayed. While somebody debugs the child, its time limits are paused (``is_held``,
+    Text from the child is displayed and never interpreted. While somebody debugs the child, its time limits are paused (``is_held``,
     ``Board.is_held``). ``theirs`` is the child's socket. ``role`` and ``number`` identify the child.
     """
 

@@ -50,7 +50,7 @@ class RayNode:
 
     @property
     def tie(self) -> dict[str, float]:
-        """Return the resource that ties a bundle to a node without a label; a node that comes back at this address gets its slots."""
+        """Return the resource that ties a bundle to a node that has no label. A new node at this address gets the old node's slots."""
         name = f"node:{self.address}"  # every Ray node has this resource; each bundle takes so little of it that there is enough for all
         return {name: 0.001} if not self.is_labelled and self.place == self.address and name in self.total else {}
 

@@ -169,7 +169,7 @@ class Supervisor:
                     if loss.still_runs:
                         self._tell_stacks(seats[loss.rank], why=loss.why)
             except RayError as error:
-                warn(f"the workers cannot be watched: {error}")
+                warn(f"cannot monitor the workers: {error}")
                 continue
             with self._lock:
                 silent = self._silent_nodes & {seats[loss.rank].spec.node.node_id for loss in losses}
