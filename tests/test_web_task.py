@@ -52,6 +52,7 @@ def browser_of(pid: int) -> psutil.Process:
 def test_eight_browsers_at_once_and_one_that_is_killed_fails_its_own_episode_alone() -> None:
     async def check() -> None:
         section = ClassEnvironment(path="examples.web_task:WebTask", call_format="text", call_timeout_s=120)
+        before = psutil.Process().children(recursive=True)
         environments = make_environments(section, chat_template=None)
         assert isinstance(environments, ProcessEnvironments)
         started: list[Any] = [await environments.start("") for _ in range(NUM_BROWSERS)]
@@ -71,7 +72,7 @@ def test_eight_browsers_at_once_and_one_that_is_killed_fails_its_own_episode_alo
             again = await environments.start("")
             assert await order(again, 3) == 1.0
         finally:
-            children = psutil.Process().children(recursive=True)
+            children = [child for child in psutil.Process().children(recursive=True) if child not in before]
             await environments.aclose()
         _, left = psutil.wait_procs(children, timeout=60)  # what a browser started is reaped by init
         assert left == []
