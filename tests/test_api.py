@@ -54,7 +54,7 @@ def test_importing_rollcall_imports_no_library_and_knows_its_names() -> None:
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
     for name in rollcall.__all__:
         assert getattr(rollcall, name) is not None
-    with pytest.raises(AttributeError, match="no attribute 'trian'; it has .*train"):
+    with pytest.raises(AttributeError, match="no attribute 'trian'; its attributes are .*train"):
         rollcall.trian  # noqa: B018 # pyright: ignore[reportAttributeAccessIssue]
 
 

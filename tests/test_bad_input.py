@@ -153,7 +153,7 @@ def test_prompts_that_become_the_same_tokens_are_told(tmp_path: Path, caplog: py
 def test_prompts_that_the_tokenizer_cannot_write_are_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     rows = [{"prompt": "12+34= reverse this", "answer": "1"} for _ in range(4)]
     load_inputs(make_run(tmp_path, "model.path=builtin:arithmetic", "data.max_prompt_tokens=99", rows=rows))
-    assert "the tokenizer has no tokens for 'e', 'h', 'i', 'r', 's', 't', 'v' of the prompt" in caplog.text
+    assert "the tokenizer has no tokens for 'e', 'h', 'i', 'r', 's', 't', 'v' in the prompt" in caplog.text
     caplog.clear()
     load_inputs(make_run(tmp_path / "good", rows=letter_rows(4)))
     assert "no tokens for" not in caplog.text
@@ -273,7 +273,7 @@ def test_bfloat16_on_a_cpu_without_it_is_refused(tmp_path: Path, monkeypatch: py
 @pytest.mark.parametrize("key", ["actor.compile", "rollout.compile"])
 def test_compiling_without_a_compiler_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, key: str) -> None:
     monkeypatch.setenv("CXX", "no-such-compiler")
-    with pytest.raises(ConfigError, match=f"{key}: true needs a C\\+\\+ compiler .* 'no-such-compiler'"):
+    with pytest.raises(ConfigError, match=f"{key}: true needs a C\\+\\+ compiler, but 'no-such-compiler'"):
         finish(make_run(tmp_path, f"{key}=true"))
 
 
@@ -643,7 +643,7 @@ def test_rows_that_changed_since_the_run_began_are_refused_before_its_first_chec
     (config.run.dir / "code.json").write_text(json.dumps(code))
     (config.run.dir / "data.json").unlink()
     with pytest.raises(
-        CheckpointError, match="has no data.json: a version of Rollcall before .* began this run; finish it with"
+        CheckpointError, match="has no data.json: a version of Rollcall before .* began this run; finish the run with"
     ):
         finish(config)
 

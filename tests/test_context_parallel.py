@@ -344,7 +344,7 @@ def test_a_product_that_does_not_divide_the_processes_is_refused(tensor: int, nu
         (12, 3, 1, 2, "does not divide the model's 3 key/value heads: 3 = 2 x 1 + 1; use 1"),
         (12, 3, 1, 6, None),
         (32, 8, 8, 4, None),
-        (12, 2, 4, 2, "3 attention heads of each rank of a tensor group (actor.tensor_parallel_size=4): 3 = 2 x 1 + 1; use 1"),
+        (12, 2, 4, 2, "3 attention heads on each rank of a tensor group (actor.tensor_parallel_size=4): 3 = 2 x 1 + 1; use 1"),
     ],
 )  # fmt: skip
 def test_heads_that_do_not_divide_are_refused_with_the_sum(

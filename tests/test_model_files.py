@@ -51,12 +51,12 @@ def a_dir(folder: Path, *, weights: int = 1 << 20, text: str | None = None, **ch
         ({"eos_token_id": -1}, "eos_token_id=-1 is not one of"),
         (
             {"vocab_size": 10_000_000},
-            "describes a model of more than 640,032,768 weights, .* have only 1,048,576 bytes",
+            "describes a model with more than 640,032,768 weights, .* have only 1,048,576 bytes",
         ),
         ({"text": "{"}, "cannot be read: Expecting"),
         ({"text": "[]"}, "it contains a list, not a map"),
         ({"text": "[" * 100_000}, "cannot be read: maximum recursion depth"),
-        ({"text": '{"a": ' * 60 + "1" + "}" * 60}, "more than 50 deep"),
+        ({"text": '{"a": ' * 60 + "1" + "}" * 60}, "more than 50 levels deep"),
     ],
 )
 def test_a_config_that_is_no_models_is_refused_by_file_and_key(

@@ -276,7 +276,7 @@ def test_arguments_of_the_optimizer_reach_it() -> None:
         (dict(name="torch.nn.Linear"), "is not a torch optimizer"),
         (
             dict(kwargs=dict(momentum=0.9)),
-            "kwargs.momentum is not an argument of torch.optim.AdamW; it takes lr, betas",
+            "kwargs.momentum is not an argument of torch.optim.AdamW; its arguments are lr, betas",
         ),
         (dict(kwargs=dict(params=[])), "kwargs.params is not an argument of torch.optim.AdamW"),
     ],
@@ -377,7 +377,7 @@ def test_arguments_that_need_state_which_was_not_kept_are_refused() -> None:
     before = Optimizer(weights(), section(), total_updates=10)
     run(before, seeds=range(1))
     other = Optimizer(weights(), section(optimizer={"kwargs": {"amsgrad": True}}), total_updates=10)
-    with pytest.raises(ValueError, match="kwargs.amsgrad=True needs state .* it was False before"):
+    with pytest.raises(ValueError, match="kwargs.amsgrad=True needs state .* the value was False before"):
         other.load_state_dict(saved(before))
 
 

@@ -427,7 +427,7 @@ def test_what_a_context_size_cannot_divide_is_refused(tmp_path: Path) -> None:
     )
     fsdp = {"sharding": "fsdp"}
     apart = make_run(tmp_path, {"actor": "0-3", "inference": "2-5", "rollout": "all"}, actor=fsdp)
-    assert any("inference has slots 2-5 and actor 0-3" in problem for problem in apart.problems)
+    assert any("inference has slots 2-5 and the actor has slots 0-3" in problem for problem in apart.problems)
     same = make_run(tmp_path, {"actor,inference": "0-3", "rollout": "all"}, actor=fsdp)
     assert same.problems == () and Role.INFERENCE in roles_together(same.config, same.plan)
 
@@ -496,7 +496,7 @@ def test_a_node_that_an_elastic_run_cannot_do_without_is_noted(tmp_path: Path) -
         return " ".join(run.notes)
 
     stuck = words({"rollout": "0-1", "actor": "2-3"}, 1)
-    assert "without node 0, the only one with rollout" in stuck and "without node 1, the only one with actor" in stuck
+    assert "without node 0, the only node with rollout" in stuck and "without node 1, the only node with actor" in stuck
     assert "elastic" not in words({"rollout": "0,2", "actor": "1,3"}, 1)
     assert "equals the number of nodes" in words({"rollout": "0,2", "actor": "1,3"}, 2)
 

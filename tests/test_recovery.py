@@ -114,7 +114,7 @@ def test_a_spent_budget_ends_the_run_with_the_last_reason_and_the_first_tracebac
         except WorkerDiedError as error:
             return error
 
-    with pytest.raises(RestartsSpentError, match="^actor rank 3 .* loss 3 within 3600 s") as caught:
+    with pytest.raises(RestartsSpentError, match="^actor rank 3 .* failure 3 within 3600 s") as caught:
         attempts(fail("actor rank 1 is dead"), fail("actor rank 2 is dead"), fail("actor rank 3 is dead"), most=2)
     text = str(caught.value)
     assert "actor rank 1 is dead" in text and "the root of it" in text and "actor rank 2" not in text

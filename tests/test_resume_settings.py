@@ -158,7 +158,7 @@ def test_settings_changed_on_resume_are_applied_told_and_recorded(tmp_path: Path
         expected = {"trainer.steps": [2, 4], **({"actor.weight_decay": [0.0, 10.0]} if decay else {})}
         assert changed == [expected]
         screen = capsys.readouterr().out
-        assert "made with the old values" in screen
+        assert "generated with the old values" in screen
         assert "trainer.steps: 2 -> 4" in screen and ("actor.weight_decay: 0.0 -> 10.0" in screen) is bool(decay)
     assert not torch.equal(ends["plain"]["model.embed_tokens.weight"], ends["decayed"]["model.embed_tokens.weight"])
 

@@ -124,7 +124,7 @@ def test_a_model_that_was_cut_off_is_written_again_and_leftovers_of_a_killed_wri
     assert not any(path.exists() for path in left) and audit(config.run.dir).is_clean
     weights.unlink()
     shutil.rmtree(config.run.dir / "checkpoints")
-    with pytest.raises(CheckpointError, match="has no tensors; use a directory with the weights"):
+    with pytest.raises(CheckpointError, match="has no tensors; use a directory with a model's weights"):
         newest_model_of(config)
 
 

@@ -45,7 +45,7 @@ def test_a_layout_may_order_ranks_as_it_likes():
     ("layout", "names", "said"),
     [
         ([0, 1], ["a", "b"], "1 axes, but the names are"),
-        ([[0, 1]], ["a", "a"], "name each axis once"),
+        ([[0, 1]], ["a", "a"], "give each axis one unique name"),
         ([0, 1, 1], ["a"], "rank 1 is in the layout 2 times"),
         ([0.5], ["a"], "integers"),
         ([], ["a"], "integers"),

@@ -152,7 +152,7 @@ def test_what_cannot_be_placed_or_held_is_refused_before_a_node_starts(monkeypat
     with pytest.raises(PlacementError, match="the native engine uses one slot per process"):
         simulate(make_config({"rollout": "0-1:0", "actor": "2-3"}))
     monkeypatch.setattr(module.psutil, "virtual_memory", lambda: SimpleNamespace(available=1 << 30))
-    with pytest.raises(ClusterError, match="2 nodes with 4 processes need about 2 GiB .* and 1 GiB are free"):
+    with pytest.raises(ClusterError, match="2 nodes with 4 processes need about 2 GiB .* but only 1 GiB are free"):
         simulate(make_config({"actor,rollout": "all"}))
 
 

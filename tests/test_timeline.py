@@ -447,7 +447,7 @@ def test_the_command_writes_a_trace_and_refuses_what_is_not_a_run(
     assert "idle" in CliRunner().invoke(app, ["trace", str(tmp_path), "--out", str(out)]).stdout
     monkeypatch.setattr("rollcall.cli.runs.LONG", 0)
     long = CliRunner().invoke(app, ["trace", str(tmp_path), "--out", str(out), "--json"])
-    assert "--from and --to select some of them" in long.stderr and json.loads(long.stdout) == told
+    assert "select some with --from and --to" in long.stderr and json.loads(long.stdout) == told
     for arguments in (["--from", "9"], ["--from", "3", "--to", "2"]):
         assert CliRunner().invoke(app, ["trace", str(tmp_path), "--out", str(out), *arguments]).exit_code == 1
     (tmp_path / "empty").mkdir()

@@ -182,7 +182,7 @@ def test_the_public_methods_of_a_class_are_its_tools() -> None:
     [
         (half_told, "the docstring does not describe argument b; add under `Args:`"),
         (unhinted, "argument a has no type hint; add one, such as a: str"),
-        (starred, r"takes \*args: .*name each argument"),
+        (starred, r"has the parameter \*args: .*name each argument"),
         (positional, "cannot be passed by name; remove the `/`"),
         (unknown_hint, "type hints cannot be read .NameError"),
         (lambda: None, "has no docstring"),

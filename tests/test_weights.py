@@ -607,7 +607,7 @@ def test_shared_memory_to_another_node_is_refused_before_anything_starts(transpo
         assert found == []
         return
     (problem,) = found
-    assert "only processes on the actor's node (node 1), and rollout rank 0 is on node 0; use auto" in problem
+    assert "only processes on the actor's node (node 1), but rollout rank 0 is on node 0" in problem
 
 
 def test_a_run_where_all_share_the_actors_processes_invites_nobody() -> None:

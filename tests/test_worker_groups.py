@@ -283,7 +283,7 @@ def test_a_class_and_its_arguments_can_be_given_themselves_and_a_group_that_was_
             dict(seats=[Seat(node_rank=5, slots=(0,))]),
             "node 5 has no slot in this cluster; the nodes with slots are 0, 1",
         ),
-        (dict(workers_per_node=1, seats=[]), "give one of them"),
+        (dict(workers_per_node=1, seats=[]), "give only one of them"),
         (dict(seats=[]), "at least one worker"),
         (dict(sharding_annotations=NamedSharding([0, 1], names=["batch"])), r"the sharding has ranks \[0, 1\]"),
         (dict(env_vars={"RANK": "7"}), "RANK is set by the worker group"),
