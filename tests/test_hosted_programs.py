@@ -253,15 +253,17 @@ def test_the_placement_makes_hosts_that_have_what_the_run_file_declares(
 def test_it_finds_the_endpoint_at_the_address_that_it_can_reach(tmp_path: Path, tokenizer: Any, hosts: Hosts) -> None:
     body = f"""
 {ASK}
-refused = 0
+here = 0
+line = http.client.HTTPConnection("127.0.0.1", base.port, timeout=20)  # A stranger may listen there, who knows no key.
 try:
-    http.client.HTTPConnection("127.0.0.1", base.port, timeout=20).request("GET", "/v1/models")
-except OSError:
-    refused = 1
-print(json.dumps({{"reward": 1, "metrics": {{"last": int(base.hostname[-1]), "refused": refused}}}}))
+    line.request("GET", base.path + "/models", headers={{"Authorization": "Bearer " + key}})
+    here = int(line.getresponse().status == 200)
+except (OSError, http.client.HTTPException):
+    pass
+print(json.dumps({{"reward": 1, "metrics": {{"last": int(base.hostname[-1]), "here": here}}}}))
 """
     completion = played(tokenizer, hosted_at(hosts.open(programs.write(tmp_path, body))), address="127.0.0.2")
-    assert completion.episode and completion.episode.metrics == {"last": 2.0, "refused": 1.0, "requests_refused": 0.0}
+    assert completion.episode and completion.episode.metrics == {"last": 2.0, "here": 0.0, "requests_refused": 0.0}
 
 
 @pytest.mark.slow
