@@ -424,7 +424,7 @@ def test_weights_that_diverge_in_the_last_step_are_neither_saved_nor_exported(
     with monkeypatch.context() as patch:
         patch.setattr(trained, "update", update)
         with pytest.raises(
-            RunError, match=rf"step {steps}: the {tensor} .*this step was not saved.*Lower actor\.lr.*{where}"
+            RunError, match=rf"step {steps}: .*in the {tensor}.*this step was not saved.*Lower actor\.lr.*{where}"
         ):
             finish(config)
     latest = CheckpointStore(config.run.dir / "checkpoints", keep_last=2, keep_best=1).latest()
