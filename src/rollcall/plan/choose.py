@@ -5,12 +5,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
 
 from rollcall.base.words import counted, size
 from rollcall.config import Config, OptimizerSection, RolloutSection
 from rollcall.config.sections import OptimizerChoice
-from rollcall.plan.activations import WIDE, DecoderSizes, Recompute
+from rollcall.plan.activations import WIDE, DecoderSizes, Passes, Recompute
 
 MOST_TOKENS = 32768  # larger micro-batches are at most a few percent faster, but take memory from the KV cache
 ENOUGH_TOKENS = 8192  # smaller micro-batches cost more than recomputing the layers
@@ -21,13 +20,6 @@ FILL_TOKENS = 32768  # the native engine prefills prompts in packs of this size
 KV_FRACTION = 0.3  # share of a GPU's memory, if `rollout.kv_memory_fraction` is auto and nothing better is known
 FEW = 8  # an engine is slow if it can decode less than 1/FEW of its completions at once
 SMALL = ENOUGH_TOKENS // 4  # micro-batches with fewer tokens are memory-bound
-
-
-class Needs(Protocol):
-    """Converts between the tokens of a pass and the bytes that it needs. ``Passes`` and ``Line`` implement this."""
-
-    def peak(self, tokens: int) -> int: ...
-    def tokens_in(self, room: int) -> int: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,6 +44,9 @@ class Line:
         """
         per_token = max((many[1] - few[1]) / (many[0] - few[0]), at_least)
         return cls(fixed=max(0, int(many[1] - per_token * many[0])), per_token=per_token)
+
+
+Needs = Passes | Line  # converts between the tokens of a pass and the bytes that it needs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

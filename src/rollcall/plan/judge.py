@@ -167,8 +167,8 @@ def role_problems(config: Config, cluster: ClusterSection | None, plan: Plan) ->
             )
         if role not in trained and on_gpus:
             problems += _width_problems(role, width, config.rollout)
-    problems += [*_apart(config, plan), *_unreachable(config, plan)]
-    return problems + _weightless(cluster.node_weights if cluster else None, plan)
+    weights = cluster.node_weights if cluster else None
+    return [*problems, *_apart(config, plan), *_unreachable(config, plan), *_weightless(weights, plan)]
 
 
 def _apart(config: Config, plan: Plan) -> Iterator[str]:
@@ -196,49 +196,45 @@ def _width_problems(role: Role, width: int, rollout: RolloutSection) -> list[str
         ]
     if width == 1:
         return []
+    who, more = "it", ""
     if role is Role.ROLLOUT:
-        return [
-            f"{has}, but the native engine uses one slot per process; give it one process per slot, or set rollout.engine=vllm "
-            f"and rollout.vllm.tensor_parallel_size={width}"
-        ]
-    return [f"{has}, but it uses one slot per process; give it one process per slot"]
+        who, more = "the native engine", f", or set rollout.engine=vllm and rollout.vllm.tensor_parallel_size={width}"
+    return [f"{has}, but {who} uses one slot per process; give it one process per slot{more}"]
 
 
-def _unreachable(config: Config, plan: Plan) -> list[str]:
+def _unreachable(config: Config, plan: Plan) -> Iterator[str]:
     """Report the first process that cannot receive weights in the way that ``rollout.weights`` sets."""
     if config.rollout.weights != "shared_memory":
-        return []
+        return
     actors = plan.processes[Role.ACTOR]
     own, home = {actor.slots for actor in actors}, actors[0].node_rank
     for role in HOLDERS:
         for process in plan.processes.get(role, ()):
             if process.slots not in own and process.node_rank != home:
-                return [
+                yield (
                     f"rollout.weights=shared_memory reaches only processes on the actor's node (node {home}), but {role} rank "
                     f"{process.ranks[role]} is on node {process.node_rank}; use auto, broadcast, delta or file"
-                ]
-    return []
+                )
+                return
 
 
-def _weightless(weights: list[float] | None, plan: Plan) -> list[str]:
+def _weightless(weights: list[float] | None, plan: Plan) -> Iterator[str]:
     nodes = sorted({process.node_rank for process in plan.processes[Role.ROLLOUT]})
-    if weights is None or any(weights[rank] for rank in nodes):
-        return []
-    return [
-        f"cluster.node_weights={weights} gives a weight of 0 to every node with a rollout process (node {', '.join(map(str, nodes))}); give "
-        "one of them a weight above 0"
-    ]
+    if weights is not None and not any(weights[rank] for rank in nodes):
+        yield (
+            f"cluster.node_weights={weights} gives a weight of 0 to every node with a rollout process (node {', '.join(map(str, nodes))}); give "
+            "one of them a weight above 0"
+        )
 
 
-def _too_long(config: Config, sizes: ModelSizes) -> list[str]:
+def _too_long(config: Config, sizes: ModelSizes) -> Iterator[str]:
     """Refuse completions so long that no prompt fits. Only the data can show whether the longest prompt fits."""
     most = config.rollout.max_response_tokens
-    if config.environment is not None or most < sizes.positions:
-        return []
-    return [
-        f"rollout.max_response_tokens={most} leaves no room for a prompt, because the model has only {sizes.positions} "
-        "positions (max_position_embeddings); use a smaller value"
-    ]
+    if config.environment is None and most >= sizes.positions:
+        yield (
+            f"rollout.max_response_tokens={most} leaves no room for a prompt, because the model has only {sizes.positions} "
+            "positions (max_position_embeddings); use a smaller value"
+        )
 
 
 def indivisible(plan: Plan, sizes: ModelSizes) -> list[str]:

@@ -175,29 +175,20 @@ def slot_memory(
 ) -> tuple[SlotMemory, ...]:
     """Return one entry per group in the plan. ``card`` is the accelerator's memory in bytes; if None, slots are logical CPU slots."""
     on_gpu = config.cluster is None or config.cluster.accelerator == "gpu"
-    job = _Job(
-        config=config,
-        sizes=sizes,
-        width=element_size(config),
-        card=card,
-        reward_sizes=reward_sizes,
-        in_parts=roles_in_parts(config, plan),
-    )
     runtime = RUNTIME if on_gpu else 0
+    job = _Job(config, plan, sizes, card=card, reward_sizes=reward_sizes)
     return tuple(
-        SlotMemory(slots=group.slots, roles=job.roles(group, plan.meshes, runtime=runtime), runtime=runtime)
-        for group in plan.groups
+        SlotMemory(slots=group.slots, roles=job.roles(group, runtime=runtime), runtime=runtime) for group in plan.groups
     )
 
 
 def host_memory(plan: Plan, config: Config, sizes: ModelSizes, memory: Sequence[SlotMemory]) -> dict[int, int]:
     """Return the bytes of host memory that the tensors of a GPU run take on each node, in addition to the processes themselves.
     ``memory`` is the slot memory of the plan's groups."""
-    in_parts = roles_in_parts(config, plan)
-    job = _Job(config=config, sizes=sizes, width=element_size(config), card=None, reward_sizes=None, in_parts=in_parts)
+    job = _Job(config, plan, sizes)
     found: dict[int, int] = {}
     for group, on_slot in zip(plan.groups, memory, strict=True):
-        of_process = sum(job.on_host(role, plan.meshes[role], group) for role in group.roles)
+        of_process = sum(job.on_host(role, group) for role in group.roles)
         of_process += max(role.parked for role in on_slot.roles)  # learners take turns
         for process in group.processes:
             found[process.node_rank] = found.get(process.node_rank, 0) + of_process
@@ -219,40 +210,46 @@ def state_width(section: OptimizerSection, *, width: int) -> int:
     return (4 if masters else 0) + 2 * moment
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class _Job:
-    config: Config
-    sizes: ModelSizes
-    width: int  # bytes per weight
-    card: int | None
-    reward_sizes: ModelSizes | None
-    in_parts: frozenset[Role]  # roles whose processes each have a part of one model
+    def __init__(
+        self,
+        config: Config,
+        plan: Plan,
+        sizes: ModelSizes,
+        *,
+        card: int | None = None,
+        reward_sizes: ModelSizes | None = None,
+    ) -> None:
+        self.config, self.sizes, self.card, self.reward_sizes = config, sizes, card, reward_sizes
+        self.meshes = plan.meshes
+        self.width = element_size(config)  # bytes per weight
+        self.in_parts = roles_in_parts(config, plan)  # roles whose processes each have a part of one model
 
-    def roles(self, group: RoleGroup, meshes: Mapping[Role, Mesh], *, runtime: int) -> tuple[RoleMemory, ...]:
+    def roles(self, group: RoleGroup, *, runtime: int) -> tuple[RoleMemory, ...]:
         """Return the memory of one process's roles, with ``auto`` resolved. Learners take turns on the device, so the KV cache gets the
         memory that the largest learner leaves free."""
         trained = [role for role in group.roles if role in TRAINED]
         if self.card is None:
             choices = {role: self._by_default(role) for role in trained}
-            return tuple(self._role(role, meshes, group, choices=choices, room=None) for role in group.roles)
+            return tuple(self._role(role, group, choices=choices, room=None) for role in group.roles)
         nothing = dict.fromkeys(trained, Choice(tokens=1, recompute=Recompute.YES))
-        bare = {role: self._role(role, meshes, group, choices=nothing, room=NO_ROOM) for role in group.roles}
+        bare = {role: self._role(role, group, choices=nothing, room=NO_ROOM) for role in group.roles}
         room = int(self.card * SAFE) - runtime - sum(each.held for each in bare.values())
         is_open = Role.ROLLOUT in bare and kv_is_open(self.config.rollout)
-        kv = self._engine(meshes[Role.ROLLOUT]).open_kv if is_open else NO_KV
+        kv = self._engine(self.meshes[Role.ROLLOUT]).open_kv if is_open else NO_KV
         choices = {
             role: choose(
                 self._section(role),
                 room=room - bare[role].gradients,
-                passes=partial(self._passes, role, meshes[role], group),
-                longest=-(-self._longest // meshes[role].context),
+                passes=partial(self._passes, role, group),
+                longest=self._longest(role),
                 kv=kv,
             )
             for role in trained
         }
-        found = [self._role(role, meshes, group, choices=choices, room=NO_ROOM) for role in group.roles]
+        found = [self._role(role, group, choices=choices, room=NO_ROOM) for role in group.roles]
         room -= max(each.working for each in found)
-        return tuple(self._role(role, meshes, group, choices=choices, room=max(0, room)) for role in group.roles)
+        return tuple(self._role(role, group, choices=choices, room=max(0, room)) for role in group.roles)
 
     def _section(self, role: Role) -> OptimizerSection:
         return self.config.critic if role is Role.CRITIC else self.config.actor
@@ -262,44 +259,31 @@ class _Job:
         tokens, recompute = section.tokens_per_microbatch, Recompute.of(section.activation_checkpointing)
         return Choice(tokens=DEFAULT_TOKENS if tokens == "auto" else tokens, recompute=recompute)
 
-    @property
-    def _longest(self) -> int:
-        """The most tokens that a prompt and its completion can have."""
+    def _longest(self, role: Role) -> int:
+        """Return a rank's share of the most tokens that a prompt and its completion can have."""
         longest = self.config.data.max_prompt_tokens + self.config.rollout.max_response_tokens
-        return min(longest, self.sizes.positions)
+        return -(-min(longest, self.sizes.positions) // self.meshes[role].context)
 
-    def _role(
-        self,
-        role: Role,
-        meshes: Mapping[Role, Mesh],
-        group: RoleGroup,
-        *,
-        choices: Mapping[Role, Choice],
-        room: int | None,
-    ) -> RoleMemory:
+    def _role(self, role: Role, group: RoleGroup, *, choices: Mapping[Role, Choice], room: int | None) -> RoleMemory:
         """Return one role's memory. If the run file does not set the size of the KV cache, ``room`` limits it. NO_ROOM leaves out the KV
         cache, and None means that there is no GPU."""
-        mesh = meshes.get(role) or Mesh(data=1, tensor=1, context=1)
+        mesh = self.meshes[role]
         match role:
             case Role.ACTOR | Role.CRITIC:
-                return self._trained(role, mesh, group, choices[role])
+                return self._trained(role, group, choices[role])
             case Role.REFERENCE if self.config.model.lora is not None and Role.ACTOR in group.roles:
-                shared = self._frozen(role, mesh, shards=mesh.tensor, choices=choices)
+                shared = self._frozen(role, shards=mesh.tensor, choices=choices)
                 return replace(shared, weights=0)  # it uses the actor's weights
-            case Role.REFERENCE:
+            case Role.REFERENCE | Role.INFERENCE:
                 data = self._data_shards(self.config.actor, mesh, group) if role in self.in_parts else 1
-                return self._frozen(role, mesh, shards=data * mesh.tensor, choices=choices)
-            case Role.INFERENCE:
-                return self._frozen(role, mesh, shards=mesh.tensor, choices=choices)
+                return self._frozen(role, shards=data * mesh.tensor, choices=choices)
             case Role.ROLLOUT:
                 shares = Role.ACTOR in group.roles and Role.ACTOR not in self.in_parts
                 return self._rollout(mesh, shares_weights=shares, room=room)
-            case Role.REWARD:
+            case _:  # the reward; an environment uses its nodes' memory, not a slot's
                 return self._reward(mesh)
-            case Role.ENVIRONMENT:
-                return RoleMemory(role=role)  # it uses its nodes' memory, not a slot's
 
-    def on_host(self, role: Role, mesh: Mesh, group: RoleGroup) -> int:
+    def on_host(self, role: Role, group: RoleGroup) -> int:
         """Return one process's host memory for this role: read buffers, its part of a checkpoint, state offloaded from the accelerator,
         and weights in transit to vLLM."""
         if role is Role.ROLLOUT and self.config.rollout.engine == "vllm":
@@ -307,6 +291,7 @@ class _Job:
         if role not in TRAINED or role not in self.in_parts:
             return READ_AT_ONCE
         section, trained = self._section(role), self._num_trained(role)
+        mesh = self.meshes[role]
         shards = self._data_shards(section, mesh, group) * mesh.tensor
         state = trained * state_width(section, width=self.width)
         kept = 0
@@ -329,13 +314,13 @@ class _Job:
             return min(section.sharding_group_size or max(1, on_node // mesh.tensor), mesh.lanes)
         return mesh.lanes if section.sharding == "fsdp" else 1
 
-    def _passes(self, role: Role, mesh: Mesh, group: RoleGroup, recompute: Recompute) -> Passes:
-        section, in_parts = self._section(role), role in self.in_parts
+    def _passes(self, role: Role, group: RoleGroup, recompute: Recompute) -> Passes:
+        section, mesh = self._section(role), self.meshes[role]
         return Passes(
             sizes=self.sizes,
             width=self.width,
             num_parameters=self._num_trained(role) // (self._data_shards(section, mesh, group) * mesh.tensor),
-            gradient_width=4 if in_parts else self.width,  # FSDP adds them up in float32
+            gradient_width=4 if role in self.in_parts else self.width,  # FSDP adds them up in float32
             has_head=role is Role.ACTOR,
             tensor=mesh.tensor,
             compiled=self._compiles(section, mesh),
@@ -350,8 +335,8 @@ class _Job:
         lora = self.config.model.lora
         return self._num_parameters(role) if lora is None else self.sizes.adapter_parameters(lora)
 
-    def _trained(self, role: Role, mesh: Mesh, group: RoleGroup, choice: Choice) -> RoleMemory:
-        section, num_parameters = self._section(role), self._num_parameters(role)
+    def _trained(self, role: Role, group: RoleGroup, choice: Choice) -> RoleMemory:
+        section, mesh, num_parameters = self._section(role), self.meshes[role], self._num_parameters(role)
         lora, trained = self.config.model.lora, self._num_trained(role)
         data = self._data_shards(section, mesh, group)
         in_parts = role in self.in_parts
@@ -367,7 +352,7 @@ class _Job:
             gradients += self.sizes.layer_parameters * (4 + width) // mesh.tensor
         if section.cpu_offload:
             weights, optimizer = gathered, 0
-        passes, tokens = self._passes(role, mesh, group, choice.recompute), self._tokens(choice, mesh)
+        passes, tokens = self._passes(role, group, choice.recompute), self._tokens(choice, role)
         return RoleMemory(
             role=role,
             weights=weights,
@@ -379,7 +364,7 @@ class _Job:
             recompute=choice.recompute,
             parked=passes.on_host(tokens),
             tokens=choice.tokens,
-            longest=-(-self._longest // mesh.context),
+            longest=self._longest(role),
         )
 
     def _compiles(self, section: OptimizerSection, mesh: Mesh) -> bool:
@@ -389,12 +374,13 @@ class _Job:
             return False
         return section.compile if section.compile is not None else self.sizes.num_parameters >= COMPILE_FROM
 
-    def _tokens(self, choice: Choice, mesh: Mesh) -> int:
+    def _tokens(self, choice: Choice, role: Role) -> int:
         """Return a process's tokens per forward pass. A longer row gets its own micro-batch, and a context group splits it."""
-        return max(choice.tokens, -(-self._longest // mesh.context))
+        return max(choice.tokens, self._longest(role))
 
-    def _frozen(self, role: Role, mesh: Mesh, *, shards: int, choices: Mapping[Role, Choice]) -> RoleMemory:
-        tokens = self._tokens(choices.get(Role.ACTOR, self._by_default(Role.ACTOR)), mesh)
+    def _frozen(self, role: Role, *, shards: int, choices: Mapping[Role, Choice]) -> RoleMemory:
+        mesh = self.meshes[role]
+        tokens = self._tokens(choices.get(Role.ACTOR, self._by_default(Role.ACTOR)), role)
         weights = self.sizes.num_parameters * self.width // shards
         if shards > mesh.tensor:
             weights += self._gathered(mesh)
