@@ -59,12 +59,12 @@ class Child:
         """Wait until vLLM has been imported, and return its version."""
         return self.result_of(self._start)
 
-    def ask(self, method: str, *, deadline_s: float = ANSWER_S, **what: Any) -> Any:
-        return self.result_of(self.begin(method, deadline_s=deadline_s, **what))
+    def ask(self, method: str, *args: Any, deadline_s: float = ANSWER_S) -> Any:
+        return self.result_of(self.begin(method, *args, deadline_s=deadline_s))
 
-    def begin(self, method: str, *, deadline_s: float = ANSWER_S, **what: Any) -> Call:
+    def begin(self, method: str, *args: Any, deadline_s: float = ANSWER_S) -> Call:
         """Start a call. Calls are answered in the order in which they were started. The caller need not read the answer."""
-        self._last = self._worker.begin(method, what, deadline_s=deadline_s)
+        self._last = self._worker.begin(method, *args, deadline_s=deadline_s)
         return self._last
 
     def result_of(self, call: Call) -> Any:

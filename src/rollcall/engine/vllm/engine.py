@@ -82,7 +82,7 @@ class VllmEngine:
         self.vocabulary: int = config.vocab_size
         self.room: int = spec["kv_tokens"]
         self._sleeps: bool = spec["sleep"]
-        child.ask("load", spec=spec, deadline_s=START_S)
+        child.ask("load", spec, deadline_s=START_S)
         if adapter is not None:
             self._ship_adapter(adapter)
         elif not next(model.parameters()).is_meta:
@@ -181,7 +181,7 @@ class VllmEngine:
             self._adapter_folder = tempfile.TemporaryDirectory(prefix="rollcall-adapter-", dir=memory)
         folder = Path(self._adapter_folder.name)
         write_adapter(folder, adapter.named_tensors(), adapter.section, base=adapter.base)
-        self.child.ask("adapt", folder=str(folder))
+        self.child.ask("adapt", str(folder))
 
     def _ship(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
         """Send the tensors part by part, so that one part is written while vLLM loads the previous one."""
@@ -192,7 +192,7 @@ class VllmEngine:
             written = self.child.memory.write(part, held=held)
             if loading is not None:
                 held = self.child.result_of(loading)["held"]
-            loading = self.child.begin("part", **written)
+            loading = self.child.begin("part", written["offset"], written["size"], written["tensors"])
             held = [*held, written["offset"]]
         if loading is not None:
             self.child.result_of(loading)
@@ -201,7 +201,7 @@ class VllmEngine:
     def _advance(self) -> None:
         self._wake("weights", "kv_cache")
         new, self._new = self._new, []
-        self._advancing = self.child.begin("advance", submit=new, steps=STEPS)
+        self._advancing = self.child.begin("advance", new, STEPS)
 
     def settle(self) -> None:
         """Wait for the requested steps, if any, and add their tokens to the sequences."""
@@ -230,13 +230,13 @@ class VllmEngine:
         new = {row["id"] for row in self._new}
         self._new = [row for row in self._new if row["id"] not in rows]
         if known := [name for name in rows if name not in new]:
-            self.child.ask("abort", rows=known)
+            self.child.ask("abort", known)
         for name in rows:
             del self._rows[name]
 
     def _wake(self, *tags: str) -> None:
         if due := sorted(self._asleep.intersection(tags)):
-            self.child.ask("wake", tags=due)
+            self.child.ask("wake", due)
             self._asleep -= set(due)
 
 
