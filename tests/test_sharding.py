@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import deque
-from typing import Any
 
 import numpy as np
 import pytest
@@ -13,7 +12,6 @@ from hypothesis import strategies as st
 from learners import make_sample
 
 from rollcall.process.groups.dispatch import NamedSharding, leaders, routes, split_arguments, split_rows
-from rollcall.process.ray.carrier import INLINE_BYTES, is_large
 
 
 def grid(*shape: int, names: str = "batch model") -> NamedSharding:
@@ -152,28 +150,3 @@ def test_rank_0_only_axes_name_axes_or_setup():
     assert leaders(grid(2, 2), ["setup"]) == [0]
     with pytest.raises(ValueError, match="'set_up' is not one of 'batch', 'model', 'setup'"):
         leaders(grid(2, 2), ["set_up"])
-
-
-def test_large_arguments_are_told_from_small_ones():
-    many = INLINE_BYTES + 1
-    for value in (
-        np.zeros(many, dtype=np.uint8), torch.zeros(many, dtype=torch.uint8), bytes(many), "x" * many, [0.5] * many,
-        {"a": [np.zeros(many, dtype=np.uint8)]}, [make_sample(draw) for draw in range(5000)],
-        np.array(["x" * many], dtype=object), {1: set(range(many))},
-    ):  # fmt: skip
-        assert is_large(value), type(value)
-    for value in (None, 3, "x", [1, 2], np.zeros(8), {"a": make_sample(1)}, lambda data: data, open):
-        assert not is_large(value), value
-
-
-class Counted:
-    num_pickled = 0
-
-    def __reduce__(self) -> Any:
-        Counted.num_pickled += 1
-        return Counted, (), {"text": f"{Counted.num_pickled:1000}"}
-
-
-def test_a_large_argument_is_not_pickled_to_its_end_to_be_told():
-    assert is_large([Counted() for _ in range(10_000)])
-    assert Counted.num_pickled < 500

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
 import threading
 import uuid
 from collections.abc import Collection, Mapping, Sequence
@@ -10,7 +9,6 @@ from dataclasses import replace
 from typing import Any
 
 import ray
-from ray import cloudpickle
 from ray._private import state as ray_state  # the pinned Ray has no public call for actor states
 from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
 from ray.util.placement_group import PlacementGroup
@@ -26,7 +24,7 @@ from rollcall.process.ray import zygote
 from rollcall.process.ray.each_node import answers_of, pinned
 from rollcall.process.ray.supervise import Supervisor
 
-INLINE_BYTES = 100 * 1024
+INLINE_CHARACTERS = 100 * 1024
 
 
 class OnRay(Carrier):
@@ -98,7 +96,9 @@ class OnRay(Carrier):
         return {DEBUG_HOST: spec.node.address}  # the process already has the user's variables
 
     def share(self, value: Any) -> Any:
-        return ray.put(value) if is_large(value) else value
+        # A number or a short text costs less in every call than as a stored copy.
+        is_short = isinstance(value, str | bytes) and len(value) <= INLINE_CHARACTERS
+        return value if value is None or is_short or isinstance(value, int | float) else ray.put(value)
 
     def send(self, call: Call, method: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         host, cached = call.member.link  # creating a bound method takes longer than calling it
@@ -187,34 +187,3 @@ def _death(error: Exception) -> str:
     """Return Ray's reason, without its list of fields and its general advice."""
     lines = [line for line in str(error).splitlines() if line and not line.startswith("\t")]
     return lines[-1].partition(" Some common causes include")[0].removesuffix(".") if lines else type(error).__name__
-
-
-def is_large(value: Any) -> bool:
-    """Return whether one shared copy is cheaper than a copy in each worker's call."""
-    # The size of arrays and tensors is known without pickling them; pickling a tensor would copy it.
-    parts = value.values() if isinstance(value, Mapping) else (value,)
-    if sum(part.nbytes for part in parts if isinstance(getattr(part, "nbytes", None), int)) > INLINE_BYTES:
-        return True
-    scale = _Scale()
-    try:
-        cloudpickle.Pickler(scale, protocol=5, buffer_callback=scale.write).dump(value)
-    except _IsLarge:
-        return True
-    except (pickle.PicklingError, TypeError):
-        return False  # the call itself raises a clearer error about the value that cannot be sent
-    return False
-
-
-class _IsLarge(Exception):  # noqa: N818 - an outcome
-    pass
-
-
-class _Scale:
-    """Counts the bytes of a pickle without storing them. It stops at the limit, because pickling all samples of a step takes a second."""
-
-    num_bytes = 0
-
-    def write(self, part: Any) -> None:
-        self.num_bytes += memoryview(part).nbytes
-        if self.num_bytes > INLINE_BYTES:
-            raise _IsLarge
