@@ -138,7 +138,7 @@ class LineConsole(Console):
         self._printed_s: float | None = None
         self._lock = threading.RLock()
         self._closed = threading.Event()
-        self._watcher: threading.Thread | None = None
+        threading.Thread(target=self._watch, name="phases", daemon=True).start()
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         with self._lock:
@@ -156,9 +156,6 @@ class LineConsole(Console):
     def phase(self, text: str | None) -> None:
         with self._lock:
             self.progress.phase(text)
-            if self._watcher is None:
-                self._watcher = threading.Thread(target=self._watch, name="phases", daemon=True)
-                self._watcher.start()
 
     def note(self, text: str) -> None:
         with self._lock:
@@ -181,7 +178,7 @@ class LineConsole(Console):
             with self._lock:
                 doing, now_s = self.progress.current, self.progress.elapsed_s
                 silent_s = now_s - (self._printed_s or 0.0)
-                quiet_s = _LINE_EVERY_S if self.progress.has_stepped else 0.0
+                quiet_s = _LINE_EVERY_S if "time/step_s" in self.progress.metrics else 0.0
                 if doing is None or doing is said or now_s - doing.since_s < _PHASE_AFTER_S or silent_s < quiet_s:
                     continue
                 said, self._printed_s = doing, now_s

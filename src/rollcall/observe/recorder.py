@@ -18,7 +18,7 @@ import psutil
 
 from rollcall.base.wait import warn
 from rollcall.observe.calls import BusySpans, CallFile, RecordedCall
-from rollcall.observe.events import Events, Mark, MarkKind, last_phase, read_marks
+from rollcall.observe.events import Events, Mark, MarkKind, read_marks, read_phases
 from rollcall.observe.live import CONTROLLER, REWARDS, Live, Look, ProcessState, WorkState, read_live, write_live
 from rollcall.observe.logs import keep_logs
 from rollcall.observe.timeline import CONTROLLER_ENDED
@@ -66,11 +66,12 @@ class Recorder:
         with self._noting_faults():
             self._calls.append(calls, time_s=last.time_s)
         doing = next((one.doing for one in last.processes if one.lane == CONTROLLER), "")
-        ended_s, phase = last.time_s, last_phase(self._run_dir)
+        ended_s = last.time_s
         # The earlier controller's events may be a few short phases ahead of its last ``Look``.
-        if phase is not None and (phase.end_s or phase.start_s) >= ended_s:
-            doing = f"{phase.phase} of step {phase.step}" if phase.end_s is None else ""
-            ended_s = phase.end_s or phase.start_s
+        for phase in read_phases(self._run_dir)[-1:]:
+            if (phase.end_s or phase.start_s) >= ended_s:
+                doing = f"{phase.phase} of step {phase.step}" if phase.end_s is None else ""
+                ended_s = phase.end_s or phase.start_s
         ended_s = max([ended_s, *(mark.at_s for mark in read_marks(self._run_dir)[-1:])])
         note = f"in {doing}" if doing else ""
         self._events.mark(Mark(ended_s, CONTROLLER_ENDED, MarkKind.FAULT, CONTROLLER, note))

@@ -57,15 +57,9 @@ def describe(names: Sequence[str]) -> list[dict[str, Any]]:
     shown = []
     for name in sorted(names, key=lambda name: (group_of(name), name)):
         group, _ = group_of(name)
-        about = METRICS.get(name) or METRICS.get(f"{name.partition('/')[0]}/<part>")
-        shown.append(
-            {
-                "name": name,
-                "group": GROUPS[group][0] if group < len(GROUPS) else "Other",
-                "unit": about.unit if about else "",
-                "meaning": about.meaning if about else "",
-            }
-        )
+        unit, meaning = METRICS.get(name) or METRICS.get(f"{name.partition('/')[0]}/<part>") or ("", "")
+        label = GROUPS[group][0] if group < len(GROUPS) else "Other"
+        shown.append({"name": name, "group": label, "unit": unit, "meaning": meaning})
     return shown
 
 
