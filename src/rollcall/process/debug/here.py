@@ -21,7 +21,7 @@ from typing import Any
 from rollcall.base.stop import heeded
 from rollcall.base.wait import warn
 from rollcall.process.debug.attach import End, OnStop, Porter, converse
-from rollcall.process.debug.board import BOARD, DebugSeat
+from rollcall.process.debug.board import BOARD
 from rollcall.process.debug.child import Examined
 from rollcall.process.debug.stopped import LinePdb, TerminalPdb, borrowed_terminal, has_terminal
 from rollcall.process.pause import paused
@@ -45,8 +45,9 @@ class _Served:
 
 
 def _tell_board(place: Mapping[str, Any] | None) -> None:
-    title = f"the controller on node {_served.node}"
-    BOARD.post(f"process {os.getpid()}", DebugSeat(role="controller", rank=0, node=_served.node, title=title), place)
+    node = _served.node
+    who = f"the controller on node {node}"
+    BOARD.post(f"process {os.getpid()}", place, role="controller", rank=0, node=node, who=who)
 
 
 _served = _Served(host=LOOPBACK, node=0, on_stop=_tell_board)
@@ -190,9 +191,9 @@ class DebugLine:
         if not BOARD.is_public and is_watched():
             tell(self._key, place)
             return
-        title = f"{self._role} process {self._number} on node {_served.node}"
-        seat = DebugSeat(role=self._role, rank=self._number, node=_served.node, title=title)
-        BOARD.post(self._key, seat, place)
+        node = _served.node
+        who = f"{self._role} process {self._number} on node {node}"
+        BOARD.post(self._key, place, role=self._role, rank=self._number, node=node, who=who)
 
     def close(self) -> None:
         self._is_closed = True

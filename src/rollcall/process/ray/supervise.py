@@ -24,7 +24,7 @@ import ray
 from ray.exceptions import RayError
 
 from rollcall.base.wait import warn
-from rollcall.process.debug.board import BOARD, DebugSeat
+from rollcall.process.debug.board import BOARD
 from rollcall.process.groups.backend import Member, Overseer
 from rollcall.process.groups.host import GROUP_MARK, end_group
 from rollcall.process.groups.pulse import JOIN_S, LogTail, Reader, Seen
@@ -212,8 +212,8 @@ class Supervisor:
         """Tell the board where this worker has stopped in a debugger. Ray's own debugger does not report where."""
         spec = member.spec
         (rank,) = re.findall(r"\w+ rank (\d+)", spec.title)[:1] or [spec.rank]
-        seat = DebugSeat(role=spec.kind, rank=int(rank), node=spec.node.node_rank, title=spec.where)
-        BOARD.post(f"{self._mark} {member.pid}", seat, stop or None)
+        key, node = f"{self._mark} {member.pid}", spec.node.node_rank
+        BOARD.post(key, stop or None, role=spec.kind, rank=int(rank), node=node, who=spec.where)
 
     def _answers(self, nodes: list[str]) -> dict[str, NodeLook | None]:
         """Return the answers that arrive in time; the other queries stay pending until the next round."""
