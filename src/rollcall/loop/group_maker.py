@@ -66,8 +66,9 @@ class GroupMaker:
         group = self._take_journaled(step, draw)
         if group is None:
             return SuppliedGroup(group=await self._generate(step, draw, prompt), from_journal=False)
-        if step in self._unscored and not self._is_trained(draw):  # its rewards failed, so the earlier process stopped
-            group = await self._make_again(group, failed=self._unscored[step])
+        failed = self._unscored[step]
+        if failed and not self._is_trained(draw):  # its rewards failed, so the earlier process stopped
+            group = await self._make_again(group, failed=failed)
             await self._call(partial(self._journal.append, group, again=True))
         return SuppliedGroup(group=group, from_journal=True)
 
@@ -96,8 +97,7 @@ class GroupMaker:
         if step not in self._journaled:
             groups = self._journal.read(step)
             self._journaled[step] = {group.draw: group for group in groups}
-            if failed := failed_on_all(groups):
-                self._unscored[step] = failed
+            self._unscored[step] = failed_on_all(groups)
         return self._journaled[step].pop(draw, None)
 
     async def _make_again(self, group: Group, *, failed: frozenset[str]) -> Group:

@@ -79,12 +79,11 @@ class Saves:
     def forget_failed(self) -> bool:
         """Allow a new save if the last one failed. Returns whether the last one failed."""
         with self._lock:
-            failed = (
-                self._under_way is not None and self._under_way[1].done() and self._under_way[1].exception() is not None
-            )
-            if failed:
-                self._under_way = None
-            return failed
+            save = self._under_way and self._under_way[1]
+            if save is None or not save.done() or save.exception() is None:
+                return False
+            self._under_way = None
+            return True
 
     def settle(self) -> None:
         """Wait for the checkpoint. Raises ``CheckpointError`` if it takes longer than ``LONGEST_S``."""

@@ -103,10 +103,8 @@ def _divided(attempt: list[Sample], tokens: TokenAdvantages) -> list[Sample]:
 
 
 def _token_kl(sample: Sample, algorithm: Algorithm) -> Floats:
-    policy, reference = (
-        torch.from_numpy(sample.behaviour_logprobs),
-        torch.from_numpy(_required(sample.reference_logprobs)),
-    )
+    policy = torch.from_numpy(sample.behaviour_logprobs)
+    reference = torch.from_numpy(_required(sample.reference_logprobs))
     return kl_estimate(policy, reference, estimator=algorithm.kl_estimator).numpy()
 
 

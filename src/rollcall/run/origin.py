@@ -70,19 +70,6 @@ def refuse_changed_rows(run_dir: Path, split: str, prompts: PromptSet, *, limit:
         )
 
 
-def note_rows(run_dir: Path, train: PromptSet, val: PromptSet | None, *, limit: int | None) -> None:
-    """Record the run's rows. ``limit`` is the limit on ``val``."""
-
-    def rows() -> dict[str, Any]:
-        sets = {"train": (train, None)} | ({} if val is None else {"val": (val, limit)})
-        return {
-            split: {"rows": _identities(prompts).tobytes().hex(), "limit": most}
-            for split, (prompts, most) in sets.items()
-        }
-
-    _note(run_dir, ROWS, rows)
-
-
 def _identities(prompts: PromptSet) -> np.ndarray:
     """Return an 8-byte hash for each row."""
     return np.frombuffer(b"".join(map(_identity, prompts.prompts)), dtype="<u8")
@@ -144,11 +131,7 @@ def base_of(learner: Learner, tokenizer: Any) -> dict[str, Any]:
 def refuse_changed_base(run_dir: Path, now: Mapping[str, Any], *, path: str) -> None:
     """Raise an error if the base model, or other weights that the run uses, changed since the run began. ``now`` is the result of
     ``base_of`` for the model at ``path``, with the result of ``sampled_weights`` as "samples"."""
-    before = _noted(
-        run_dir,
-        BASE,
-        lambda found: {"samples": {}, **found, **{part: found[part] for part in now if part != "samples"}},
-    )
+    before = _noted(run_dir, BASE, lambda found: {part: found[part] for part in now})
     if before is None:
         return
     weights = {} if is_adapter(path) else before["base"]
@@ -165,10 +148,6 @@ def refuse_changed_base(run_dir: Path, now: Mapping[str, Any], *, path: str) -> 
             "model, or "
             f"start another run with this one: {ANOTHER_RUN}"
         )
-
-
-def note_base(run_dir: Path, found: Mapping[str, Any]) -> None:
-    _note(run_dir, BASE, lambda: found)
 
 
 # The user's code
@@ -201,10 +180,6 @@ def changed_code(run_dir: Path, now: Mapping[str, Mapping[str, str]]) -> list[st
                 f"is a mistake, stop the run, and restore the code or {ANOTHER_RUN}"
             )
     return changes
-
-
-def note_code(run_dir: Path, found: Mapping[str, Any]) -> None:
-    _write(run_dir / CODE, found)
 
 
 def _modules(name: str) -> dict[str, str]:
@@ -251,10 +226,25 @@ def _imports(source: bytes, name: str, *, is_package: bool) -> Iterator[str]:
 # Files
 
 
-def _note(run_dir: Path, name: str, facts: Callable[[], Mapping[str, Any]]) -> None:
-    """Write a record if the run has not begun yet."""
+def note_origin(
+    run_dir: Path,
+    *,
+    train: PromptSet,
+    val: PromptSet | None,
+    limit: int | None,
+    base: Mapping[str, Any],
+    code: Mapping[str, Any],
+) -> None:
+    """Record the run's code and, if the run has not begun yet, its rows and its model. ``limit`` is the limit on ``val``."""
     if not has_begun(run_dir):
-        _write(run_dir / name, facts())
+        sets = {"train": (train, None)} | ({} if val is None else {"val": (val, limit)})
+        rows = {
+            split: {"rows": _identities(prompts).tobytes().hex(), "limit": most}
+            for split, (prompts, most) in sets.items()
+        }
+        _write(run_dir / ROWS, rows)
+        _write(run_dir / BASE, base)
+    _write(run_dir / CODE, code)
 
 
 def _write(path: Path, facts: Mapping[str, Any]) -> None:

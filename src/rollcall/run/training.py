@@ -60,15 +60,7 @@ from rollcall.process.debug.here import post_mortem, serve
 from rollcall.process.groups.backend import Backend
 from rollcall.process.groups.reachable import About, reachable
 from rollcall.run.local import build_workers
-from rollcall.run.origin import (
-    changed_code,
-    code_of,
-    note_base,
-    note_code,
-    note_rows,
-    refuse_changed_base,
-    sampled_weights,
-)
+from rollcall.run.origin import changed_code, code_of, note_origin, refuse_changed_base, sampled_weights
 from rollcall.view.curves import learning_curve
 from rollcall.view.growing import MetricsTable
 from rollcall.view.summary import build_summary, finished, say_result, trained, write_summary
@@ -264,9 +256,8 @@ class _Run:
             # Not earlier, because a refused run file must not replace this directory's run file.
             _claim(config, run_dir, continued=(run_dir / "journal").exists())
             _keep_tokenizer(workers.tokenizer, run_dir / TOKENIZER)
-            note_rows(run_dir, workers.train, workers.val, limit=config.eval.max_prompts)
-            note_base(run_dir, base)
-            note_code(run_dir, code)
+            limit = config.eval.max_prompts
+            note_origin(run_dir, train=workers.train, val=workers.val, limit=limit, base=base, code=code)
             sinks = make_sinks(config, run_dir, resume.step if resume else None)
             for sink in sinks:
                 opened.callback(sink.close)
