@@ -149,14 +149,6 @@ class LineConsole(Console):
                 self._printed_s = self.progress.elapsed_s
                 self._print("  ".join(f"{label} {value}" for label, value in self.progress.fields()))
 
-    def restart(self, step: int) -> None:
-        with self._lock:
-            self.progress.restart(step)
-
-    def phase(self, text: str | None) -> None:
-        with self._lock:
-            self.progress.phase(text)
-
     def note(self, text: str) -> None:
         with self._lock:
             self._print(text)

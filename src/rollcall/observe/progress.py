@@ -70,7 +70,7 @@ class Progress:
         found = [("step", f"{self.step}/{self.num_steps}")]
         evaluations = [self._evaluations[at] for at in sorted(self._evaluations)]
         headline = headline_of(evaluations)
-        if values := headline.values(evaluations):
+        if values := [row[headline.metric] for row in evaluations if row.get(headline.metric) is not None]:
             found.append((headline.label, f"{values[0]:.3f} → {values[-1]:.3f}"))
         if evaluations and (errors := evaluations[-1].get("eval/reward_errors")):
             found.append(("eval reward errors", f"{errors:.0f}/{evaluations[-1]['eval/completions']:.0f}"))

@@ -35,28 +35,24 @@ _LONGEST_ARGUMENT = 200
 def write_samples(dir: Path, *, step: int, split: str, groups: Iterable[Group]) -> Path:
     """Write ``samples/<split>-<step>.jsonl``, one line per completion, for human readers."""
     dir.mkdir(parents=True, exist_ok=True)
-    lines = [
-        json.dumps(
-            {
-                "prompt_id": group.prompt.id,
-                "prompt": group.prompt.text,
-                "completion": completion.text,
-                "answer": group.prompt.answer,
-                "reward": score.value,
-                "parts": score.parts,
-                **({"errors": score.errors} if score.errors else {}),
-                **({"notes": score.notes} if score.notes else {}),
-                "num_tokens": len(completion.token_ids),
-                "finish": completion.finish.value,
-                **episode_columns(completion),
-            },
-            ensure_ascii=False,
-        )
+    rows = [
+        {
+            "prompt_id": group.prompt.id,
+            "prompt": group.prompt.text,
+            "completion": completion.text,
+            "answer": group.prompt.answer,
+            "reward": score.value,
+            "parts": score.parts,
+            **_given({"errors": score.errors, "notes": score.notes}),
+            "num_tokens": len(completion.token_ids),
+            "finish": completion.finish.value,
+            **episode_columns(completion),
+        }
         for group in groups
         for completion, score in zip(group.completions, group.scores, strict=True)
     ]
     path = dir / f"{split}-{step:06d}.jsonl"
-    text = "".join(line + "\n" for line in lines)
+    text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
     # A completion that was cut inside a character may contain a lone surrogate, which UTF-8 cannot encode.
     write_atomic(path, text.encode("utf-8", errors="backslashreplace"))
     return path
@@ -65,16 +61,9 @@ def write_samples(dir: Path, *, step: int, split: str, groups: Iterable[Group]) 
 def sample_rows(groups: Iterable[Group], *, limit: int) -> list[tuple[str, str, str, float]]:
     """Return (prompt, completion, answer, reward) for the first completion in each of the first groups, for the console."""
     rows = [
-        (
-            asked(group.prompt.text, group.prompt.metadata),
-            transcript(group.completions[0]),
-            group.prompt.answer,
-            group.scores[0].value,
-        )
-        for group in groups
-        if group.completions
+        (group.prompt, transcript(group.completions[0]), group.scores[0].value) for group in groups if group.completions
     ]
-    return rows[:limit]
+    return [(asked(one.text, one.metadata), text, one.answer, reward) for one, text, reward in rows[:limit]]
 
 
 # Transcripts
@@ -181,7 +170,7 @@ def file_name(step: int) -> str:
 
 def write_token_scores(
     folder: Path, *, step: int, groups: Sequence[Group], logprobs: Sequence[Floats], entropy: Sequence[Floats]
-) -> Path:
+) -> None:
     """Write a step's file. ``logprobs`` and ``entropy`` have one array per completion, in the order of the groups."""
     counts = [len(completion.token_ids) for group in groups for completion in group.completions]
     assert counts == [len(row) for row in logprobs] == [len(row) for row in entropy], "one number for each token"
@@ -195,7 +184,6 @@ def write_token_scores(
     )
     folder.mkdir(parents=True, exist_ok=True)
     write_atomic(folder / file_name(step), data.getvalue())
-    return folder / file_name(step)
 
 
 def scores_in(file: IO[bytes], group: Group, *, completion: int) -> dict[str, Floats] | None:

@@ -47,8 +47,6 @@ _CALL_KINDS = {
     **dict.fromkeys(("copy_parts", "write_parts", "parts_written", "export"), "save"),
     **dict.fromkeys(("parts_here", "bring_parts", "tidy_parts"), "save"),
 }
-
-
 _WORKER = re.compile(r"(\w+)-(\d+) on node (\d+)\b.*")
 
 
@@ -136,9 +134,8 @@ def _phases(events: Sequence[PhaseEvent], *, ends: Sequence[float]) -> list[Time
         end_s, notes = event.end_s, [event.result] if event.result else []
         if end_s is None:
             place = bisect.bisect_left(ends, event.start_s)
-            following = events[index + 1].start_s if index + 1 < len(events) else math.inf
-            end_s = min(ends[place] if place < len(ends) else math.inf, following)
-            end_s = event.start_s if end_s == math.inf else end_s
+            following = [one.start_s for one in events[index + 1 : index + 2]]
+            end_s = min([*ends[place : place + 1], *following], default=event.start_s)
             notes.append("not ended")
         kind = _PHASE_KINDS.get(event.phase, "other")  # type: ignore[arg-type]
         end_s = max(end_s, event.start_s)
@@ -208,9 +205,7 @@ def _name_the_last(phases: Sequence[TimeSpan], lanes: Iterable[Sequence[TimeSpan
     for span in (span for own in lanes for span in own):
         middle_s = (span.start_s + span.end_s) / 2  # its end may appear to be in the next phase due to clock error
         index = bisect.bisect_right(starts, middle_s) - 1
-        if index < 0 or phases[index].kind != span.kind:
-            continue
-        if index not in last or span.end_s > last[index].end_s:
+        if index >= 0 and phases[index].kind == span.kind and (index not in last or span.end_s > last[index].end_s):
             last[index] = span
     return [
         replace(span, waited_for=last[index].lane) if index in last and not span.waited_for else span
