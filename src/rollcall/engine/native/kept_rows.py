@@ -17,8 +17,7 @@ import torch
 from torch import Tensor
 
 from rollcall.base.types import Ints
-from rollcall.engine.native.kept import Kept, KeptSessions
-from rollcall.engine.native.runner import Sequence
+from rollcall.engine.native.runner import Kept, Sequence
 
 HOLES = 4  # a bundle has many holes if at least one row in this many is a hole
 
@@ -86,7 +85,7 @@ class KeptRows:
     sessions."""
 
     def __init__(self) -> None:
-        self._sessions: KeptSessions[KeptRow] = KeptSessions()
+        self._sessions: dict[str | None, Kept[KeptRow]] = {}  # least recently used first
         self._holed: dict[Bundle, None] = {}  # bundles with many holes, oldest first
         self.num_tokens = 0  # memory in use, in tokens of KV
         self.longest = 0  # number of columns of the longest row kept since this was last empty
@@ -112,17 +111,18 @@ class KeptRows:
             self._add(Kept(session=row.session, ids=row.ids, kv=kv))
 
     def _add(self, kept: Kept[KeptRow]) -> None:
-        self._leave(self._sessions.put(kept))
+        self.forget(kept.session)
+        self._sessions[kept.session] = kept
 
     def take(self, sequence: Sequence) -> tuple[Kept[KeptRow], int] | None:
         """Take out the KV of the sequence's session, so that it no longer counts as kept. Return it with the number of its tokens that
         can be used. The caller must then call ``restore`` or ``put_back``."""
-        kept = self._sessions.take(sequence.request.session)
+        kept = self._sessions.pop(sequence.request.session, None)
         if kept is None:
             return None
         num_tokens = kept.num_shared(sequence)
         if not num_tokens:
-            self._leave(kept)
+            self._release(kept.kv)
             return None
         self._take_out(kept.kv, 1)
         return kept, num_tokens
@@ -155,8 +155,11 @@ class KeptRows:
             self._take_out(one.kept.kv, -1)
             self._release(one.kept.kv)
 
-    def forget(self, session: str) -> None:
-        self._leave(self._sessions.take(session))
+    def forget(self, session: str | None) -> None:
+        """Drop the KV of this session, or of all sessions."""
+        for name in list(self._sessions) if session is None else [session]:
+            if name in self._sessions:
+                self._release(self._sessions.pop(name).kv)
 
     def give_way(self) -> bool:
         """Free some memory: compact a bundle with many holes, or drop the oldest session. Return False if there is nothing left to
@@ -167,18 +170,10 @@ class KeptRows:
             self.num_tokens -= bundle.num_columns * bundle.num_holes
             _close_holes(bundle)
             return True
-        oldest = self._sessions.take_oldest()
-        self._leave(oldest)
-        return oldest is not None
-
-    def forget_all(self) -> None:
-        self._sessions.take_all()
-        self._holed.clear()
-        self.num_tokens = self.longest = 0
-
-    def _leave(self, kept: Kept[KeptRow] | None) -> None:
-        if kept is not None:
-            self._release(kept.kv)
+        if not self._sessions:
+            return False
+        self.forget(next(iter(self._sessions)))
+        return True
 
     def _take_out(self, row: KeptRow, count: int) -> None:
         row.bundle.num_taken += count

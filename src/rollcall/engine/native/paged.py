@@ -23,10 +23,10 @@ from torch import Tensor
 from rollcall.base.wait import say
 from rollcall.engine.native.adapters import Served
 from rollcall.engine.native.fill import attend_packed, run_fills, run_halved
-from rollcall.engine.native.kept import Kept, KeptSessions
 from rollcall.engine.native.runner import (
     Chunk,
     Fill,
+    Kept,
     PromptKey,
     RowState,
     Sequence,
@@ -75,7 +75,7 @@ class PagedRunner:
         self._cache = torch.zeros(shape, dtype=decoder.dtype, device=device)
         self._pool = BlockPool(num_blocks)
         self._blocks: list[list[int]] = []  # per row
-        self._kept: KeptSessions[list[int]] = KeptSessions()
+        self._kept: dict[str | None, Kept[list[int]]] = {}  # by session, least recently used first
         self.num_rows = 0
         self._fill_tokens = FILL_TOKENS
         self.ahead_from: float = AHEAD_ROWS
@@ -112,13 +112,13 @@ class PagedRunner:
         past: dict[int, int] = {}
         count = 0
         for row, sequence in enumerate(sequences[: self.max_running - self.num_rows], start=first):
-            kept = self._kept.take(sequence.request.session)
-            served = 0 if kept is None else self._num_served(kept, sequence)
-            if kept is not None and served:
+            kept = self._kept.pop(sequence.request.session, None)
+            if kept is not None and (served := self._num_served(kept, sequence)):
                 blocks = self._blocks_after(kept, sequence, served)
                 past[row] = served
             else:
-                self._give_back(kept)
+                if kept is not None:
+                    self._pool.give_back(kept.kv)
                 blocks = self._blocks_for(sequence, prefixes, copies)
             if blocks is None:
                 break
@@ -192,20 +192,18 @@ class PagedRunner:
             assert session is not None
             blocks = self._blocks[row][: -(-len(ids) // BLOCK)]
             self._pool.share(blocks)
-            self._give_back(self._kept.put(Kept(session=session, ids=ids, kv=blocks)))
+            self.forget(session)
+            self._kept[session] = Kept(session=session, ids=ids, kv=blocks)
 
     def forget(self, session: str | None) -> None:
-        for kept in self._kept.take_all() if session is None else [self._kept.take(session)]:
-            self._give_back(kept)
-
-    def _give_back(self, kept: Kept[list[int]] | None) -> None:
-        if kept is not None:
-            self._pool.give_back(kept.kv)
+        for name in list(self._kept) if session is None else [session]:
+            if name in self._kept:
+                self._pool.give_back(self._kept.pop(name).kv)
 
     def _take(self, count: int) -> list[int] | None:
         """Take free blocks. If there are too few, free those of sessions. Return None if there are still not enough."""
-        while (blocks := self._pool.take(count)) is None and len(self._kept):
-            self._give_back(self._kept.take_oldest())
+        while (blocks := self._pool.take(count)) is None and self._kept:
+            self.forget(next(iter(self._kept)))
         return blocks
 
     def _num_served(self, kept: Kept[list[int]], sequence: Sequence) -> int:
@@ -222,7 +220,7 @@ class PagedRunner:
         self._pool.give_back(kept.kv[full:])  # free these first, because there may be no other free blocks
         new = self._take(total - full)
         if new is None:
-            self._kept.put(replace(kept, ids=kept.ids[:served], kv=kept.kv[:full]))
+            self._kept[kept.session] = replace(kept, ids=kept.ids[:served], kv=kept.kv[:full])
             return None
         return kept.kv[:full] + new
 

@@ -25,7 +25,6 @@ from torch import Tensor
 
 from rollcall.engine.native.adapters import Served
 from rollcall.engine.native.fill import run_fills
-from rollcall.engine.native.kept import Kept
 from rollcall.engine.native.kept_rows import (
     Bundle,
     KeptRow,
@@ -37,7 +36,7 @@ from rollcall.engine.native.kept_rows import (
     places,
 )
 from rollcall.engine.native.row_attention import ATTEND, AttendRows, hide_starts, plan_extensions
-from rollcall.engine.native.runner import Chunk, Fill, RowState, Sequence, in_parts, order_fills, plan_fills
+from rollcall.engine.native.runner import Chunk, Fill, Kept, RowState, Sequence, in_parts, order_fills, plan_fills
 from rollcall.engine.native.sampler import sample, uniforms
 from rollcall.model.attention import Way, cpu_way
 from rollcall.model.decoder import Decoder
@@ -200,10 +199,7 @@ class RowRunner:
             self._kept.put(leaving, self._planes(), end=self._column)
 
     def forget(self, session: str | None) -> None:
-        if session is None:
-            self._kept.forget_all()
-        else:
-            self._kept.forget(session)
+        self._kept.forget(session)
 
     def _give_away(self) -> None:
         """Drop our references to the memory: it now belongs to the bundle of the rows that ended together."""

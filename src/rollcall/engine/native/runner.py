@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Generic, Protocol, TypeVar
 
 import numpy as np
 from torch import Tensor
@@ -12,6 +12,8 @@ from torch import Tensor
 from rollcall.base.types import Bools, Floats, Ints, Longs
 from rollcall.engine.native.adapters import Served
 from rollcall.engine.sequence import Sequence
+
+KV = TypeVar("KV")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,12 +67,29 @@ class Runner(Protocol):
 
     def keep(self, rows: dict[int, Sequence]) -> None:
         """Keep the KV of these ended rows for the next request of their session, if there is room. Running rows have priority. The caller
-        removes the rows next. ``admit`` uses the kept KV."""
+        removes the rows next. ``admit`` uses the kept KV. So sessions are sorted by when they were last used."""
         ...
 
     def forget(self, session: str | None) -> None:
         """Drop the KV kept for this session, or for all sessions."""
         ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Kept(Generic[KV]):
+    """The KV that a request left behind for the next request of its session. This is only a cache: the results are the same without it."""
+
+    session: str
+    ids: Ints  # the tokens whose KV this is
+    kv: KV
+
+    def num_shared(self, sequence: Sequence) -> int:
+        """Return how many of the sequence's tokens can use this KV: the tokens up to the first difference, but never the last token (it
+        is the next input)."""
+        ids = sequence.all_ids()[:-1]
+        length = min(len(ids), len(self.ids))
+        different = np.flatnonzero(ids[:length] != self.ids[:length])
+        return int(different[0]) if len(different) else length
 
 
 class RowState:
