@@ -279,8 +279,8 @@ class FolderBackend:
             return f"another process took its place on {peer.facts.get('host')}"
         if peer.facts.get("state") == State.LEFT:
             return f"it left ({peer.facts.get('why')})"
-        if peer.silent_s > SILENT_S:
-            return f"its counter in {self._messages.node(rank)} has not moved for {peer.silent_s:.0f} s"
+        if peer.beat.silent_s > SILENT_S:
+            return f"its counter in {self._messages.node(rank)} has not moved for {peer.beat.silent_s:.0f} s"
         if worker.calls and (busy_s := time.monotonic() - worker.since_s) > CALL_S:
             return f"it has not answered a call for {busy_s:.0f} s"
         return ""

@@ -234,8 +234,7 @@ class Presence:
     def end(self, **facts: Any) -> None:
         """Stop the counter, and write these facts to the presence file one last time."""
         self._ended.set()
-        if self._thread.is_alive() and self._thread is not threading.current_thread():
-            self._thread.join(timeout=2 * BEAT_S)
+        self._thread.join(timeout=2 * BEAT_S)
         self.say(**facts)
 
     def _write(self, *, durable: bool) -> None:
@@ -261,31 +260,22 @@ class Peer:
     def __init__(self, folder: Path) -> None:
         self.facts: Mapping[str, Any] = {}
         self._folder = folder
-        self._beat = Heartbeat()
+        self.beat = Heartbeat()
 
     @property
     def incarnation(self) -> str | None:
         return self.facts.get("incarnation")
 
     @property
-    def is_moving(self) -> bool:
-        """Whether its counter has been seen to advance: the process was alive at that time."""
-        return self._beat.has_moved
-
-    @property
-    def silent_s(self) -> float:
-        return self._beat.silent_s
-
-    @property
     def is_alive(self) -> bool:
-        return self.is_moving and self.silent_s < SILENT_S
+        return self.beat.has_moved and self.beat.silent_s < SILENT_S
 
     def look(self) -> None:
         if PRESENCE not in names(self._folder) or (data := read(self._folder / PRESENCE)) is None:
             return
         with suppress(ValueError):  # a power cut left an incomplete file
             self.facts = json.loads(data)
-            self._beat.see(self.facts["incarnation"], self.facts["counter"])
+            self.beat.see(self.facts["incarnation"], self.facts["counter"])
 
 
 def refuse_second(folder: Path, *, who: str) -> None:
@@ -298,7 +288,7 @@ def refuse_second(folder: Path, *, who: str) -> None:
     while time.monotonic() < until:
         time.sleep(0.2)
         peer.look()
-        if peer.is_moving:
+        if peer.beat.has_moved:
             raise ClusterError(
                 f"{who} is already running, as process {peer.facts['pid']} on {peer.facts['host']}, in {folder.parent.parent}; end it "
                 "first, or give another --log-path"

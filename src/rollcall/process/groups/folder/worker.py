@@ -45,6 +45,7 @@ from rollcall.process.groups.folder.messages import (
     new_id,
     own_folder,
     put,
+    read_name,
     refuse_second,
     remove,
     sweep,
@@ -92,7 +93,6 @@ class FolderWorker:
             changing=lambda: {"memory_bytes": psutil.Process().memory_info().rss, "device_bytes": device_bytes()},
         )
         self._label = ""  # the label of the current conversation; empty: there is no conversation
-        self._served: set[str] = set()  # masters that this worker has served
         self._is_calling = False
         self._host: Host | None = None
         self._mark = ""  # the mark of its group
@@ -106,6 +106,8 @@ class FolderWorker:
         refuse_second(self._own, who=f"worker {self.rank}")
         for path in (self._own, self._calls):
             sweep(path)
+        for name in names(self._calls):  # for earlier workers: no master knows this one yet
+            remove(self._calls / name)
         for number in heeded_signals():
             signal.signal(number, self._terminate)
         signal.signal(signal.SIGUSR1, self._abandon)
@@ -175,13 +177,13 @@ class FolderWorker:
             what = f"waiting for the master (`rollcall train ... --master`) to appear in {self.folder}"
         elif facts.get("state") == State.BROKE_OFF:
             what = f"the master on {facts['host']} stopped ({facts['why']}); waiting for it to be started again with the same command"
-        elif self._master.silent_s < SILENT_S:
+        elif self._master.beat.silent_s < SILENT_S:
             what = (
                 f"the master on {facts['host']} (process {facts['pid']}) has appeared; waiting to see that it is alive"
             )
         else:
             what = (
-                f"the master on {facts['host']} (process {facts['pid']}) has been silent for {self._master.silent_s:.0f} s; "
+                f"the master on {facts['host']} (process {facts['pid']}) has been silent for {self._master.beat.silent_s:.0f} s; "
                 "waiting for it, or for the same command to be run there again"
             )
         if waiting.is_over:
@@ -213,7 +215,7 @@ class FolderWorker:
         )
 
     def _attach(self) -> None:
-        """Join the master's current group. Calls from other groups are discarded and never answered."""
+        """Join the master's current group. Calls from the group that this worker leaves are discarded and never answered."""
         if self._presence.incarnation in self._master.facts["dismissed"]:
             self._say(
                 f"worker {self.rank} was silent for too long, so the master considered it dead; it is rejoining as a new worker"
@@ -224,15 +226,10 @@ class FolderWorker:
         if label == self._label:
             return
         self._drop()
-        self._label = label
-        self._served.add(label.partition("-")[0])
         for name in names(self._calls):
-            # A call may already belong to a later epoch, or to a master that this worker has not seen yet.
-            master, _, rest = name.partition("-")
-            is_ours = rest.startswith(f"{self._presence.incarnation}-")
-            is_past = master in self._served and not label.startswith(f"{master}-")
-            if not is_ours or is_past or (label.startswith(f"{master}-") and name.rpartition(".")[0] < label):
+            if read_name(name)[0] == self._label:
                 remove(self._calls / name)
+        self._label = label
         self._inbox, self._host = Inbox(self._calls, label=label), Host(f"worker {self.rank}")
 
     def _drop(self) -> None:
@@ -282,7 +279,7 @@ class FolderWorker:
     def _look(self) -> None:
         """Check the master. The presence thread calls this."""
         self._master.look()
-        if not (self._is_calling and self._master.is_moving):
+        if not (self._is_calling and self._master.beat.has_moved):
             return
         if self._label != self._current_label() or self._presence.incarnation in self._master.facts["dismissed"]:
             signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGUSR1)
