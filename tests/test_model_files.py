@@ -12,7 +12,7 @@ from tiny import save_model
 
 from rollcall.base.errors import ModelFilesError, SizesUnknown
 from rollcall.model.files import check_model_dir
-from rollcall.model.load import ModelError, load_tokenizer
+from rollcall.model.load import load_tokenizer
 from rollcall.plan.memory import read_sizes
 
 SIZES: dict[str, Any] = {
@@ -88,7 +88,7 @@ def test_weights_that_are_a_pipe_are_refused_before_anyone_waits_for_them(tmp_pa
 
 def test_loading_and_planning_refuse_alike(tmp_path: Path) -> None:
     path = a_dir(tmp_path, num_hidden_layers=-1)
-    with pytest.raises(ModelError, match="model.path=.*num_hidden_layers=-1"):
+    with pytest.raises(ModelFilesError, match="model.path=.*num_hidden_layers=-1"):
         load_tokenizer(str(path), chat_template=None)
     with pytest.raises(SizesUnknown, match="num_hidden_layers=-1"):
         read_sizes(str(path))
@@ -100,5 +100,5 @@ def test_a_tokenizer_with_a_token_id_that_no_model_has_is_refused_at_once(tmp_pa
     vocabulary = tokenizer["model"]["vocab"]
     tokenizer["model"]["vocab"] = {token: id + 4_000_000_000 for token, id in vocabulary.items()}
     (path / "tokenizer.json").write_text(json.dumps(tokenizer))
-    with pytest.raises(ModelError, match=r"tokenizer.json contains the token id 4,000,.*; copy the model again"):
+    with pytest.raises(ModelFilesError, match=r"tokenizer.json contains the token id 4,000,.*; copy the model again"):
         load_tokenizer(str(path), chat_template=None)

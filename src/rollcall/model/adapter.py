@@ -53,10 +53,6 @@ class Adapter:
             for name, tensor in layer.items()
         }
 
-    @property
-    def num_bytes(self) -> int:
-        return sum(tensor.nbytes for tensor in self.named_tensors().values())
-
     @torch.no_grad()
     def load(self, tensors: Mapping[str, Tensor]) -> None:
         for name, tensor in self.named_tensors().items():

@@ -258,21 +258,18 @@ def _window(config: Any, index: int) -> int:
 
 
 def refuse_unsupported(config: Any) -> None:
-    kind = config.model_type
+    kind, rope = config.model_type, getattr(config, "rope_parameters", None) or {}
+    rope_type = rope.get("rope_type", "default")
     if kind not in SUPPORTED:
-        raise UnsupportedModel(
-            f"the native engine cannot run architecture {kind!r} exactly; it runs {', '.join(SUPPORTED)}"
-        )
-    if config.hidden_act != "silu":
-        raise UnsupportedModel(f"the native engine needs hidden_act=silu; this {kind} model has {config.hidden_act!r}")
-    rope = (config.rope_parameters or {}).get("rope_type", "default")
-    if rope not in ROPE_TYPES:
-        raise UnsupportedModel(
-            f"the native engine runs only rope types {', '.join(ROPE_TYPES)}; this {kind} model has {rope!r}"
-        )
-    if (config.rope_parameters or {}).get("partial_rotary_factor", 1.0) != 1.0:
-        raise UnsupportedModel(f"the native engine cannot run partial rotary embeddings; this {kind} model has them")
-    if getattr(config, "quantization_config", None) is not None:
-        raise UnsupportedModel(
-            "the native engine runs only unquantised weights; load the model without quantization_config"
-        )
+        why = f"cannot run architecture {kind!r} exactly; it runs {', '.join(SUPPORTED)}"
+    elif config.hidden_act != "silu":
+        why = f"needs hidden_act=silu; this {kind} model has {config.hidden_act!r}"
+    elif rope_type not in ROPE_TYPES:
+        why = f"runs only rope types {', '.join(ROPE_TYPES)}; this {kind} model has {rope_type!r}"
+    elif rope.get("partial_rotary_factor", 1.0) != 1.0:
+        why = f"cannot run partial rotary embeddings; this {kind} model has them"
+    elif getattr(config, "quantization_config", None) is not None:
+        why = "runs only unquantised weights; load the model without quantization_config"
+    else:
+        return
+    raise UnsupportedModel(f"the native engine {why}")

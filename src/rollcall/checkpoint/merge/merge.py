@@ -254,8 +254,7 @@ def whole_model(source: Path, *, out: Path) -> Iterator[Stored | None]:
     import torch
     from safetensors.torch import save_file
 
-    from rollcall.base.errors import ModelFilesError
-    from rollcall.model.load import ModelError, bases_of, load_causal_lm, outline_causal_lm
+    from rollcall.model.load import bases_of, load_causal_lm, outline_causal_lm
 
     space = out.with_name(f".adapter-{out.name}")  # left behind by a killed merge, and used again by the next one
     with locked(space, out):
@@ -280,7 +279,7 @@ def whole_model(source: Path, *, out: Path) -> Iterator[Stored | None]:
             checkpoint = checkpoint_of(source)
             facts = {} if checkpoint is None else read_manifest(checkpoint).facts
             yield replace(stored, origin=str(source), folder=folder, kind=ADAPTED, facts=facts)
-        except (ModelError, ModelFilesError) as error:
+        except ModelFilesError as error:
             raise StoredError(str(error)) from None
         finally:
             shutil.rmtree(space, ignore_errors=True)
