@@ -103,7 +103,9 @@ def test_without_tool_choice_a_call_stays_text(stands: Standing) -> None:
 
 
 def test_tools_that_the_chat_template_would_leave_out_are_refused(writer: Writer) -> None:
-    with standing(writer, tokenizer=writer.tokenizer, call_format="text") as stands:
+    tokenizer = endpoints.chat_tokenizer()
+    tokenizer.chat_template = "{% for message in messages %}[{{ message.role }}]{{ message.content }}{% endfor %}"
+    with standing(writer, tokenizer=tokenizer) as stands:
         with pytest.raises(openai.BadRequestError, match="chat template does not support tools"):
             chat(stands.client(), tools=TOOLS)
         assert chat(stands.client(), tools=TOOLS, tool_choice="none").choices[0].message.content

@@ -120,8 +120,7 @@ def play(
 ) -> tuple[list[Completion], Writer]:
     fields = {name: options.pop(name) for name in list(options) if name in AgentEnvironment.model_fields}
     section = AgentEnvironment(run="the hosts know it", **fields)
-    template = tokenizer.chat_template
-    agents = AgentEnvironments(section, chat_template=template, programs=environments, address=address)
+    agents = AgentEnvironments(section, programs=environments, address=address)
     return play_in(tokenizer, agents, **options)
 
 
@@ -421,7 +420,7 @@ def end_in_the_middle(
     tokenizer: Any, programs: HostedEnvironments, *, began: Path, before: Callable[[], object] = lambda: None
 ) -> None:
     """A run that ends while its one episode goes on, which ``began`` shows."""
-    agents = AgentEnvironments(AgentEnvironment(run="the hosts know it"), chat_template=None, programs=programs)
+    agents = AgentEnvironments(AgentEnvironment(run="the hosts know it"), programs=programs)
     writer = Writer(tokenizer=tokenizer, says=str)
 
     async def work() -> None:

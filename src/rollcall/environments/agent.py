@@ -23,18 +23,8 @@ from rollcall.base.wait import warn
 from rollcall.base.words import visible
 from rollcall.config.environments import EnvironmentBase
 from rollcall.engine.protocol import Sampling
-from rollcall.environments.calls import CallFormat
 from rollcall.environments.conversation import Conversations
-from rollcall.environments.endpoint import (
-    LOOPBACK,
-    Caller,
-    Endpoint,
-    EndpointServer,
-    Served,
-    call_format_of,
-    in_loop,
-    take_reward,
-)
+from rollcall.environments.endpoint import LOOPBACK, Caller, Endpoint, EndpointServer, in_loop, take_reward
 from rollcall.environments.episode import LONGEST_ERROR, one_ends_within, row_of, turn_seed
 from rollcall.environments.histories import Histories, HistoryRow
 from rollcall.environments.program import KEY
@@ -56,11 +46,8 @@ class AgentEnvironments:
     """Episodes driven by programs. A program has no ``reset`` and ``step``, so ``player`` plays whole episodes. The endpoint listens on
     ``address``, which the programs must be able to reach."""
 
-    def __init__(
-        self, section: EnvironmentBase, *, chat_template: str | None, programs: Programs, address: str = LOOPBACK
-    ) -> None:
+    def __init__(self, section: EnvironmentBase, *, programs: Programs, address: str = LOOPBACK) -> None:
         self.section, self.programs, self.address = section, programs, address
-        self.call_format: CallFormat = call_format_of(chat_template)
         self._players: list[AgentPlayer] = []
 
     def player(self, *, tokenizer: Any, max_prompt_tokens: int, max_response_tokens: int) -> AgentPlayer:
@@ -144,11 +131,10 @@ class AgentPlayer:
     def __init__(self, environments: AgentEnvironments, *, tokenizer: Any, max_row: int) -> None:
         self.section = environments.section
         self._programs = environments.programs  # used in the server's loop only
-        self._tokenizer = copy.deepcopy(tokenizer)  # another thread uses the run's tokenizer
-        self._conversations = Conversations(self._tokenizer)
-        served = Served(name="policy", max_model_len=max_row, vocabulary=len(tokenizer))
+        own = copy.deepcopy(tokenizer)  # another thread uses the run's tokenizer
+        self._conversations = Conversations(own)
         self._callers: dict[str, Caller] = {}
-        app = Endpoint(self._callers, served=served, tokenizer=self._tokenizer, call_format=environments.call_format)
+        app = Endpoint(self._callers, name="policy", max_model_len=max_row, vocabulary=len(tokenizer), tokenizer=own)
         self._server = EndpointServer(app, host=environments.address)
         self._playing: set[asyncio.Task[Any]] = set()
         self._has_warned = False
@@ -193,11 +179,8 @@ class AgentPlayer:
         caller = Caller(rules=rules, histories=histories, sample=sample, takes_reward=True)
         key = secrets.token_urlsafe(32)
         self._callers[key] = caller
-        variables = {
-            "OPENAI_BASE_URL": f"{self._server.address}/v1",
-            KEY: key,
-            "ROLLCALL_ROW": json.dumps(row_of(prompt)),
-        }
+        row = json.dumps(row_of(prompt))
+        variables = {"OPENAI_BASE_URL": f"{self._server.address}/v1", KEY: key, "ROLLCALL_ROW": row}
         try:
             ended, error = await self._run_program(host, caller, rules, variables)
         finally:
@@ -227,11 +210,11 @@ class AgentPlayer:
             return rules.met, ""
         if program.how:
             return EndReason.ERROR, f"the program ended with {program.how}; stderr: {_tail(program.stderr)}"
-        if not caller.histories.rows and caller.num_requests + caller.num_refused:
-            refused = f"{caller.num_refused} of the program's requests were refused"
-            return EndReason.ERROR, f"{refused}, and none was answered; the last refusal: {caller.last_refusal}"
         if not caller.histories.rows:
             why = f"the program ended without sending a request to OPENAI_BASE_URL; stderr: {_tail(program.stderr)}"
+            if caller.num_requests + caller.num_refused:
+                refused = f"{caller.num_refused} of the program's requests were refused"
+                why = f"{refused}, and none was answered; the last refusal: {caller.last_refusal}"
             return EndReason.ERROR, why
         return EndReason.TOKENS if rules.is_cut else EndReason.DONE, ""
 

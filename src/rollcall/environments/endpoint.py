@@ -67,15 +67,19 @@ class Reply:
 
 
 class Endpoint:
-    """``callers`` maps keys to callers and is looked up on every request. ``call_format``: how the model writes tool calls."""
+    """``callers`` maps keys to callers and is looked up on every request. ``name`` is the name of the served model."""
 
     def __init__(
-        self, callers: Mapping[str, Caller], *, served: Served, tokenizer: Any, call_format: CallFormat
+        self, callers: Mapping[str, Caller], *, name: str, max_model_len: int, vocabulary: int, tokenizer: Any
     ) -> None:
-        self._callers, self._served = callers, served
+        self._callers, self._name, self._max_model_len, self._vocabulary = callers, name, max_model_len, vocabulary
         self._tokenizer = tokenizer
-        self._most_chars = served.max_model_len * max(map(len, tokenizer.get_vocab()))
-        self._call_format: CallFormat = call_format
+        self._most_chars = max_model_len * max(map(len, tokenizer.get_vocab()))
+        self._call_format: CallFormat
+        try:
+            self._call_format = format_of(tokenizer.chat_template)
+        except ConfigError:  # unknown, so use the most common format; calls in other formats then stay text
+            self._call_format = "hermes"
         self._posts: dict[str, Callable[[Caller, bytes], Coroutine[Any, Any, Reply]]] = {
             "/v1/chat/completions": self._chat,
             "/v1/completions": self._text,
@@ -89,22 +93,19 @@ class Endpoint:
         try:
             caller = self._caller_of(scope)
             reply = await self._reply(caller, scope, receive)
-        except Refused as refused:
-            if caller is not None:
-                caller.num_refused += 1
-                caller.last_refusal = str(refused)
-            # If the body was not read, this connection cannot take another request.
-            reply = Reply(
-                body=to_bytes(refused.body()), status=refused.status, closes=refused.status in (401, 408, 413)
-            )
         except _Left:
             return
-        except Exception:
-            logging.getLogger("rollcall").exception("the endpoint failed while answering a request")
-            failed = Refused(
-                500, "the server failed to answer this request; its log has the reason", code="internal_error"
-            )
-            reply = Reply(body=to_bytes(failed.body()), status=failed.status, closes=True)
+        except Exception as error:
+            if not isinstance(error, Refused):
+                logging.getLogger("rollcall").exception("the endpoint failed while answering a request")
+                why = "the server failed to answer this request; its log has the reason"
+                error = Refused(500, why, code="internal_error")
+            elif caller is not None:
+                caller.num_refused += 1
+                caller.last_refusal = str(error)
+            # If the body was not read, this connection cannot take another request.
+            closes = error.status in (401, 408, 413, 500)
+            reply = Reply(body=to_bytes(error.body()), status=error.status, closes=closes)
         await _send(reply, send)
 
     # Callers and routing
@@ -125,9 +126,8 @@ class Endpoint:
     async def _reply(self, caller: Caller, scope: Message, receive: Receive) -> Reply:
         method, path = scope["method"], scope["path"]
         if path == "/v1/models" and method == "GET":
-            served = self._served
-            model = {"id": served.name, "object": "model", "created": 0, "owned_by": "rollcall"}
-            data = [model | {"max_model_len": served.max_model_len}]
+            model = {"id": self._name, "object": "model", "created": 0, "owned_by": "rollcall"}
+            data = [model | {"max_model_len": self._max_model_len}]
             return Reply(body=to_bytes({"object": "list", "data": data}))
         work = self._posts.get(path)
         if work is None or (path == "/v1/reward" and not caller.takes_reward):
@@ -160,12 +160,9 @@ class Endpoint:
             task.uncancel()
             raise Refused(503, "the episode has ended", code="episode_over") from None
         except (EnvironmentFailed, RecursionError, ValueError) as error:
-            why = (
-                "the request has lists or objects that are nested too deeply"
-                if isinstance(error, RecursionError)
-                else error
-            )
-            raise Refused(400, str(why), code="invalid_value") from None
+            too_deep = "the request has lists or objects that are nested too deeply"
+            why = too_deep if isinstance(error, RecursionError) else str(error)
+            raise Refused(400, why, code="invalid_value") from None
         finally:
             caller.tasks.discard(task)
             gone.cancel()
@@ -182,7 +179,7 @@ class Endpoint:
                 code="no_chat_template",
             )
         messages = request.conversation()
-        if len(messages) > self._served.max_model_len:
+        if len(messages) > self._max_model_len:
             raise self._too_long(f"the request has {len(messages):,} messages")
         # Count the arguments of calls as the template may render them, including names and keys.
         others = [{key: value for key, value in message.items() if key != "content"} for message in messages]
@@ -229,7 +226,7 @@ class Endpoint:
             raise Refused(404, why, code="model_not_found", param="model")
 
     def _too_long(self, what: str) -> Refused:
-        text = f"This model's maximum context length is {self._served.max_model_len} tokens, and {what}; send fewer"
+        text = f"This model's maximum context length is {self._max_model_len} tokens, and {what}; send fewer"
         return Refused(400, text, code="context_length_exceeded", param="messages")
 
     def _refuse_endless(self, texts: Sequence[str]) -> None:
@@ -241,8 +238,8 @@ class Endpoint:
         asked = caller.histories.ids(np.array(given, dtype=np.int32))
         # Sampled IDs may be outside the tokenizer's range, because some models have more outputs than tokens.
         ids = asked.prompt_ids if asked.behind is None else asked.added
-        if len(ids) and (largest := int(ids.max())) >= (vocabulary := self._served.vocabulary):
-            why = f"token id {largest} is unknown: the model has {vocabulary} tokens; send ids from its tokenizer"
+        if len(ids) and (largest := int(ids.max())) >= self._vocabulary:
+            why = f"token id {largest} is unknown: the model has {self._vocabulary} tokens; send ids from its tokenizer"
             raise Refused(400, why, code="invalid_value", param="prompt")
         return asked
 
@@ -255,7 +252,7 @@ class Endpoint:
             # Check before admission, because a refused request does not count as a turn.
             samplings: list[Sampling] = []
             for one in asked:
-                room = self._served.max_model_len - len(one.prompt_ids)
+                room = self._max_model_len - len(one.prompt_ids)
                 if room < 1:
                     raise self._too_long(f"the prompt already has {len(one.prompt_ids)}")
                 samplings.append(caller.rules.sampling(wanted, room=room, num_added=len(one.added)))
@@ -287,7 +284,7 @@ class Endpoint:
             caller.histories.note(asked[place], completion, session=session, message=message, calls=calls)
             choices.append(choice)
         prompts = tuple(one.prompt_ids for one in asked)
-        return Answered(model=self._served.name, prompts=prompts, choices=tuple(choices), tokenizer=self._tokenizer)
+        return Answered(model=self._name, prompts=prompts, choices=tuple(choices), tokenizer=self._tokenizer)
 
     def _find_calls(self, text: str) -> tuple[str, tuple[Call, ...]]:
         """Split text into content and calls. If any call cannot be parsed, everything stays text."""
@@ -302,14 +299,6 @@ def _reply_to(request: ChatRequest | TextRequest, body: dict[str, Any]) -> Reply
     if request.stream:
         return Reply(body=b"", events=events_of(body, has_usage=request.stream_options.include_usage))
     return Reply(body=to_bytes(body))
-
-
-def call_format_of(chat_template: str | None) -> CallFormat:
-    """Return the template's call format. If it is unknown, return the most common format; calls in other formats then stay text."""
-    try:
-        return format_of(chat_template)
-    except ConfigError:
-        return "hermes"
 
 
 def take_reward(caller: Caller, body: bytes) -> None:
@@ -452,13 +441,6 @@ class Caller:
             task.cancel()
         if tasks:
             await asyncio.wait(tasks)
-
-
-@dataclass(slots=True, kw_only=True)
-class Served:
-    name: str
-    max_model_len: int
-    vocabulary: int
 
 
 @dataclass(slots=True, kw_only=True)

@@ -131,9 +131,7 @@ def make_environments(section: EnvironmentSection, *, chat_template: str | None)
     if isinstance(section, Driven):
         refuse_without_packages()
     made = make_here(section, chat_template=chat_template)
-    if isinstance(made, ProcessEnvironments):
-        return made
-    return AgentEnvironments(section, chat_template=chat_template, programs=made)
+    return made if isinstance(made, ProcessEnvironments) else AgentEnvironments(section, programs=made)
 
 
 def make_here(section: EnvironmentSection, *, chat_template: str | None) -> RunsHere:

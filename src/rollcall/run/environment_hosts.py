@@ -37,9 +37,7 @@ class EnvironmentWorker:
         self._section = section
         self._chat_template = chat_template
         self._run_dir = run_dir
-        if Path(
-            folder
-        ).is_dir():  # the folder where the run was started; a job's process already runs in its own folder
+        if Path(folder).is_dir():  # where the run was started; a job's process already runs in its own folder
             os.chdir(folder)
 
     def listen(self, address: str, rank: int, name: str, secret: str) -> HostPlace | str:
@@ -99,7 +97,7 @@ class EnvironmentHosts:
         if not isinstance(section, Driven):
             return hosted
         address = _endpoint_address(self._site.cluster, toward=places[0].address)
-        return AgentEnvironments(section, chat_template=chat_template, programs=hosted, address=address)
+        return AgentEnvironments(section, programs=hosted, address=address)
 
     def _listen(self, ranks: Sequence[int]) -> list[HostPlace]:
         """Start these ranks' environments in parallel, because each may take a long time to start."""
