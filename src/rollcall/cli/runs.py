@@ -127,7 +127,7 @@ def _show(report: RunReport) -> None:
     from rollcall.view.reader import describe_holder
 
     rows = [
-        ("run", str(report.run_dir)),
+        ("run", str(report.run.dir)),
         ("held by", describe_holder(report.holder)),
         ("last" if report.state.is_over else "now", _in_words(report.state)),
     ]

@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from rollcall.base.append_file import lines_end, parse_row
 from rollcall.base.journal import ATTEMPTS, StepFile, inspect, is_trained_row
@@ -26,8 +27,7 @@ LINE_FILES = (f"journal/{TRAINED}", "metrics.jsonl", "events.jsonl")
 FARTHEST = 10_000  # how many draws a run can leave out for each trained or journaled draw
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Torn:
+class Torn(NamedTuple):
     path: Path
     why: str
 
@@ -63,12 +63,8 @@ class Audit:
 
 def audit(run_dir: Path) -> Audit:
     run_dir = Path(run_dir)
-    if not run_dir.is_dir():
-        raise ValueError(f"{run_dir} is not a directory; pass the directory of a run (run.dir)")
     if not (run_dir / "journal").is_dir():
-        raise ValueError(
-            f"{run_dir} has no journal, so it is not a run directory; pass the directory of a run (run.dir)"
-        )
+        raise ValueError(f"{run_dir} has no journal, so it is not a run directory; pass a run's directory (run.dir)")
     files = inspect(run_dir / "journal")
     attempts = inspect(run_dir / "journal", ATTEMPTS)
     records = Counter(draw for file in files for draw in file.draws)
@@ -76,10 +72,7 @@ def audit(run_dir: Path) -> Audit:
     rows = [json.loads(line) for line, good in judge_file(run_dir / "journal" / TRAINED) if good]
     trained = tuple((row["step"], row["draws"]) for row in rows)
     # A step that was trained again after a crash has several rows.
-    steps_of: dict[int, set[int]] = {}
-    for step, draws in trained:
-        for draw in draws:
-            steps_of.setdefault(draw, set()).add(step)
+    steps_of = Counter(draw for _, draw in {(step, draw) for step, draws in trained for draw in draws})
     repeats = {draw for _, draws in trained for draw, count in Counter(draws).items() if count > 1}
     checkpoints = tuple(store_of(run_dir).inspect())
     return Audit(
@@ -88,7 +81,7 @@ def audit(run_dir: Path) -> Audit:
         groups={file.step: len(set(file.draws)) for file in files},
         steps=len({step for step, _ in trained}),
         skipped=tuple(sorted(_skipped(run_dir, set(steps_of), set(records), checkpoints))),
-        trained_twice=tuple(sorted(repeats | {draw for draw, steps in steps_of.items() if len(steps) > 1})),
+        trained_twice=tuple(sorted(repeats | {draw for draw, num_steps in steps_of.items() if num_steps > 1})),
         regenerated=tuple(sorted(draw for draw, count in records.items() if count > 1)),
         remade=tuple(sorted({draw for (draw, _), count in episodes.items() if count > 1})),
         torn=tuple(find_torn(run_dir, files=[*files, *attempts], checkpoints=checkpoints)),
@@ -97,20 +90,14 @@ def audit(run_dir: Path) -> Audit:
 
 def find_torn(run_dir: Path, *, files: Sequence[StepFile], checkpoints: Sequence[Checkpoint]) -> list[Torn]:
     """Return everything that a killed write may have left incomplete."""
-    torn = [
-        Torn(
-            path=file.path, why=f"{counted(file.num_bad_bytes, 'byte')} {are(file.num_bad_bytes)} not a complete record"
-        )
-        for file in files
-        if file.num_bad_bytes
-    ]
+    bad_bytes = [(file.path, file.num_bad_bytes) for file in files if file.num_bad_bytes]
+    torn = [Torn(path, f"{counted(num, 'byte')} {are(num)} not a complete record") for path, num in bad_bytes]
     for name in LINE_FILES:
-        bad = sum(not good for _, good in judge_file(run_dir / name))
-        if bad:
-            torn.append(Torn(path=run_dir / name, why=f"{counted(bad, 'line')} {are(bad)} incomplete"))
-    torn += [Torn(path=state.path, why=state.reason) for state in checkpoints if state.reason]
+        if bad := sum(not good for _, good in judge_file(run_dir / name)):
+            torn.append(Torn(run_dir / name, f"{counted(bad, 'line')} {are(bad)} incomplete"))
+    torn += [Torn(state.path, state.reason) for state in checkpoints if state.reason]
     torn += [
-        Torn(path=path, why="left over from a write that was killed")
+        Torn(path, "left over from a write that was killed")
         for folder in (run_dir, *(run_dir / name for name in ("checkpoints", *ATOMIC_FOLDERS)))
         for path in (sorted(folder.iterdir()) if folder.is_dir() else [])
         if path.name.startswith((".tmp-", ".trash-")) or _is_superseded(path)

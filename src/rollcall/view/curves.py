@@ -64,25 +64,14 @@ def describe(names: Sequence[str]) -> list[dict[str, Any]]:
 
 
 def curve(
-    table: MetricsTable,
-    name: str,
-    *,
-    axis: str = "step",
-    points: int = 600,
-    smooth: float = 0.0,
-    low: float | None = None,
-    high: float | None = None,
+    table: MetricsTable, name: str, *, axis: str, points: int, smooth: float, low: float | None, high: float | None
 ) -> dict[str, Any]:
     """Return ``x`` and ``y`` between ``low`` and ``high``. With ``smooth``, also return the smoothed values as ``even``."""
     steps, times, values = table.column(name)
     x = times if axis == "time" else steps
     # Short curves, such as evaluations, are not smoothed.
     even = smoothed(values, smooth) if smooth > 0 and len(values) >= 30 else None
-    kept = np.isfinite(x)
-    if low is not None:
-        kept &= x >= low
-    if high is not None:
-        kept &= x <= high
+    kept = np.isfinite(x) & (x >= (-np.inf if low is None else low)) & (x <= (np.inf if high is None else high))
     x, values, even = x[kept], values[kept], None if even is None else even[kept]
     chosen = thinned(values, points=points)
     answer: dict[str, Any] = {"num": len(values), "x": x[chosen].tolist(), "y": short(values[chosen])}

@@ -10,7 +10,7 @@ import math
 import threading
 import time
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -52,21 +52,18 @@ class RunReader:
 
     @property
     def config(self) -> Config | None:
-        """The settings of the run's last start, or None if they cannot be read (``config_problem`` says why)."""
-        return self._read_config()[0]
-
-    @property
-    def config_problem(self) -> str:
-        return self._read_config()[1]
+        """The settings of the run's last start, or None if they cannot be read."""
+        return self.saved_config()[0]
 
     def read_config(self) -> Config:
         """Return the settings, or raise an error that says why they cannot be read."""
-        config, problem = self._read_config()
+        config, problem = self.saved_config()
         if config is None:
             raise ConfigError(f"{problem}\nOnly this file contains the settings of the run, so restore the file first")
         return config
 
-    def _read_config(self) -> tuple[Config | None, str]:
+    def saved_config(self) -> tuple[Config | None, str]:
+        """Return the settings, or None and the reason why they cannot be read."""
         path = self.dir / RUN_FILE
         with self._lock:
             try:
@@ -92,11 +89,6 @@ class RunReader:
         """The run's number of steps, or None if the run file cannot be read."""
         steps = self.setting("trainer", "steps")
         return steps if is_count(steps) else None
-
-    @property
-    def prompts_per_step(self) -> int | None:
-        count = self.setting("data", "prompts_per_step")
-        return count if is_count(count) else None
 
     def setting(self, section: str, key: str) -> Any:
         """Return one key of the saved run file, or None if it cannot be read. Other parts of the file may be damaged."""
@@ -139,11 +131,7 @@ class RunReader:
             return _at_work(phase)
         if alive is None:
             doing = _at_work(phase)
-            return RunState(
-                word="waiting",
-                text=f"{doing.text}; held by {holder}; checking whether it is alive",
-                since_s=doing.since_s,
-            )
+            return replace(doing, word="waiting", text=f"{doing.text}; held by {holder}; checking whether it is alive")
         return self._ended(phase, mark)
 
     def _ended(self, phase: PhaseEvent | None, mark: Mark | None) -> RunState:
@@ -162,9 +150,8 @@ class RunReader:
         if phase.result is not None and phase.result.startswith("failed: ") and "Cancelled" not in phase.result:
             why = phase.result.removeprefix("failed: ")
             return RunState(word="failed", text=f"{why} during {where}", since_s=at_s)
-        return RunState(
-            word="stopped", text=f"stopped after step {step}; the same command continues the run", since_s=at_s
-        )
+        text = f"stopped after step {step}; the same command continues the run"
+        return RunState(word="stopped", text=text, since_s=at_s)
 
     def standing(self, state: RunState) -> dict[str, Any]:
         """Return the run's progress. The time left is only known while ``state`` is running."""

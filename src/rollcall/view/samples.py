@@ -125,15 +125,10 @@ def read_group(root: Path, index: JournalIndex, *, step: int, draw: int) -> Grou
 
 
 def _groups_in(path: Path, *, start: int) -> Iterator[Group]:
-    try:
-        with path.open("rb") as file:
-            for _, payload in stream_records(file, start=start, end=path.stat().st_size):
-                try:
-                    yield decode(payload)
-                except NOT_A_GROUP:
-                    pass  # skip a record from another program, as the journal does
-    except OSError:
-        return
+    with suppress(OSError), path.open("rb") as file:
+        for _, payload in stream_records(file, start=start, end=path.stat().st_size):
+            with suppress(*NOT_A_GROUP):  # skip a record from another program, as the journal does
+                yield decode(payload)
 
 
 def show_group(group: Group, *, config: Config | None, trained_in: int | None) -> dict[str, Any]:
@@ -243,9 +238,8 @@ class Vocabulary:
         from tokenizers import Tokenizer
 
         self._tokenizer = Tokenizer.from_buffer(data)
-        self._special = {
-            number for number, token in self._tokenizer.get_added_tokens_decoder().items() if token.special
-        }
+        added = self._tokenizer.get_added_tokens_decoder()
+        self._special = {number for number, token in added.items() if token.special}
 
     def texts(self, ids: list[int]) -> list[str]:
         """Return each token's text. If several tokens form one character, only the last of them gets the text."""

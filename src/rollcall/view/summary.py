@@ -72,9 +72,8 @@ def write_summary(path: Path, summary: dict[str, Any]) -> None:
 
 
 def _course(values: list[float]) -> dict[str, float | None]:
-    return dict(
-        zip(("first", "last", "best"), (values[0], values[-1], max(values)) if values else (None,) * 3, strict=True)
-    )
+    first, last, best = (values[0], values[-1], max(values)) if values else (None, None, None)
+    return {"first": first, "last": last, "best": best}
 
 
 def _or_none(of: Callable[[list[float]], float], values: list[float]) -> float | None:
@@ -143,9 +142,7 @@ def interrupted(run_dir: Path, *, num_steps: int, by: str, fresh: bool) -> str:
     same = "the same command without --fresh continues the run" if fresh else "the same command continues the run"
     if metrics.step == saved:
         return f"stopped by {by} after step {saved} of {num_steps}, which is saved; {same}"
-    kept = (
-        "every finished group" if saved is None else f"a checkpoint of step {saved} and every group finished since then"
-    )
+    kept = "every finished group" if saved is None else f"a checkpoint of step {saved} and all groups finished since"
     return (
         f"stopped by {by} after step {metrics.step} of {num_steps}; {run_dir} contains {kept}; "
         f"{same}, and so does `rollcall train {run_dir}`"
