@@ -29,10 +29,6 @@ class Sequence:
     watched_from: int = 0  # the search for stop strings decodes from this token on
 
     @property
-    def seed(self) -> int:
-        return self.request.seed
-
-    @property
     def order(self) -> tuple[tuple[int, int, int], int]:
         """Sequences with the lowest order are admitted first; those with the highest are preempted first."""
         return self.request.order, self.number
@@ -148,7 +144,7 @@ def completion_of(sequence: Sequence, text: str) -> Completion:
         mask=np.ones(len(sequence.token_ids), dtype=np.bool_),
         segments=tuple(sequence.segments),
         finish=sequence.finish,
-        seed=sequence.seed,
+        seed=sequence.request.seed,
         text=text,
         episode=None,
     )

@@ -131,6 +131,7 @@ class KeptRows:
         self._take_out(kept.kv, -1)
         self._add(kept)
 
+    @torch.inference_mode()
     def restore(self, returning: list[Returning], planes: list[Plane], *, home: Bundle | None = None) -> None:
         """Copy the taken KV into rows and drop it from the bundles. Other columns that are copied with it are masked or overwritten.
         ``home`` is the bundle that these planes were taken over from, if there is one."""

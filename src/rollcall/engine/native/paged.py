@@ -30,6 +30,7 @@ from rollcall.engine.native.runner import (
     PromptKey,
     RowState,
     Sequence,
+    in_parts,
     order_fills,
     plan_fills,
     prompt_key,
@@ -44,9 +45,8 @@ from rollcall.plan.choose import FILL_TOKENS
 from rollcall.plan.choose import KV_BLOCK as BLOCK
 
 CHUNK = 16  # steps before the results are read
-AHEAD_ROWS = (
-    4  # with fewer rows, no chunk starts ahead, because a chunk that is not needed would delay the next request
-)
+# With fewer rows, no chunk starts ahead, because a chunk that is not needed would delay the next request.
+AHEAD_ROWS = 4
 PAST = 16  # reading the keys of this many past tokens takes less memory than computing one token
 
 
@@ -267,19 +267,10 @@ class PagedRunner:
     @torch.inference_mode()
     def _fill(self, fills: list[Fill]) -> None:
         """Compute each fill once, into the blocks of its first row. ``admit`` has already set up which rows share blocks."""
-        batch: list[Fill] = []
-        size = 0
-        for fill in order_fills(fills):
-            own = len(fill.token_ids) + fill.past // PAST
-            if batch and size + own > self._fill_tokens:
-                self._run_fitting(batch)
-                batch, size = [], 0
-            batch.append(fill)
-            size += own
-        if batch:
-            self._run_fitting(batch)
 
-    def _run_fitting(self, fills: list[Fill]) -> None:
+        def cost(fill: Fill) -> int:
+            return len(fill.token_ids) + fill.past // PAST
+
         def smaller(tokens: int) -> None:
             torch.cuda.empty_cache()
             if tokens // 2 < self._fill_tokens:
@@ -289,7 +280,8 @@ class PagedRunner:
                     f"{self._fill_tokens} at a time"
                 )
 
-        run_halved(fills, self._run_fill, smaller=smaller)
+        for part in in_parts(order_fills(fills), cost=cost, most=lambda: self._fill_tokens):
+            run_halved(part, self._run_fill, smaller=smaller)
 
     def _run_fill(self, fills: list[Fill]) -> None:
         target = self._slots([(fill.rows[0], fill.past, fill.past + len(fill.token_ids)) for fill in fills])

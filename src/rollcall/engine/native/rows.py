@@ -111,10 +111,14 @@ class RowRunner:
         if home is None:
             self._make_room(steps=1, live=(first, lead))
         if taken:
-            self._restore(taken, home)
+            returning = [
+                Returning(kept=kept, num_tokens=num, row=row, column=self._column - int(self._rows.position[row]))
+                for row, (kept, num) in taken.items()
+            ]
+            self._kept.restore(returning, self._planes(), home=home)
         fills = plan_fills(admitted, first, past={row: num_tokens for row, (_, num_tokens) in taken.items()})
-        if fills:
-            self._fill(fills)
+        for part in in_parts(order_fills(fills), cost=lambda fill: len(fill.token_ids), most=lambda: FILL_TOKENS):
+            self._fill(part)
         return count
 
     def reserve(self, steps: int) -> bool:
@@ -194,17 +198,14 @@ class RowRunner:
         all_leave = len(leaving) == self.num_rows and 2 * self.num_rows >= self._capacity[0]
         if all_leave and self._kept.num_tokens + math.prod(self._capacity) <= room:
             self._kept.put_all(leaving, self._planes(), end=self._column)
-            self._give_away()
+            # This memory now belongs to the bundle of the rows that ended together.
+            self._keys, self._values = _nothing(self.decoder), _nothing(self.decoder)
+            self._capacity, self._column = (0, 0), 0
         else:
             self._kept.put(leaving, self._planes(), end=self._column)
 
     def forget(self, session: str | None) -> None:
         self._kept.forget(session)
-
-    def _give_away(self) -> None:
-        """Drop our references to the memory: it now belongs to the bundle of the rows that ended together."""
-        self._keys, self._values = _nothing(self.decoder), _nothing(self.decoder)
-        self._capacity, self._column = (0, 0), 0
 
     def _go_home(self, taken: dict[int, tuple[Kept[KeptRow], int]]) -> Bundle | None:
         """If exactly the rows that ended together are now resumed together, and they still fit into the memory that they had, use it
@@ -222,14 +223,6 @@ class RowRunner:
         self._keys = keys if self._way == "products" else [layer.transpose(1, 2) for layer in keys]
         self._capacity, self._column = (rows, num_columns), column
         return bundle
-
-    @torch.inference_mode()
-    def _restore(self, taken: dict[int, tuple[Kept[KeptRow], int]], home: Bundle | None) -> None:
-        returning = [
-            Returning(kept=kept, num_tokens=count, row=row, column=self._column - int(self._rows.position[row]))
-            for row, (kept, count) in taken.items()
-        ]
-        self._kept.restore(returning, self._planes(), home=home)
 
     def _planes(self) -> list[Plane]:
         shape = (self._capacity[0], self.decoder.shape.kv_heads)
@@ -299,7 +292,7 @@ class RowRunner:
         width = max(sequence.request.sampling.max_tokens for sequence in sequences)
         if width > self._uniform.shape[1]:
             self._uniform = np.pad(self._uniform, ((0, 0), (0, width - self._uniform.shape[1])))
-        seeds = torch.tensor([sequence.seed for sequence in sequences])
+        seeds = torch.tensor([sequence.request.seed for sequence in sequences])
         numbers = uniforms(seeds[:, None], torch.arange(width))
         self._uniform[first : first + len(sequences), :width] = numbers.numpy()
 
@@ -342,12 +335,8 @@ class RowRunner:
             past = past.clip(max=window - 1)
         return hide_starts((lead - past).repeat(self.decoder.shape.kv_heads), num_columns=lead + 1, way=self._way)
 
-    def _fill(self, fills: list[Fill]) -> None:
-        for part in in_parts(order_fills(fills), num_tokens=FILL_TOKENS):
-            self._fill_together(part)
-
     @torch.inference_mode()
-    def _fill_together(self, fills: list[Fill]) -> None:
+    def _fill(self, fills: list[Fill]) -> None:
         heads = self.decoder.shape.kv_heads
         copies = _plan_copies(fills)
 
@@ -355,9 +344,8 @@ class RowRunner:
             shape = (self._capacity[0], heads)
             keys, values = self._keys[index].unflatten(0, shape), self._values[index].unflatten(0, shape)
             for copy in copies:
-                columns = slice(
-                    self._column - copy.num_tokens, self._column
-                )  # a row's filled tokens are the last ones of its past
+                # A row's filled tokens are the last ones of its past.
+                columns = slice(self._column - copy.num_tokens, self._column)
                 keys[copy.rows, :, :, columns] = copy.of_rows(k).permute(0, 2, 3, 1)
                 values[copy.rows, :, columns] = copy.of_rows(v).transpose(1, 2)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
@@ -111,7 +111,7 @@ class RowState:
         self.position[row] = sequence.length - 1
         self.limit[row] = sequence.limit
         self.drawn[row] = len(sequence.token_ids)
-        self.seed[row] = sequence.seed
+        self.seed[row] = sequence.request.seed
         self.temperature[row] = sampling.temperature
         self.top_p[row] = sampling.top_p
         self.top_k[row] = sampling.top_k
@@ -177,14 +177,15 @@ def order_fills(fills: list[Fill]) -> list[Fill]:
     return sorted(fills, key=lambda fill: (fill.past > 0, len(fill.token_ids)))
 
 
-def in_parts(fills: list[Fill], *, num_tokens: int) -> list[list[Fill]]:
-    """Split the fills into parts, in order. Each part has at most this many tokens, or is a single fill."""
-    parts: list[list[Fill]] = []
-    left = 0
+def in_parts(fills: list[Fill], *, cost: Callable[[Fill], int], most: Callable[[], int]) -> Iterator[list[Fill]]:
+    """Split the fills into parts, in order. Each part costs at most ``most()`` tokens, or is a single fill."""
+    part: list[Fill] = []
+    size = 0
     for fill in fills:
-        left -= len(fill.token_ids)
-        if left < 0 or not parts:
-            parts.append([])
-            left = num_tokens - len(fill.token_ids)
-        parts[-1].append(fill)
-    return parts
+        if part and size + cost(fill) > most():
+            yield part
+            part, size = [], 0
+        part.append(fill)
+        size += cost(fill)
+    if part:
+        yield part

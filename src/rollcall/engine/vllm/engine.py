@@ -259,7 +259,7 @@ def _row(sequence: Sequence) -> dict[str, Any]:
     return {
         "id": str(sequence.number),
         "prompt": sequence.request.prompt_ids.tolist(),
-        "seed": vllm_seed(sequence.seed),
+        "seed": vllm_seed(sequence.request.seed),
         "temperature": sampling.temperature,
         "top_p": sampling.top_p,
         "top_k": sampling.top_k,
