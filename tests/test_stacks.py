@@ -26,7 +26,7 @@ from runs import make_run
 from typer.testing import CliRunner
 
 from rollcall.base.lease import hold
-from rollcall.base.process_table import Process
+from rollcall.base.process_table import Process, status_of
 from rollcall.cli.main import app
 from rollcall.launch.processes import Format, ProcessTarget, find_target, profile_role, read_stacks
 from rollcall.nodes.framing import json_frame, read_exactly, read_json_frame
@@ -115,11 +115,11 @@ def test_a_stopped_process_is_not_woken_to_show_its_stacks(run_dir: Path) -> Non
     ) as child:
         assert child.stdout is not None and child.stdout.readline()
         os.kill(child.pid, signal.SIGSTOP)
-        while module.status_of(child.pid) != psutil.STATUS_STOPPED:
+        while status_of(child.pid) != psutil.STATUS_STOPPED:
             time.sleep(0.01)
         report = read_stacks(find_target(str(run_dir)), native=False, timeout_s=60)
         (one,) = [one for own in report.hosts.values() for one in own if one.pid == child.pid]
-        assert one.state == module.status_of(child.pid) == psutil.STATUS_STOPPED and one.threads
+        assert one.state == status_of(child.pid) == psutil.STATUS_STOPPED and one.threads
         child.kill()
 
 

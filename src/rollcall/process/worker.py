@@ -338,15 +338,14 @@ class Worker:
                 self._dropped.remove(number)
             return
         body = message[HEAD.size :]
-        match kind:
-            case _ if kind == PART:
-                call.take_part(self._answers[call.method](body))
-            case _ if kind == DONE:
-                call.finish(self._answers[call.method](body))
-            case _ if kind == RAISED:
-                call.finish(error=Raised(self.name, *map(visible, _texts(body))))
-            case _:
-                raise ValueError("unknown kind of message")
+        if kind == PART:
+            call.take_part(self._answers[call.method](body))
+        elif kind == DONE:
+            call.finish(self._answers[call.method](body))
+        elif kind == RAISED:
+            call.finish(error=Raised(self.name, *map(visible, _texts(body))))
+        else:
+            raise ValueError("unknown kind of message")
 
     def _watch(self, loop: asyncio.AbstractEventLoop) -> None:
         """Make the event loop wake the waiting calls when the connection becomes readable or writable."""

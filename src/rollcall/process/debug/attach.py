@@ -239,10 +239,8 @@ def is_there(waits: Waiting) -> bool:
     """Return whether the process is still listening. A killed run leaves its list behind, so a process in the list may be gone."""
     try:
         socket.create_connection((waits.address, waits.port), timeout=CONNECT_S).close()
-    except ConnectionRefusedError:
-        return False
-    except OSError:
-        return True  # this machine cannot reach it, but it may still be waiting
+    except OSError as error:
+        return not isinstance(error, ConnectionRefusedError)  # if this machine cannot reach it, it may still be waiting
     return True
 
 

@@ -63,8 +63,8 @@ class MultiWorkerFuture:
     def select(self, results: list[Any], *, axes: Sequence[str]) -> list[Any]:
         """Select the results to return; ``results`` contains one per future."""
         if self.return_from_workers is not None and self.called_workers is not None:
-            place = {rank: index for index, rank in enumerate(self.called_workers)}
-            results = [results[place[rank]] for rank in self.return_from_workers]
+            by_rank = dict(zip(self.called_workers, results, strict=True))
+            results = [by_rank[rank] for rank in self.return_from_workers]
         if results:
             check_fields(results[0], self.replicated_fields, axes=axes)
         return results
@@ -268,14 +268,13 @@ class WorkerGroup:
         entries = list(futures) if isinstance(futures, list | tuple) else [futures]
         flat = [future for entry in entries for future in _futures(entry)]
         results = iter(self._running.gather(flat, wait=Wait(timeout_s, first_s=30, every_s=30, stalls=False)))
-        found = [self._arrange(entry, [next(results) for _ in _futures(entry)]) for entry in entries]
+        found: list[Any] = []
+        for entry in entries:
+            own = [next(results) for _ in _futures(entry)]
+            if isinstance(entry, MultiWorkerFuture):
+                own = entry.select(own, axes=self.sharding.names)
+            found.append(own if isinstance(entry, MultiWorkerFuture | list | tuple) else own[0])
         return found[0] if isinstance(futures, MultiWorkerFuture) else found
-
-    def _arrange(self, entry: Any, results: list[Any]) -> Any:
-        """Return the entry with its futures replaced by their results."""
-        if isinstance(entry, MultiWorkerFuture):
-            return entry.select(results, axes=self.sharding.names)
-        return results if isinstance(entry, list | tuple) else results[0]
 
     def wait_for_some(self, futures: Sequence[Any], *, timeout_s: float) -> list[Any]:
         """Wait at most ``timeout_s`` for the first future that is done or has failed; return all such futures."""

@@ -235,25 +235,17 @@ class Reader:
 
 def look(pid: int) -> Seen:
     """Look once at a process and its pulse."""
-    reader = Reader(pid)
-    try:
+    with contextlib.closing(Reader(pid)) as reader:
         return reader.look()
-    finally:
-        reader.close()
 
 
 def memory_file(pid: int, name: str) -> Path | None:
     """Find the process's memory file whose name starts with ``name``; return its path in /proc, or None."""
-    try:
-        entries = sorted(Path(f"/proc/{pid}/fd").iterdir())
-    except (FileNotFoundError, ProcessLookupError, PermissionError):  # gone, or another user's
-        return None
-    for entry in entries:
-        with contextlib.suppress(
-            FileNotFoundError, ProcessLookupError, PermissionError
-        ):  # it was closed in the meantime, or belongs to another user
-            if os.readlink(entry).startswith(f"/memfd:{name}"):
-                return entry
+    with contextlib.suppress(OSError):  # the process is gone, or belongs to another user
+        for entry in sorted(Path(f"/proc/{pid}/fd").iterdir()):
+            with contextlib.suppress(OSError):  # it was closed in the meantime
+                if os.readlink(entry).startswith(f"/memfd:{name}"):
+                    return entry
     return None
 
 

@@ -35,7 +35,7 @@ from typing import Any
 
 import psutil
 
-from rollcall.base.process_table import Process, command_of, descendants, status_of
+from rollcall.base.process_table import Process, command_of, descendants
 from rollcall.nodes.framing import frame, is_own_users, json_frame, read_exactly, read_frame, read_json_frame
 from rollcall.process.groups.pulse import look, memory_file
 
@@ -141,14 +141,14 @@ def stacks_here(*, run: str | None = None, native: bool = False) -> list[Stacks]
                 titles[process.pid] = f"started by {about.title}: {command_of(process.pid)[:200].strip()}"
     found = []
     for pid, title in titles.items():
-        seen, state, threads, error = look(pid), status_of(pid), list[Thread](), ""
+        seen, threads, error = look(pid), list[Thread](), ""
         try:
             threads = read_threads(pid, native=native)
         except UnreadableError as why:
             error = str(why)
         busy_s = round(seen.busy_s, 1)
         stacks = Stacks(
-            title=title, pid=pid, state=state, doing=seen.doing, busy_s=busy_s, threads=threads, error=error
+            title=title, pid=pid, state=seen.state, doing=seen.doing, busy_s=busy_s, threads=threads, error=error
         )
         found.append(stacks)
     return found

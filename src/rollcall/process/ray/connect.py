@@ -77,12 +77,7 @@ def init_ray(*, num_gpus: int | None = None, backend: Literal["ray", "local"] | 
     ray.init(address="local", num_gpus=num_gpus, include_dashboard=False, logging_level=logging.WARNING)
 
 
-def connect(
-    cluster: Cluster | None = None,
-    *,
-    ray_address: str | None = None,
-    log_to_driver: bool = True,
-) -> Cluster:
+def connect(cluster: Cluster | None = None, *, ray_address: str | None = None, log_to_driver: bool = True) -> Cluster:
     """Make this process a driver of the cluster. The default is the selected cluster; ``ray_address`` comes from the run file.
 
     An existing connection is kept if it is to that cluster or if no cluster is named.

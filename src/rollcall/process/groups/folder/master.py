@@ -81,14 +81,7 @@ class NodeWorker:
 class FolderBackend:
     """The master of a shared folder, used in a ``with`` block. At the end of the block, it tells the workers how the run ended."""
 
-    def __init__(
-        self,
-        folder: Path,
-        *,
-        num_nodes: int,
-        run: str,
-        options: Mapping[str, str] | None = None,
-    ) -> None:
+    def __init__(self, folder: Path, *, num_nodes: int, run: str, options: Mapping[str, str] | None = None) -> None:
         self.folder = own_folder(folder)
         self.num_nodes = num_nodes
         self.changed = threading.Condition()

@@ -70,14 +70,7 @@ class _Terminated(BaseException):
 
 
 class FolderWorker:
-    def __init__(
-        self,
-        folder: Path,
-        *,
-        rank: int,
-        num_nodes: int,
-        options: Mapping[str, str] | None = None,
-    ) -> None:
+    def __init__(self, folder: Path, *, rank: int, num_nodes: int, options: Mapping[str, str] | None = None) -> None:
         self.folder = own_folder(folder)
         self.rank = rank
         self.num_nodes = num_nodes
@@ -209,9 +202,7 @@ class FolderWorker:
     def _current_label(self) -> str:
         assert self._master.incarnation is not None
         return label_of(
-            master=self._master.incarnation,
-            worker=self._presence.incarnation,
-            epoch=self._master.facts["epoch"],
+            master=self._master.incarnation, worker=self._presence.incarnation, epoch=self._master.facts["epoch"]
         )
 
     def _attach(self) -> None:
