@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from typer import Argument, Option
 
 from rollcall.base.errors import in_one_line, is_out_of_memory
 from rollcall.base.importing import calm_transformers
@@ -28,13 +29,13 @@ from rollcall.base.words import size, visible
 if TYPE_CHECKING:
     from rollcall.config import Config
 
-Debug = Annotated[bool, typer.Option("--debug", help="Show the full traceback of an error.")]
-RunFile = Annotated[str | None, typer.Argument(metavar="FILE", help="Run file. Default: the demo.")]
-RunDir = Annotated[Path, typer.Argument(metavar="RUN_DIR", help="Run directory (run.dir).")]
+Debug = Annotated[bool, Option("--debug", help="Show the full traceback of an error.")]
+RunFile = Annotated[str | None, Argument(metavar="FILE", help="Run file. Default: the demo.")]
+RunDir = Annotated[Path, Argument(metavar="RUN_DIR", help="Run directory (run.dir).")]
 Overrides = Annotated[
-    list[str] | None, typer.Argument(metavar="KEY=VALUE", help="Set a key of the run file, such as actor.lr=1e-5.")
+    list[str] | None, Argument(metavar="KEY=VALUE", help="Set a key of the run file, such as actor.lr=1e-5.")
 ]
-Json = Annotated[bool, typer.Option("--json", help="Print one JSON object, and nothing else, on stdout.")]
+Json = Annotated[bool, Option("--json", help="Print one JSON object, and nothing else, on stdout.")]
 
 SAY_EVERY_S = 10.0  # between progress messages where there is no bar
 FAILED = 1  # exit status; 2 is a usage error, and stop.py defines two more

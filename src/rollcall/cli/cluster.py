@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from typer import Argument, Option
 
 from rollcall.base.words import all_of, are, counted
 from rollcall.cli import Json, answer
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
 
 Cluster = Annotated[
     str | None,
-    typer.Option(
+    Option(
         metavar="NAME",
         help="Name of the cluster. Default: $ROLLCALL_CLUSTER, else the Ray cluster at $RAY_ADDRESS, else `default`.",
     ),
@@ -27,62 +28,55 @@ Cluster = Annotated[
 
 
 def node(
-    rank: Annotated[int | None, typer.Option(min=0, help="Rank of this node. Rank 0 starts the head.")] = None,
-    num_nodes: Annotated[int | None, typer.Option(min=1, help="Number of nodes in the cluster.")] = None,
+    rank: Annotated[int | None, Option(min=0, help="Rank of this node. Rank 0 starts the head.")] = None,
+    num_nodes: Annotated[int | None, Option(min=1, help="Number of nodes in the cluster.")] = None,
     rendezvous: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="Shared folder in which nodes find the head.")
+        Path | None, Option(metavar="DIR", help="Shared folder in which nodes find the head.")
     ] = None,
     head_address: Annotated[
-        str | None, typer.Option(metavar="HOST:PORT", help="Address on which rank 0 listens. Needs ROLLCALL_TOKEN.")
+        str | None, Option(metavar="HOST:PORT", help="Address on which rank 0 listens. Needs ROLLCALL_TOKEN.")
     ] = None,
-    master: Annotated[bool, typer.Option("--master", help="The same as --rank 0.")] = False,
-    worker: Annotated[int | None, typer.Option(metavar="R", min=0, help="The same as --rank R.")] = None,
+    master: Annotated[bool, Option("--master", help="The same as --rank 0.")] = False,
+    worker: Annotated[int | None, Option(metavar="R", min=0, help="The same as --rank R.")] = None,
     slots: Annotated[
-        int | None, typer.Option(min=1, help="Number of slots on this node. Default: its number of GPUs.")
+        int | None, Option(min=1, help="Number of slots on this node. Default: its number of GPUs.")
     ] = None,
     node_ip: Annotated[
-        str | None, typer.Option(help="Address of this node. Default: the one from which it reaches the head.")
+        str | None, Option(help="Address of this node. Default: the one from which it reaches the head.")
     ] = None,
-    interface: Annotated[str | None, typer.Option(help="Use the address of this interface.")] = None,
-    dashboard_host: Annotated[
-        str, typer.Option(help="Address on which the dashboard of rank 0 listens.")
-    ] = "127.0.0.1",
+    interface: Annotated[str | None, Option(help="Use the address of this interface.")] = None,
+    dashboard_host: Annotated[str, Option(help="Address on which the dashboard of rank 0 listens.")] = "127.0.0.1",
     temp_dir: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="Ray's folder for sockets and logs: a short, local path.")
+        Path | None, Option(metavar="DIR", help="Ray's folder for sockets and logs: a short, local path.")
     ] = None,
     tls: Annotated[
-        bool,
-        typer.Option("--tls", help="Encrypt Ray's traffic. Set it on rank 0 or, with --head-address, on every node."),
+        bool, Option("--tls", help="Encrypt Ray's traffic. Set it on rank 0 or, with --head-address, on every node.")
     ] = False,
     cluster: Annotated[
-        str | None,
-        typer.Option(metavar="NAME", help="Name of the cluster. Default: $ROLLCALL_CLUSTER, else `default`."),
+        str | None, Option(metavar="NAME", help="Name of the cluster. Default: $ROLLCALL_CLUSTER, else `default`.")
     ] = None,
     timeout: Annotated[
         float | None,
-        typer.Option(
+        Option(
             min=0,
             help="Seconds to wait for rank 0. Default: 300, or 1800 with --run, because nodes prepare themselves first.",
         ),
     ] = None,
     block: Annotated[
-        bool,
-        typer.Option("--block", help="Keep running until Ray on this node ends. SIGTERM, SIGHUP and Ctrl-C stop Ray."),
+        bool, Option("--block", help="Keep running until Ray on this node ends. SIGTERM, SIGHUP and Ctrl-C stop Ray.")
     ] = False,
     save_wait: Annotated[
-        float,
-        typer.Option(min=0, help="With --block or --run: seconds that a run on this node has to save after SIGTERM."),
+        float, Option(min=0, help="With --block or --run: seconds that a run on this node has to save after SIGTERM.")
     ] = 25.0,
     run: Annotated[
         Path | None,
-        typer.Option(
+        Option(
             metavar="FILE",
             help="Keep running, and train this run file once all nodes have joined. Exits with the run's status.",
         ),
     ] = None,
     tied: Annotated[
-        bool,
-        typer.Option("--tied", hidden=True, help="If stdin closes while the node starts, stop and clean up."),
+        bool, Option("--tied", hidden=True, help="If stdin closes while the node starts, stop and clean up.")
     ] = False,
 ) -> None:
     """Start Ray on this node. Rank 0 starts the cluster, and the other nodes join it.
@@ -147,8 +141,8 @@ def node(
 
 
 def check(
-    num_slots: Annotated[int, typer.Argument(metavar="N", min=1, help="Number of accelerators in the whole cluster.")],
-    timeout: Annotated[float, typer.Option(min=0, help="Seconds to wait for them.")] = 300.0,
+    num_slots: Annotated[int, Argument(metavar="N", min=1, help="Number of accelerators in the whole cluster.")],
+    timeout: Annotated[float, Option(min=0, help="Seconds to wait for them.")] = 300.0,
     cluster: Cluster = None,
     as_json: Json = False,
 ) -> None:
@@ -169,7 +163,7 @@ def check(
 
 def status(
     run_dir: Annotated[
-        Path | None, typer.Argument(metavar="[RUN_DIR]", help="Show this run instead. Needs no cluster.")
+        Path | None, Argument(metavar="[RUN_DIR]", help="Show this run instead. Needs no cluster.")
     ] = None,
     cluster: Cluster = None,
     as_json: Json = False,
@@ -199,7 +193,7 @@ def status(
 def down(
     cluster: Cluster = None,
     keep_logs: Annotated[
-        bool, typer.Option("--keep-logs", help="Keep Ray's logs until the next `rollcall node` or `down`.")
+        bool, Option("--keep-logs", help="Keep Ray's logs until the next `rollcall node` or `down`.")
     ] = False,
 ) -> None:
     """Stop what this cluster started on this node, and nothing else. A Ray cluster that Rollcall did not start is left alone.
@@ -231,8 +225,7 @@ def down(
 
 
 def here(
-    cluster: Cluster = None,
-    interface: Annotated[str | None, typer.Option(help="Use the address of this interface.")] = None,
+    cluster: Cluster = None, interface: Annotated[str | None, Option(help="Use the address of this interface.")] = None
 ) -> None:
     """Describe this machine for a launcher, as one JSON object: version, rank, and the address that a head on it would have.
 

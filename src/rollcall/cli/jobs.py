@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from typer import Argument, Option
 
 from rollcall.base.stop import INTERRUPTED, STOPPED
 from rollcall.base.wait import say
@@ -23,26 +24,25 @@ if TYPE_CHECKING:
     from rollcall.launch.jobs.submit import Job, Jobs
 
 Address = Annotated[
-    str | None, typer.Option(metavar="URL", help="Dashboard of the cluster. Default: that of this node's cluster.")
+    str | None, Option(metavar="URL", help="Dashboard of the cluster. Default: that of this node's cluster.")
 ]
 Meeting = Annotated[
     Path | None,
-    typer.Option(
+    Option(
         "--rendezvous", metavar="DIR", help="Shared folder of the cluster. The address and the token are read from it."
     ),
 ]
 JobId = Annotated[
-    str,
-    typer.Argument(metavar="[ID|latest]", help="Id of a job. Default: the newest unfinished job, else the newest job."),
+    str, Argument(metavar="[ID|latest]", help="Id of a job. Default: the newest unfinished job, else the newest job.")
 ]
 
 
 def submit(
     file: RunFile = None,
     overrides: Overrides = None,
-    no_wait: Annotated[bool, typer.Option("--no-wait", help="Return as soon as the job is submitted.")] = False,
+    no_wait: Annotated[bool, Option("--no-wait", help="Return as soon as the job is submitted.")] = False,
     page: Annotated[
-        bool, typer.Option("--page", help="The same as trainer.page=true: the head serves the run's page.")
+        bool, Option("--page", help="The same as trainer.page=true: the head serves the run's page.")
     ] = False,
     address: Address = None,
     cluster: Cluster = None,
@@ -87,10 +87,7 @@ def submit(
 
 
 def job_list(
-    address: Address = None,
-    cluster: Cluster = None,
-    rendezvous: Meeting = None,
-    as_json: Json = False,
+    address: Address = None, cluster: Cluster = None, rendezvous: Meeting = None, as_json: Json = False
 ) -> None:
     """List the jobs of the cluster, the newest first.
 
@@ -124,7 +121,7 @@ def job_status(
 
 def job_logs(
     job_id: JobId = "latest",
-    follow: Annotated[bool, typer.Option("--follow", "-f", help="Keep printing until the job ends.")] = False,
+    follow: Annotated[bool, Option("--follow", "-f", help="Keep printing until the job ends.")] = False,
     address: Address = None,
     cluster: Cluster = None,
     rendezvous: Meeting = None,
@@ -163,12 +160,7 @@ def job_stop(
     answer(stopped, lambda job: print(f"{job.id} is {job.status}"), as_json=as_json)
 
 
-def env(
-    file: RunFile = None,
-    overrides: Overrides = None,
-    cluster: Cluster = None,
-    as_json: Json = False,
-) -> None:
+def env(file: RunFile = None, overrides: Overrides = None, cluster: Cluster = None, as_json: Json = False) -> None:
     """Show the environment variables of the workers on each node, and where each comes from. Secrets are redacted.
 
     Run this command on a node of the cluster. It also lists variables in this shell that a run may need but that do not reach

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from typer import Argument, Option
 from typer.core import TyperGroup
 
 from rollcall.base.stop import heed
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
 
 TARGETS = describe_targets()
 Name = Annotated[
-    str | None, typer.Argument(metavar="[NAME]", help="Name of the launch. Default: the only launch from this machine.")
+    str | None, Argument(metavar="[NAME]", help="Name of the launch. Default: the only launch from this machine.")
 ]
 
 
@@ -53,15 +54,13 @@ def _launch(
     overrides: Overrides = None,
     dry_run: Annotated[
         bool,
-        typer.Option(
+        Option(
             "--dry-run",
             help="Print the rendered files, the commands, and any problems that prevent a start; start nothing.",
         ),
     ] = False,
-    wait: Annotated[bool, typer.Option("--wait", help="Follow the run's log and exit with its status.")] = False,
-    name: Annotated[
-        str | None, typer.Option(metavar="NAME", help="Name of this launch. Default: the run's name.")
-    ] = None,
+    wait: Annotated[bool, Option("--wait", help="Follow the run's log and exit with its status.")] = False,
+    name: Annotated[str | None, Option(metavar="NAME", help="Name of this launch. Default: the run's name.")] = None,
     as_json: Json = False,
 ) -> None:
     from rollcall.launch.launch import get_target, make_request, start
@@ -112,9 +111,7 @@ def shown(rendered: Rendered, folder: Path) -> str:
     return "\n".join([*parts, *commands, *notes, *problems])
 
 
-def init(
-    target: Annotated[str, typer.Argument(metavar="TARGET", help=f"One of {', '.join(TARGETS)}.")],
-) -> None:
+def init(target: Annotated[str, Argument(metavar="TARGET", help=f"One of {', '.join(TARGETS)}.")]) -> None:
     """Print a commented `launch:` section to fill in.
 
     \b
@@ -127,7 +124,7 @@ def init(
     print((files("rollcall.launch") / "sections" / f"{target}.yaml").read_text(), end="")
 
 
-def down(name: Annotated[str, typer.Argument(metavar="NAME", help="Name of the launch.")]) -> None:
+def down(name: Annotated[str, Argument(metavar="NAME", help="Name of the launch.")]) -> None:
     """End everything that a launch started, and nothing else. The run saves first if the target allows it.
 
     \b
@@ -184,7 +181,7 @@ def status(name: Name = None, as_json: Json = False) -> None:
 
 def logs(
     name: Name = None,
-    follow: Annotated[bool, typer.Option("--follow", "-f", help="Keep printing until the run ends.")] = False,
+    follow: Annotated[bool, Option("--follow", "-f", help="Keep printing until the run ends.")] = False,
 ) -> None:
     """Print the log of a launch's run.
 
@@ -203,15 +200,15 @@ def logs(
 
 
 def ssh(
-    where: Annotated[str, typer.Argument(metavar="all|HOST", help="All hosts of the launch, or one of them.")],
+    where: Annotated[str, Argument(metavar="all|HOST", help="All hosts of the launch, or one of them.")],
     command: Annotated[
         list[str],
-        typer.Argument(
+        Argument(
             metavar="COMMAND", help="After `--`: a command with its arguments, or one argument with a line of shell."
         ),
     ],
     name: Annotated[
-        str | None, typer.Option(metavar="NAME", help="Name of the launch. Default: the only launch with ssh.")
+        str | None, Option(metavar="NAME", help="Name of the launch. Default: the only launch with ssh.")
     ] = None,
 ) -> None:
     """Run a command on one host of a launch, or on all of its hosts at once.
@@ -237,11 +234,9 @@ def ssh(
 
 def tunnel(
     name: Annotated[
-        str | None, typer.Argument(metavar="[NAME]", help="Name of the launch. Default: the only launch with ssh.")
+        str | None, Argument(metavar="[NAME]", help="Name of the launch. Default: the only launch with ssh.")
     ] = None,
-    port: Annotated[
-        int | None, typer.Option(min=1, max=65535, help="Port on this machine. Default: a free port.")
-    ] = None,
+    port: Annotated[int | None, Option(min=1, max=65535, help="Port on this machine. Default: a free port.")] = None,
 ) -> None:
     """Forward the dashboard of a launch, and the page of its run, to ports on this machine until Ctrl-C.
 

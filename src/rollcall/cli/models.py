@@ -7,7 +7,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
-import typer
+from typer import Argument, Option
 
 from rollcall.base.stop import heed
 from rollcall.base.wait import on_stdout, say
@@ -20,14 +20,12 @@ if TYPE_CHECKING:
 
 
 def evaluate(
-    target: Annotated[Path, typer.Argument(metavar="RUN.yaml|RUN_DIR|MODEL_DIR|CHECKPOINT", help="What to evaluate.")],
+    target: Annotated[Path, Argument(metavar="RUN.yaml|RUN_DIR|MODEL_DIR|CHECKPOINT", help="What to evaluate.")],
     overrides: Overrides = None,
-    data: Annotated[str | None, typer.Option(help="JSONL or Parquet file. Default: the run's data.val.")] = None,
-    samples: Annotated[
-        int | None, typer.Option(min=1, help="Completions per prompt. More than one gives pass@k.")
-    ] = None,
-    temperature: Annotated[float | None, typer.Option(min=0, help="Sampling temperature. 0 is greedy.")] = None,
-    max_prompts: Annotated[int | None, typer.Option(min=1, help="Evaluate on the first N prompts only.")] = None,
+    data: Annotated[str | None, Option(help="JSONL or Parquet file. Default: the run's data.val.")] = None,
+    samples: Annotated[int | None, Option(min=1, help="Completions per prompt. More than one gives pass@k.")] = None,
+    temperature: Annotated[float | None, Option(min=0, help="Sampling temperature. 0 is greedy.")] = None,
+    max_prompts: Annotated[int | None, Option(min=1, help="Evaluate on the first N prompts only.")] = None,
     as_json: Json = False,
 ) -> None:
     """Measure accuracy, pass@k and lengths, and show samples.
@@ -97,21 +95,17 @@ def _show_evaluation(report: EvalReport) -> None:
 
 
 def serve(
-    target: Annotated[
-        str, typer.Argument(metavar="MODEL|RUN", help="Model directory, hub name, run directory or run file.")
-    ],
+    target: Annotated[str, Argument(metavar="MODEL|RUN", help="Model directory, hub name, run directory or run file.")],
     overrides: Overrides = None,
-    port: Annotated[int, typer.Option(min=0, max=65535, help="Port. 0: a free port.")] = 8000,
+    port: Annotated[int, Option(min=0, max=65535, help="Port. 0: a free port.")] = 8000,
     host: Annotated[
-        str, typer.Option(help="Address to listen on. The default is reachable only from this machine.")
+        str, Option(help="Address to listen on. The default is reachable only from this machine.")
     ] = "127.0.0.1",
     key_file: Annotated[
-        Path | None,
-        typer.Option(help="File with the key. Default: ROLLCALL_SERVE_KEY, else a new key, which is printed."),
+        Path | None, Option(help="File with the key. Default: ROLLCALL_SERVE_KEY, else a new key, which is printed.")
     ] = None,
     engine: Annotated[
-        Literal["native", "vllm"] | None,
-        typer.Option(help="Inference engine. Default: the run's engine, else native."),
+        Literal["native", "vllm"] | None, Option(help="Inference engine. Default: the run's engine, else native.")
     ] = None,
 ) -> None:
     """Serve a model behind the OpenAI API: chat, completions, and token ids in and out.
@@ -141,26 +135,21 @@ def serve(
 
 def merge(
     checkpoint: Annotated[
-        Path, typer.Argument(metavar="CHECKPOINT", help="Run directory, or checkpoint of Rollcall, verl or PyTorch.")
+        Path, Argument(metavar="CHECKPOINT", help="Run directory, or checkpoint of Rollcall, verl or PyTorch.")
     ],
-    out: Annotated[Path, typer.Option("--out", metavar="DIR", help="Model directory to write.")],
-    dtype: Annotated[
-        str, typer.Option("--dtype", help="Precision to write: keep (as stored), bf16, fp16 or fp32.")
-    ] = "keep",
-    max_shard_size: Annotated[
-        str, typer.Option("--max-shard-size", metavar="SIZE", help="Largest file, such as 5GB or 512MiB.")
-    ] = "5GB",
+    out: Annotated[Path, Option(metavar="DIR", help="Model directory to write.")],
+    dtype: Annotated[str, Option(help="Precision to write: keep (as stored), bf16, fp16 or fp32.")] = "keep",
+    max_shard_size: Annotated[str, Option(metavar="SIZE", help="Largest file, such as 5GB or 512MiB.")] = "5GB",
     base: Annotated[
         Path | None,
-        typer.Option(
-            "--base",
+        Option(
             metavar="DIR",
             help="Model directory to take config and tokenizer from, if there is none next to the weights.",
         ),
     ] = None,
     verify: Annotated[
         bool,
-        typer.Option(
+        Option(
             "--verify", help="Then load the model with transformers and compare its log-probs with the trained model's."
         ),
     ] = False,

@@ -8,7 +8,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
+from typer import Argument, Option
 
 from rollcall.base.wait import say
 from rollcall.base.words import counted, span
@@ -25,9 +25,7 @@ LONG = 8 << 20  # bytes of calls; reading and writing more than this takes more 
 
 def recover(
     run_dir: RunDir,
-    repair: Annotated[
-        bool, typer.Option("--repair", help="Move torn files to RUN_DIR/set-aside/. Deletes nothing.")
-    ] = False,
+    repair: Annotated[bool, Option("--repair", help="Move torn files to RUN_DIR/set-aside/. Deletes nothing.")] = False,
     as_json: Json = False,
 ) -> None:
     """Explain a run directory: last checkpoint, finished groups, torn files, its owner, and what a resume will do.
@@ -194,9 +192,9 @@ def _table(what: str, comparison: dict[str, Any]) -> Table:
 
 def trace(
     run_dir: RunDir,
-    out: Annotated[Path, typer.Option("--out", metavar="FILE", help="File to write.")] = Path("trace.json"),
-    first_step: Annotated[int | None, typer.Option("--from", metavar="STEP", min=0, help="First step.")] = None,
-    last_step: Annotated[int | None, typer.Option("--to", metavar="STEP", min=0, help="Last step.")] = None,
+    out: Annotated[Path, Option(metavar="FILE", help="File to write.")] = Path("trace.json"),
+    first_step: Annotated[int | None, Option("--from", metavar="STEP", min=0, help="First step.")] = None,
+    last_step: Annotated[int | None, Option("--to", metavar="STEP", min=0, help="Last step.")] = None,
     as_json: Json = False,
 ) -> None:
     """Write a Chrome trace of what the controller and every worker did over time. Open it on ui.perfetto.dev.
@@ -250,10 +248,10 @@ def _show_trace(shown: dict[str, Any]) -> None:
 def view(
     runs: Annotated[
         list[Path] | None,
-        typer.Argument(metavar="RUN_DIR|FOLDER", help="Run directories, or folders of runs. Default: runs/"),
+        Argument(metavar="RUN_DIR|FOLDER", help="Run directories, or folders of runs. Default: runs/"),
     ] = None,
-    port: Annotated[int, typer.Option(min=0, max=65535, help="Port on this machine. Default: a free port.")] = 0,
-    open_browser: Annotated[bool, typer.Option("--open", help="Open the page in a browser.")] = False,
+    port: Annotated[int, Option(min=0, max=65535, help="Port on this machine. Default: a free port.")] = 0,
+    open_browser: Annotated[bool, Option("--open", help="Open the page in a browser.")] = False,
 ) -> None:
     """Show runs on a page: curves, samples, tokens, timeline, cluster. It works during a run and afterwards.
 

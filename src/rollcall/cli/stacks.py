@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+from typer import Argument, Option
 
 from rollcall.base.errors import ClusterError
 from rollcall.base.wait import say
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
 
 Where = Annotated[
     str | None,
-    typer.Argument(
+    Argument(
         metavar="[RUN_DIR|CLUSTER]",
         help="A run, or all runs of a cluster. Default: all runs of this node's cluster, else of this host.",
     ),
@@ -31,10 +32,9 @@ Where = Annotated[
 def stacks(
     target: Where = None,
     native: Annotated[
-        bool,
-        typer.Option("--native", help="Show the frames of C++ and CUDA too. Pauses each process for a moment."),
+        bool, Option("--native", help="Show the frames of C++ and CUDA too. Pauses each process for a moment.")
     ] = False,
-    timeout: Annotated[float, typer.Option(min=1, help="Seconds that each node has to answer.")] = 60.0,
+    timeout: Annotated[float, Option(min=1, help="Seconds that each node has to answer.")] = 60.0,
     cluster: Cluster = None,
     as_json: Json = False,
 ) -> None:
@@ -76,15 +76,13 @@ def _show(found: Answers) -> None:
 
 def profile(
     target: Where = None,
-    role: Annotated[str, typer.Option(help="Role to profile: actor, rollout, critic, controller, ...")] = "actor",
-    seconds: Annotated[float, typer.Option(min=0.1, max=600, help="Length of the profile in seconds.")] = 20.0,
+    role: Annotated[str, Option(help="Role to profile: actor, rollout, critic, controller, ...")] = "actor",
+    seconds: Annotated[float, Option(min=0.1, max=600, help="Length of the profile in seconds.")] = 20.0,
     form: Annotated[
         str,
-        typer.Option(
-            "--format", metavar="FORMAT", help="torch writes a Chrome trace; speedscope and flamegraph use py-spy."
-        ),
+        Option("--format", metavar="FORMAT", help="torch writes a Chrome trace; speedscope and flamegraph use py-spy."),
     ] = "torch",
-    out: Annotated[Path, typer.Option(metavar="DIR", help="Folder for the files.")] = Path("profile"),
+    out: Annotated[Path, Option(metavar="DIR", help="Folder for the files.")] = Path("profile"),
     cluster: Cluster = None,
     as_json: Json = False,
 ) -> None:
@@ -120,17 +118,17 @@ def _show_files(found: Result) -> None:
 def debug(
     where: Annotated[
         str | None,
-        typer.Argument(
+        Argument(
             metavar="[RUN_DIR|CLUSTER]",
             help="A run's directory, or the name of a cluster. Without it: the cluster of this node.",
         ),
     ] = None,
     number: Annotated[
         int | None,
-        typer.Argument(metavar="[NUMBER]", help="Attach this terminal to the process with this number in the list."),
+        Argument(metavar="[NUMBER]", help="Attach this terminal to the process with this number in the list."),
     ] = None,
     go_on: Annotated[
-        bool, typer.Option("--continue", help="Let the process continue. Without NUMBER: all waiting processes.")
+        bool, Option("--continue", help="Let the process continue. Without NUMBER: all waiting processes.")
     ] = False,
     as_json: Json = False,
 ) -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from typer import Argument, Option
 
 from rollcall.base.stop import ended_by, heed, heeded_signals
 from rollcall.base.wait import say
@@ -29,17 +30,15 @@ def _split(text: str) -> Split:
 def train(
     file: Annotated[
         str | None,
-        typer.Argument(
-            metavar="FILE|RUN_DIR", help="Run file, or the directory of a run to continue. Default: the demo."
-        ),
+        Argument(metavar="FILE|RUN_DIR", help="Run file, or the directory of a run to continue. Default: the demo."),
     ] = None,
     overrides: Overrides = None,
     fresh: Annotated[
-        bool, typer.Option("--fresh", help="Start over. An existing run directory is moved aside, not deleted.")
+        bool, Option("--fresh", help="Start over. An existing run directory is moved aside, not deleted.")
     ] = False,
     phase: Annotated[
         Phase | None,
-        typer.Option(
+        Option(
             "--phase",
             "--rl-phase",
             help="rollout: sample groups for the next 1 + trainer.staleness steps into the journal, then stop. update: "
@@ -48,7 +47,7 @@ def train(
     ] = None,
     split: Annotated[
         Split | None,
-        typer.Option(
+        Option(
             "--split",
             "--rollout-split",
             parser=_split,
@@ -56,41 +55,37 @@ def train(
             help="With --phase rollout: `eval` only evaluates the newest checkpoint.",
         ),
     ] = None,
-    eval_interval: Annotated[
-        int | None, typer.Option(metavar="N", min=0, help="The same as trainer.eval_every=N.")
-    ] = None,
+    eval_interval: Annotated[int | None, Option(metavar="N", min=0, help="The same as trainer.eval_every=N.")] = None,
     master: Annotated[
-        bool, typer.Option("--master", help="For nodes that share only a folder: this is node 0, which trains.")
+        bool, Option("--master", help="For nodes that share only a folder: this is node 0, which trains.")
     ] = False,
     worker: Annotated[
-        int | None,
-        typer.Option(metavar="R", help="For nodes that share only a folder: this is node R, which samples."),
+        int | None, Option(metavar="R", help="For nodes that share only a folder: this is node R, which samples.")
     ] = None,
     num_nodes: Annotated[
-        int | None, typer.Option(metavar="N", help="With --master or --worker: number of nodes, including the master.")
+        int | None, Option(metavar="N", help="With --master or --worker: number of nodes, including the master.")
     ] = None,
     rank_weights: Annotated[
         str | None,
-        typer.Option(
-            "--rank-weights",
+        Option(
             metavar="W0,W1,..",
             help="With --master or --worker: each node's share of the rollouts. Default: by measured speed.",
         ),
     ] = None,
     log_path: Annotated[
         Path | None,
-        typer.Option(
+        Option(
             metavar="DIR",
             help="The folder that the nodes share; its mode must be 700. Without run.dir, the run is in DIR/run.",
         ),
     ] = None,
     data_path: Annotated[
         Path | None,
-        typer.Option(metavar="DIR", help="Folder for shared downloads: the hub's cache is DIR/.cache/huggingface."),
+        Option(metavar="DIR", help="Folder for shared downloads: the hub's cache is DIR/.cache/huggingface."),
     ] = None,
     post_mortem: Annotated[
         bool,
-        typer.Option(
+        Option(
             "--post-mortem",
             help="If a worker, a reward or an environment raises an exception, open pdb there: in this terminal, or for "
             "`rollcall debug` to attach to.",
@@ -98,7 +93,7 @@ def train(
     ] = False,
     local_debug: Annotated[
         bool,
-        typer.Option(
+        Option(
             "--local-debug",
             help="Run all roles in this process, with one reward process and nothing compiled, even if the run file is for a cluster. "
             "Writes to RUN_DIR-local-debug, unless run.dir=DIR is given.",
