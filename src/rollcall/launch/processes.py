@@ -162,9 +162,6 @@ class Result:
     files: list[Path]
     failed: dict[str, str]  # reasons by process or host
 
-    def as_json(self) -> dict[str, Any]:
-        return {"files": [str(path) for path in self.files], "failed": self.failed}
-
 
 def profile_role(target: ProcessTarget, *, role: str, seconds: float, kind: Format, out: Path) -> Result:
     """Profile each of the role's processes and write one file per process to the folder ``out``."""

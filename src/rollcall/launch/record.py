@@ -170,12 +170,7 @@ def forget(record: LaunchRecord) -> None:
 @contextmanager
 def held(name: str) -> Iterator[None]:
     """Lock a launch, so that only one command at a time works on it."""
-    while True:
-        try:
-            lock = take_lock(own_folder(name) / "lock")
-            break
-        except FileNotFoundError:
-            continue  # the command that held the lock ended the launch and removed its folder
+    lock = take_lock(own_folder(name) / "lock")
     if lock is None:
         raise LaunchError(
             f"another command is working on launch {name!r} on this machine; wait until it has finished, or stop it"

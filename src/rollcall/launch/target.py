@@ -215,11 +215,11 @@ class ToolTarget(Target):
 
     def logs(self, record: LaunchRecord) -> None:
         self.require_started(record)
-        watch(*self.log_command(record, follow=False), what="print the log")
+        _run(self.log_command(record, follow=False), "print the log", timeout_s=None)
 
     def follow(self, record: LaunchRecord) -> int:
         self.require_started(record)
-        return watch(*self.log_command(record, follow=True), what="follow the log")
+        return _run(self.log_command(record, follow=True), "follow the log", timeout_s=None)
 
     def stop(self, record: LaunchRecord) -> None:
         if record.id is None:
@@ -305,10 +305,8 @@ def ask_json(*words: str, what: str, fine: str | None = None) -> Any:
 
 def run(*words: str, what: str, env: Mapping[str, str] | None = None, cwd: Path | None = None) -> None:
     """Run a tool and pass its output on to stderr (2) as it comes; stdout is for the Rollcall command's own answer."""
-    status = _run(
-        words, what, stdout=2, env={**os.environ, **(env or {})}, cwd=cwd, timeout_s=3600.0
-    )  # clouds are slow
-    if status:
+    # Clouds are slow.
+    if status := _run(words, what, stdout=2, env={**os.environ, **(env or {})}, cwd=cwd, timeout_s=3600.0):
         raise LaunchError(f"cannot {what}: `{shlex.join(words)}` ended with status {status}")
 
 
@@ -329,11 +327,6 @@ def left_here(request: LaunchRequest, *, advice: str) -> tuple[str, ...]:
         if names := sorted({Path(name).parts[0] for name in own_modules(request.config, folder=request.cwd)}):
             return (f"the run file needs {', '.join(names)}, but this launch sends no modules to the nodes: {advice}",)
     return ()
-
-
-def watch(*words: str, what: str) -> int:
-    """Run a tool that prints a log on stdout, without a time limit, and return its exit status."""
-    return _run(words, what, timeout_s=None)
 
 
 def _run(words: Sequence[str], what: str, *, timeout_s: float | None, **how: Any) -> int:

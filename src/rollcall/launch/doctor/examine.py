@@ -237,12 +237,9 @@ class _Examination:
         self.findings += checks.judge_bandwidth(backend=backend, bytes_per_s=min(rates.values()))
         return backend, min(rates.values())
 
-    def _ask_all(
-        self, what: str, method: str, arguments: Callable[[int], Sequence[Any]], *, timeout_s: float = STAGE_S
-    ) -> dict[int, Any]:
+    def _ask_all(self, what: str, method: str, arguments: Callable[[int], Sequence[Any]]) -> dict[int, Any]:
         """Call the same method on every probe; ``arguments`` returns the arguments for a rank."""
-        calls = {rank: probe.call(method, *arguments(rank)) for rank, probe in self.probes.items()}
-        return self._collect(what, calls, timeout_s=timeout_s)
+        return self._collect(what, {rank: each.call(method, *arguments(rank)) for rank, each in self.probes.items()})
 
     def _collect(self, what: str, calls: Mapping[int, Any], *, timeout_s: float = STAGE_S) -> dict[int, Any]:
         """Return the answers by rank. A node that fails or does not answer in time is reported as a finding."""

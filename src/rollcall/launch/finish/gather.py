@@ -8,6 +8,7 @@ request, and only when all of them have been copied.
 
 from __future__ import annotations
 
+import hashlib
 import os
 import shutil
 import threading
@@ -19,14 +20,13 @@ from pathlib import Path
 from typing import Any
 
 from rollcall.base.atomic import fsync, take_lock
-from rollcall.base.errors import CheckpointError
 from rollcall.base.patience import free_bytes, plain_disk_errors
 from rollcall.base.wait import Wait, say
 from rollcall.base.words import counted, size
 from rollcall.checkpoint.local import FOLDER_NAME, names_of_run
 from rollcall.launch.finish.node_files import PART
 from rollcall.launch.finish.nodes_of import Node, NodeError
-from rollcall.model.stored.files import new_checksum
+from rollcall.model.stored.files import file_checksum, new_checksum
 from rollcall.model.stored.find import Manifest, read_manifest
 
 FOLDER = ".gather"  # in the checkpoint's folder
@@ -92,8 +92,6 @@ def _part(manifest: Manifest, name: str, facts: dict[str, Any]) -> NodePart:
             f"{folder / FOLDER_NAME} cannot be read ({error.strerror}), so the run's folder on the nodes is unknown; restore the file "
             "from where the run was saved"
         ) from error
-    except CheckpointError as error:
-        raise GatherError(str(error)) from error
     run = next((one for one in names if one in Path(facts["place"]).parts), names[0])
     keys = ("place", "size", "blake2b", "node", "host", "kind")
     return NodePart(name=name, run=run, **{key: facts[key] for key in keys})
@@ -292,15 +290,12 @@ def _size(path: Path) -> int:
 
 def _begun(path: Path, part: NodePart) -> tuple[int, Any]:
     """Return how many bytes of a part an earlier attempt received, and their checksum."""
-    digest = new_checksum()
     if _size(path) > part.size:
         path.unlink()
     if not path.exists():
-        return 0, digest
+        return 0, new_checksum()
     with path.open("rb") as file:
-        while data := file.read(16 << 20):
-            digest.update(data)
-        return file.tell(), digest
+        return _size(path), hashlib.file_digest(file, new_checksum)
 
 
 def _remove(
@@ -309,9 +304,7 @@ def _remove(
     """Remove parts from their nodes if all of them were copied. Parts that an earlier call copied are verified again."""
     for part in parts:
         path = checkpoint / part.name
-        if part.name not in gathered and (
-            _size(path) != part.size or _begun(path, part)[1].hexdigest() != part.blake2b
-        ):
+        if part.name not in gathered and not (is_here(checkpoint, part) and file_checksum(path) == part.blake2b):
             raise GatherError(
                 f"{path} does not match the manifest, so no part was removed from the nodes; delete that file and gather again"
             )

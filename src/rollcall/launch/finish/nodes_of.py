@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from tempfile import TemporaryFile
-from typing import Any, Protocol
+from typing import Any
 
 from rollcall.base.errors import ClusterError
 from rollcall.base.words import visible
@@ -33,30 +33,15 @@ class NodeError(ClusterError):
     """A node did not answer, or its answer was wrong; the message names the node and the reason."""
 
 
-class Node(Protocol):
-    @property
-    def where(self) -> str:
-        """The node's name in messages."""
-        ...
+class ThisNode:
+    where: str = "this node"  # its name in messages
 
     def present(self, parts: Sequence[Asked]) -> list[str]:
         """Return the names of the parts that the node has."""
-        ...
-
-    def chunks(self, part: Asked, *, offset: int) -> Iterator[bytes]:
-        """Yield a part's bytes from ``offset`` on."""
-        ...
-
-    def remove(self, parts: Sequence[Asked]) -> None: ...
-
-
-class ThisNode:
-    where: str = "this node"
-
-    def present(self, parts: Sequence[Asked]) -> list[str]:
         return NodeFiles().present(list(parts))
 
     def chunks(self, part: Asked, *, offset: int) -> Iterator[bytes]:
+        """Yield a part's bytes from ``offset`` on."""
         try:
             while data := NodeFiles().read(dict(part), offset, CHUNK_BYTES):
                 yield data
@@ -105,10 +90,6 @@ class SshNode:
     host: str
     login: Login
     inside: tuple[str, ...] = ()  # the command for a shell in the node's container
-
-    @property
-    def where(self) -> str:
-        return self.host
 
     def present(self, parts: Sequence[Asked]) -> list[str]:
         return self._ask("present", parts)
@@ -161,6 +142,9 @@ class SshNode:
                 raise NodeError(f"{self.host}: {lines[0]}")
             if status:
                 raise NodeError(": ".join([f"{self.host}: ssh ended early with status {status}", *lines]))
+
+
+Node = ThisNode | RayNodeFiles | SshNode
 
 
 def find_nodes(run_dir: Path, *, hosts: Sequence[str]) -> list[Node]:

@@ -62,9 +62,7 @@ def build_package(config: Config, *, run_file: str, folder: Path) -> bytes:
     buffer = io.BytesIO()
     with zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED) as archive:
         for name in sorted(contents):
-            entry = zipfile.ZipInfo(
-                name, date_time=(1980, 1, 1, 0, 0, 0)
-            )  # a fixed date makes the archive reproducible
+            entry = zipfile.ZipInfo(name)  # with a fixed date, so the archive is reproducible
             entry.external_attr = 0o644 << 16
             entry.compress_type = zipfile.ZIP_DEFLATED
             archive.writestr(entry, contents[name])

@@ -196,8 +196,6 @@ class Jobs:
         """Stop a job and wait until it has saved and ended; a finished job is not changed."""
         details = self._details(job_id)
         job = _job(details)
-        if job.is_over:
-            return job
         wait = Wait(60.0 + float(_variables(details).get(STOP_WAIT, 0)), first_s=5.0, every_s=5.0)
         asked = False
         while not job.is_over:

@@ -12,6 +12,7 @@ import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 from pydantic import TypeAdapter
 
@@ -21,7 +22,7 @@ from rollcall.config.launch import SshSection
 from rollcall.launch.container import container_of
 from rollcall.launch.record import LaunchError, LaunchRecord, all_records, find_record, launches, reason
 from rollcall.launch.rendered import exports, shell_path
-from rollcall.launch.ssh.shell import Login, Outcome, Tell, prefixed, run_on_all
+from rollcall.launch.ssh.shell import Login, Outcome, prefixed, run_on_all
 from rollcall.launch.target import LaunchRequest
 from rollcall.nodes.state import CLUSTER
 
@@ -91,18 +92,10 @@ class Site:
         ]
         return "\n".join(["main() {", *environment, *lines, "}", "main; exit", ""])
 
-    def send(
-        self,
-        scripts: Mapping[str, str],
-        *,
-        timeout_s: float | None = None,
-        tell: Tell | None = None,
-        together: bool = False,
-    ) -> list[Outcome]:
-        """Run the hosts' scripts on all hosts at once."""
+    def send(self, scripts: Mapping[str, str], **how: Any) -> list[Outcome]:
+        """Run the hosts' scripts on all hosts at once. The options are those of ``run_on_all``."""
         entry = f"exec {shlex.join(self.inside)}\n" if self.inside else ""
-        whole = {host: entry + script for host, script in scripts.items()}
-        return run_on_all(self.login, whole, timeout_s=timeout_s, tell=tell, together=together)
+        return run_on_all(self.login, {host: entry + script for host, script in scripts.items()}, **how)
 
     def outside(self) -> Site:
         """Return a site whose scripts run on the hosts, outside their containers, to create and remove the containers."""
