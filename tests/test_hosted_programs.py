@@ -51,9 +51,10 @@ HOST = """
 import json, sys
 from hosts import end_host
 from rollcall.environments.host import EnvironmentHost
+from rollcall.config.environments import AgentEnvironment
 from rollcall.environments.program import ProgramsHere
 given = json.loads(sys.stdin.readline())
-host = EnvironmentHost(ProgramsHere(given["run"], env=given["env"], memory_mb=4096, max_running=4))
+host = EnvironmentHost(ProgramsHere(AgentEnvironment(run=given["run"], env=given["env"], max_running=4)))
 print(host.listen("127.0.0.1", name=given["name"], secret=given["secret"]).port, flush=True)
 sys.stdin.read()
 end_host(host)

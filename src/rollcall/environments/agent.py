@@ -15,6 +15,7 @@ import asyncio
 import copy
 import json
 import secrets
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -150,15 +151,13 @@ class AgentPlayer:
             task = asyncio.current_task()
             assert task is not None
             self._playing.add(task)
-            try:
-                while True:
-                    host = await self._programs.find_host()
-                    try:
-                        return await self._play_at(host, prompt, seed, sampling, session, crossing)
-                    except EnvironmentLost:
-                        continue  # the loss was already reported; find_host gives up if no host comes back
-            finally:
-                self._playing.discard(task)
+            task.add_done_callback(self._playing.discard)
+            while True:
+                host = await self._programs.find_host()
+                with suppress(
+                    EnvironmentLost
+                ):  # the loss was already reported; find_host gives up if no host comes back
+                    return await self._play_at(host, prompt, seed, sampling, session, crossing)
 
         return await asyncio.wrap_future(self._server.run(there()))
 
@@ -186,7 +185,17 @@ class AgentPlayer:
         finally:
             del self._callers[key]
             await caller.end_requests()
-        return completion_of(prompt, caller, seed=seed, ended=ended, error=error)
+        first = histories.rows[0] if histories.rows else HistoryRow(prompt_ids=prompt.token_ids, session="")
+        return first.completion(
+            prompt,
+            seed=seed,
+            branches=tuple(row.branch() for row in histories.rows[1:]),
+            reward=caller.reward,
+            metrics={**caller.metrics, "requests_refused": float(caller.num_refused)},
+            ended=ended,
+            error=error[:LONGEST_ERROR],
+            opening="" if prompt.text else first.opening,
+        )
 
     async def _run_program(
         self, host: ProgramHost, caller: Caller, rules: EpisodeRules, variables: dict[str, str]
@@ -234,9 +243,8 @@ async def _run_within(
         return await running, is_late
     finally:
         over.cancel()
-        if not running.done():
-            running.cancel()
-            await asyncio.gather(running, return_exceptions=True)
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
 
 
 def _take_printed_reward(caller: Caller, printed: str) -> None:
@@ -252,19 +260,3 @@ def _take_printed_reward(caller: Caller, printed: str) -> None:
 
 def _tail(text: str) -> str:
     return visible(text.strip()[-LONGEST_ERROR // 2 :]) or "(nothing)"
-
-
-def completion_of(prompt: Prompt, caller: Caller, *, seed: int, ended: EndReason, error: str) -> Completion:
-    """Build a completion from the first history, with the other histories as its branches."""
-    rows = caller.histories.rows
-    first = rows[0] if rows else HistoryRow(prompt_ids=prompt.token_ids, session="")
-    return first.completion(
-        prompt,
-        seed=seed,
-        branches=tuple(row.branch() for row in rows[1:]),
-        reward=caller.reward,
-        metrics={**caller.metrics, "requests_refused": float(caller.num_refused)},
-        ended=ended,
-        error=error[:LONGEST_ERROR],
-        opening="" if prompt.text else first.opening,
-    )

@@ -137,7 +137,7 @@ def make_environments(section: EnvironmentSection, *, chat_template: str | None)
 def make_here(section: EnvironmentSection, *, chat_template: str | None) -> RunsHere:
     """Start the processes that play episodes on this node, which is either a host or the run's own node."""
     if isinstance(section, AgentEnvironment):
-        return ProgramsHere(section.run, env=section.env, memory_mb=section.memory_mb, max_running=section.max_running)
+        return ProgramsHere(section)
     if isinstance(section, VerifiersEnvironment):
         return TasksetPrograms(section)
     return ProcessEnvironments(section, chat_template=chat_template)

@@ -139,14 +139,6 @@ class _Connection(SocketLink):
         super().__init__(connection)
         self.where = where
 
-    def receive(self, most: int) -> bytes:
-        try:
-            return self.connection.recv(most)
-        except BlockingIOError:
-            raise
-        except OSError:  # the kernel declared its node dead
-            return b""
-
     def abort(self) -> None:
         with suppress(OSError):  # already closed
             self.connection.shutdown(socket.SHUT_RDWR)

@@ -24,6 +24,7 @@ import sys
 import threading
 import time
 from abc import ABC, abstractmethod
+from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from typing import Any
@@ -63,7 +64,7 @@ class ProcessEnvironments:
         self._python = find_python(section.python)
         self._setup = setup_of(section, chat_template=chat_template)
         self._prints = ChildPrints()
-        self._idle: dict[str, list[Worker]] = {}
+        self.idle: dict[str, list[Worker]] = defaultdict(list)  # by kind
         self._is_closed = False
         self._starting: asyncio.Task[None] | None = None
         try:
@@ -91,7 +92,7 @@ class ProcessEnvironments:
         worker = await self._take_idle(name)
         if worker is None:
             is_full = len(self._zygote.pids) >= self._section.max_running
-            if is_full and (others := next(filter(None, self._idle.values()), None)):
+            if is_full and (others := next(filter(None, self.idle.values()), None)):
                 await others.pop(0).end()  # stop an idle child of a different kind to make room
             worker = await self._zygote.start(name)
         return _ProcessEnvironment(self, worker, kind=name)
@@ -100,15 +101,11 @@ class ProcessEnvironments:
         if self._is_closed:
             return
         self._is_closed = True
-        self._idle.clear()
+        self.idle.clear()
         if self._starting is not None:
             await asyncio.wait({self._starting})
         await asyncio.to_thread(self._zygote.close)
         self._prints.close()
-
-    def give_back(self, worker: Worker, kind: str) -> None:
-        """Keep the process of an episode that ended normally."""
-        self._idle.setdefault(kind, []).append(worker)
 
     def _new_zygote(self) -> Zygote:
         return Zygote(self._setup, python=self._python, env=self._section.env, output_fd=self._prints.fd)
@@ -117,7 +114,7 @@ class ProcessEnvironments:
         if self._is_closed:
             raise EnvironmentFailed("environments are closed: the run has ended")
         if self._zygote.has_ended:
-            self._idle.clear()
+            self.idle.clear()
             if self._starting is None:
                 self._starting = asyncio.create_task(self._start_again())
             # If this caller gives up, the start continues for other callers.
@@ -133,8 +130,8 @@ class ProcessEnvironments:
             self._starting = None
 
     async def _take_idle(self, kind: str) -> Worker | None:
-        while idle := self._idle.get(kind):
-            worker = idle.pop()
+        while self.idle[kind]:
+            worker = self.idle[kind].pop()
             poll = select.poll()
             poll.register(worker.link.fileno(), select.POLLIN)
             if not poll.poll(0):  # if the socket of an idle child is readable, the child has exited
@@ -175,7 +172,7 @@ class _ProcessEnvironment(CalledEnvironment):
         if broken or self.worker.is_lost:
             await self.worker.end()
         else:
-            self._owner.give_back(self.worker, self._kind)
+            self._owner.idle[self._kind].append(self.worker)
 
     async def call(self, method: str, *args: Any) -> Any:
         try:

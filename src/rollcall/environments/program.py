@@ -14,11 +14,11 @@ import signal
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from functools import partial
 from typing import Any
 from urllib.parse import urlsplit
 
 from rollcall.base.process_table import Process, allow_files, environment_of, living, session_of
+from rollcall.config.environments import AgentEnvironment
 from rollcall.environments.protocol import Ended, EnvironmentFailed, Programs
 from rollcall.process.here import exited, how_it_ended
 from rollcall.reward.confine import environment, make_folder, remove_folder, sweep_folders
@@ -45,12 +45,11 @@ class ProgramsHere(Programs):
 
     tools: dict[str, list[dict[str, Any]]] = {}  # a program sends its own tools with its requests
 
-    def __init__(self, command: str, *, env: Sequence[str], memory_mb: int, max_running: int) -> None:
-        self._variables = variables_of(env)
-        allow_files(8 * max_running)  # each program's pipes, its episode's connection, and a few more during startup
+    def __init__(self, section: AgentEnvironment) -> None:
+        self._section, self._variables = section, variables_of(section.env)
+        # Each program needs pipes, its episode's connection, and a few more during startup.
+        allow_files(8 * section.max_running)
         sweep_folders()  # left by killed processes
-        self._command = command
-        self._memory_mb = memory_mb
 
     async def find_host(self) -> ProgramsHere:
         return self
@@ -73,7 +72,7 @@ class ProgramsHere(Programs):
     async def _run_in(self, folder: str, variables: Mapping[str, str], stop: asyncio.Event) -> Ended:
         variables = past_proxies({**self._variables, "TMPDIR": folder, **variables})
         try:
-            program = await Program.start(self._command, variables=variables, memory_mb=self._memory_mb)
+            program = await Program.start(self._section.run, variables=variables, memory_mb=self._section.memory_mb)
         except OSError as error:
             raise EnvironmentFailed(f"the program could not be started: {error}") from None
         ending, stopping = asyncio.create_task(program.wait()), asyncio.create_task(stop.wait())
@@ -94,10 +93,10 @@ def past_proxies(variables: Mapping[str, str]) -> dict[str, str]:
     return {**variables, **{name: value for name, value in found.items() if value}}
 
 
-async def _in_thread(work: Callable[..., Any], *args: Any, **keys: Any) -> None:
+async def _in_thread(work: Callable[..., None], *args: Any) -> None:
     """Run ``work`` in a thread until it finishes, even if the caller gives up. The thread starts at once, even while the loop is
     closing."""
-    await asyncio.shield(asyncio.get_running_loop().run_in_executor(None, partial(work, *args, **keys)))
+    await asyncio.shield(asyncio.get_running_loop().run_in_executor(None, work, *args))
 
 
 class Program:
@@ -129,10 +128,9 @@ class Program:
         """Kill what is left of the program and collect what it printed."""
         if self._process.returncode is not None:
             with suppress(ProcessLookupError, PermissionError):  # owned by another user, for example via `sudo`
-                os.killpg(
-                    self._process.pid, signal.SIGKILL
-                )  # its watcher is still in the group, so no other group has this ID
-        await _in_thread(kill_leftovers, self._process.pid, mark=self._mark)
+                # Its watcher is still in the group, so no other group has this ID.
+                os.killpg(self._process.pid, signal.SIGKILL)
+        await _in_thread(kill_leftovers, self._process.pid, self._mark)
         await self.wait()
         if self._process.stdin is not None:
             self._process.stdin.close()
@@ -151,7 +149,7 @@ async def _keep_tail(stream: asyncio.StreamReader, tail: bytearray) -> None:
         del tail[:-MAX_TAIL_BYTES]
 
 
-def kill_leftovers(leader: int, *, mark: tuple[str, str]) -> None:
+def kill_leftovers(leader: int, mark: tuple[str, str]) -> None:
     """Kill everything left in this leader's session, and all processes whose environment contains this variable with this value."""
     for _ in range(3):  # they may start new processes while they are being killed
         victims = _leftovers(leader, mark)

@@ -309,9 +309,9 @@ class Worker:
                     self._take(message)
         except BlockingIOError:
             pass
-        except ConnectionResetError:
+        except OSError:  # also when the kernel declares the process's node dead
             self._is_gone(_DIED)
-        except (OSError, ValueError, RecursionError):
+        except (ValueError, RecursionError):
             self._is_gone("sent an invalid message")
 
     def _is_gone(self, why: str) -> None:
