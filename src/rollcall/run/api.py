@@ -190,9 +190,8 @@ def train(
     cluster = resolved.cluster
     # A single slot needs no cluster, and neither does a finished run.
     if cluster is not None and cluster.num_slots > 1 and not (resolved.run.dir / "summary.json").exists():
-        find_cluster(
-            ray_address=cluster.ray_address
-        ).knock()  # if the cluster does not answer, fail before loading torch
+        # If the cluster does not answer, fail before loading torch.
+        find_cluster(ray_address=cluster.ray_address).knock()
 
     def work() -> dict[str, Any]:
         if not quiet:
@@ -257,8 +256,7 @@ def read_config(source: Source, *, overrides: Sequence[str] = (), changes: Mappi
     if defaults and REDACTED in file.read_text(errors="replace"):
         raise ConfigError(
             f"{file} contains no secrets (they are written as {REDACTED}), so the run cannot continue from it; give the run file that "
-            "you "
-            "started the run with"
+            "you started the run with"
         )
     return load_config(file, list(overrides), defaults=defaults, changes=changes)
 

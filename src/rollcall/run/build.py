@@ -106,8 +106,7 @@ def _warn_of_rows(train: PromptSet, val: PromptSet | None, tokenizer: Any, *, ma
     if lost := unknown_characters(first.text, first.token_ids, tokenizer):
         warn(
             f"{first.id}: the tokenizer has no tokens for {', '.join(map(repr, lost[:8]))} in the prompt {first.text[:40]!r}, so the "
-            "model "
-            "does not see them; use another model, or prompts that its tokenizer can encode"
+            "model does not see them; use another model, or prompts that its tokenizer can encode"
         )
     texts = {prompt.text for prompt in train.prompts}
     if num_alike := len(texts) - len({prompt.token_ids.tobytes() for prompt in train.prompts}):
@@ -121,8 +120,7 @@ def _warn_of_rows(train: PromptSet, val: PromptSet | None, tokenizer: Any, *, ma
     if num_repeats := len(train.prompts) - len(texts):
         warn(
             f"data.train={train.source}: {num_repeats:,} of its {counted(len(train.prompts), 'prompt')} {are(num_repeats)} the same as "
-            "an "
-            "earlier one; remove the duplicates unless you want them"
+            "an earlier one; remove the duplicates unless you want them"
         )
     if val is not None and (num_shared := sum(prompt.text in texts for prompt in val.prompts)):
         warn(
@@ -265,8 +263,7 @@ def _engine_sentence(model: Any, why: str) -> str:
     weights = sum(tensor.numel() * tensor.element_size() for tensor in model.parameters())
     return (
         f"the KV cache of the native engine does not fit ({why}); the model's weights take {size(weights)}, and the learner's state may "
-        "be in "
-        "memory too. Lower rollout.kv_memory_fraction or rollout.kv_tokens, or place rollout on slots without an actor"
+        "be in memory too. Lower rollout.kv_memory_fraction or rollout.kv_tokens, or place rollout on slots without an actor"
     )
 
 

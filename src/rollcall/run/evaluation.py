@@ -33,13 +33,7 @@ from rollcall.observe.headline import Headline, headline_of
 from rollcall.observe.samples import sample_rows
 from rollcall.reward.model import load_reward_models
 from rollcall.reward.scorer import Failure, Scorer, columns_needed
-from rollcall.run.build import (
-    NUM_REWARD_WORKERS,
-    build_environments,
-    judges_of,
-    load_sampler,
-    open_model,
-)
+from rollcall.run.build import NUM_REWARD_WORKERS, build_environments, judges_of, load_sampler, open_model
 
 GIVEN = "given by model.path"
 
@@ -234,9 +228,8 @@ def plan_model(config: Config, *, origin: str | None) -> ModelPlan:
         lora = None
     elif origin == GIVEN:
         raise ConfigError(
-            f"model.path={path} is given, but model.lora.path={lora.path} is an adapter for the run's own model; add model.lora=null "
-            "to leave the "
-            "adapter out, or evaluate the model in place of the run"
+            f"model.path={path} is given, but model.lora.path={lora.path} is an adapter for the run's own model; add model.lora=null to "
+            "leave the adapter out, or evaluate the model in place of the run"
         )
     return ModelPlan(config=config, model_path=path, origin=words, lora=lora)
 

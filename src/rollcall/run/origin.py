@@ -145,8 +145,7 @@ def refuse_changed_base(run_dir: Path, now: Mapping[str, Any], *, path: str) -> 
     if changes:
         raise ModelFilesError(
             f"model.path={path} is not the model that the run in {run_dir} began with ({'; '.join(changes)}): restore the original "
-            "model, or "
-            f"start another run with this one: {ANOTHER_RUN}"
+            f"model, or start another run with this one: {ANOTHER_RUN}"
         )
 
 

@@ -85,9 +85,8 @@ def try_run(config: Config, *, num_rows: int) -> Trial:
     tokenizer = load_tokenizer(path, chat_template=model.chat_template, trust_remote_code=model.trust_remote_code)
     needs = columns_needed(config.reward)
     found = load_prompts(data.train, data=data, tokenizer=tokenizer, limit=num_rows, needs=needs)
-    if (
-        config.cluster is None and config.environment is not None
-    ):  # on a cluster, the environment may be installed only on the nodes
+    # On a cluster, the environment may be installed only on the nodes.
+    if config.cluster is None and config.environment is not None:
         from rollcall.run.build import build_environments
 
         environments = build_environments(config.environment, tokenizer, found)

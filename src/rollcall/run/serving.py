@@ -82,8 +82,7 @@ def serve(plan: ModelPlan, *, host: str, port: int, key: str | None, show: Calla
             )
             server = EndpointServer(app, host=host, listener=listener)
             say(
-                f"serving {name!r} with {num_positions:,} positions; stop with Ctrl-C. The address"
-                f"{'' if key else ' and the key'}:"
+                f"serving {name!r} with {num_positions:,} positions; stop with Ctrl-C. The address{'' if key else ' and the key'}:"
             )
             show(f"{server.address}/v1")
             if not key:

@@ -36,10 +36,7 @@ SHAPE = dict(
     hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=8, num_key_value_heads=8,
     max_position_embeddings=64, tie_word_embeddings=False, rms_norm_eps=1e-6,
 )  # fmt: skip
-PROCESS_GIB, NODE_GIB = (
-    0.4,
-    0.3,
-)  # measured resident memory of a worker with torch and the tiny model, and of a node's own processes
+PROCESS_GIB, NODE_GIB = 0.4, 0.3  # measured: a worker with torch and the tiny model, and a node's own processes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,9 +66,7 @@ def simulate(config: Config) -> Verdict:
     started = time.monotonic()
     summary: dict[str, Any] | None = None
     why = None
-    with tempfile.TemporaryDirectory(
-        prefix="rc-sim-", dir="/tmp"
-    ) as folder:  # a short path, because socket paths are limited
+    with tempfile.TemporaryDirectory(prefix="rc-sim-", dir="/tmp") as folder:  # short, because socket paths are limited
         root = Path(folder)
         with _nodes(plan, root):
             say(f"running {STEPS} steps of {config.algorithm.name} with a tiny model")
@@ -94,9 +89,8 @@ def simulate(config: Config) -> Verdict:
 
 def rehearsed(config: Config, root: Path, *, model: Path, reward_model: Path | None) -> Config:
     """Return a config with a small model, small data and few steps, but the same placement."""
-    unit = math.lcm(
-        config.actor.minibatches, config.critic.minibatches
-    )  # the number of minibatches must divide the number of prompts
+    # The number of minibatches must divide the number of prompts.
+    unit = math.lcm(config.actor.minibatches, config.critic.minibatches)
     document = config.model_dump(mode="json")
     document["run"] |= {"name": NAME, "dir": str(root / "run")}
     document["cluster"] |= {"accelerator": "cpu", "ray_address": None}  # the rehearsal has its own nodes
@@ -121,15 +115,9 @@ def rehearsed(config: Config, root: Path, *, model: Path, reward_model: Path | N
         [{"type": "model", "path": str(reward_model)}] if reward_model else []
     )
     if config.environment is not None:
-        document["environment"] = {
-            "type": "step",
-            "path": "rollcall.environments.packages:Echo",
-            "max_turns": 2,
-        }
+        document["environment"] = {"type": "step", "path": "rollcall.environments.packages:Echo", "max_turns": 2}
         document["reward"].append({"type": "environment"})
-    document["trainer"] |= {
-        "steps": STEPS, "eval_every": 0, "save_every": STEPS, "loggers": [], "num_threads": 1
-    }  # fmt: skip
+    document["trainer"] |= {"steps": STEPS, "eval_every": 0, "save_every": STEPS, "loggers": [], "num_threads": 1}
     return parse_config(document)
 
 

@@ -151,11 +151,10 @@ class Team:
             self.group.run_single_worker_single_data(method, worker, [samples[index] for index in share])
             for worker, share in busy
         ]
-        results: list[Any] = [None] * len(samples)
+        results: dict[int, Any] = {}
         for (_, share), part in zip(busy, self.group.get_all_worker_results(futures), strict=True):
-            for index, value in zip(share, part, strict=True):
-                results[index] = value
-        return results
+            results.update(zip(share, part, strict=True))
+        return [results[index] for index in range(len(samples))]
 
 
 def look_at(

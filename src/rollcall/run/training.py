@@ -22,7 +22,7 @@ from rollcall.base.process_table import refuse_few_files
 from rollcall.base.redact import redact
 from rollcall.base.stop import Stopped, heeded
 from rollcall.base.wait import in_silence, on_stdout, say, speaking, warn
-from rollcall.base.words import counted
+from rollcall.base.words import are, counted
 from rollcall.checkpoint.exported import finished_summary
 from rollcall.checkpoint.run_dir import (
     RUN_FILE,
@@ -125,9 +125,8 @@ class _Run:
     backend: Backend | None
     callbacks: Callbacks
     is_bare: bool
-    smaller: dict[str, int] = field(
-        default_factory=dict
-    )  # section -> tokens per micro-batch, after a larger one did not fit
+    # section -> tokens per micro-batch, after a larger one did not fit
+    smaller: dict[str, int] = field(default_factory=dict)
 
     def finish(self, *, quiet: bool) -> dict[str, Any]:
         """Train to the end, in as many attempts as needed. Returns the summary."""
@@ -135,11 +134,10 @@ class _Run:
         config, run_dir, trainer = self.config, self.config.run.dir, self.config.trainer
         check_loggers(config)
         changes: list[Change] = []
-        if (
-            has_begun(run_dir) or not (run_dir / RUN_FILE).exists()
-        ):  # a failed start may have left another run's file in the directory
+        begun = has_begun(run_dir)
+        if begun or not (run_dir / RUN_FILE).exists():  # a failed start may have left another run's file
             changes = changes_on_resume(config, run_dir)  # refuses impossible changes before anything is loaded
-        if not has_begun(run_dir):
+        if not begun:
             refuse_changing_base(config)
         store = CheckpointStore(
             run_dir / "checkpoints", keep_last=trainer.keep_last, keep_best=trainer.keep_best, guard=self.lease.check
@@ -441,10 +439,8 @@ def _say_changes(events: Events, changes: list[Change], *, step: int, code: list
 def _say_where(run_dir: Path, start_step: int, journal: Journal) -> None:
     if start_step or journal.steps():
         ahead = sum(len(journal.read(step)) for step in journal.steps() if step > start_step)
-        say(
-            f"resuming {run_dir} from step {start_step}; {counted(ahead, 'finished group')} "
-            f"{'is' if ahead == 1 else 'are'} waiting in the journal"
-        )
+        groups = counted(ahead, "finished group")
+        say(f"resuming {run_dir} from step {start_step}; {groups} {are(ahead)} waiting in the journal")
 
 
 def _journaled_failures(directory: Path, *, shown: list[dict[str, str]]) -> list[dict[str, str]]:

@@ -38,12 +38,13 @@ class WeightSync:
         self._invitations: Mapping[str, list[Invitation]] = {}  # by receiver: an invitation from each sender
         self._broken_off: list[Any] = []
 
-    def push(self, version: int, *, without: Collection[int] = ()) -> None:
-        """Send this version to every process with a policy, except those in ``without``. Returns when all have it."""
+    def push(self, version: int, *, without: Collection[int] = (), has_new: bool = False) -> None:
+        """Send this version to every process with a policy, except those in ``without``. Returns when all have it. With ``has_new``, one
+        of the receivers is a new process, so all are invited again."""
         group, actors = self._team.group, self._team.members[Role.ACTOR]
         names = {worker: name for worker, name in self._names().items() if worker not in without}
         apart = {worker: name for worker, name in names.items() if worker not in actors}
-        if apart != self._invited:
+        if has_new or apart != self._invited:
             self._invite(apart)
         # Call all actor processes, because each may have a part of what the first one sends.
         futures = group.run_some_workers_single_data("send_weights", actors, version)
@@ -75,10 +76,6 @@ class WeightSync:
                     ranks=[worker],
                     node_ranks=[],
                 )
-
-    def invite_again(self) -> None:
-        """Make the next push invite all receivers, because one of them is a new process."""
-        self._invited = None
 
     def _invite(self, apart: dict[int, str]) -> None:
         group, actors = self._team.group, self._team.members[Role.ACTOR]
@@ -126,12 +123,7 @@ class WorkerWeights:
         if not receivers:
             return {}
         self._sender = open_sender(
-            self._transport,
-            receivers=receivers,
-            name=name,
-            host=host,
-            on_gpu=self._on_gpu,
-            folder=self._folder,
+            self._transport, receivers=receivers, name=name, host=host, on_gpu=self._on_gpu, folder=self._folder
         )
         return self._sender.invitations
 

@@ -47,14 +47,7 @@ from rollcall.nodes.meeting import Place
 from rollcall.plan.placement import Role
 from rollcall.process.groups.reachable import About, be_reachable
 from rollcall.reward.model import load_reward_models
-from rollcall.run.build import (
-    LocalEngine,
-    build_adapter,
-    build_engine,
-    build_learner,
-    set_threads,
-    tokenizer_of,
-)
+from rollcall.run.build import LocalEngine, build_adapter, build_engine, build_learner, set_threads, tokenizer_of
 from rollcall.run.card import settle
 from rollcall.run.origin import base_of
 from rollcall.run.weight_sync import WorkerWeights
@@ -171,13 +164,7 @@ class RoleWorker(Trained):
         self.adapter = build_adapter(self.config, model, device=self.device) if has_policy else None
         if Role.ACTOR in roles:
             self.learner = build_learner(
-                self.config,
-                model,
-                gang=gang,
-                device=self.device,
-                mirror=is_alone,
-                unread=unread,
-                adapter=self.adapter,
+                self.config, model, gang=gang, device=self.device, mirror=is_alone, unread=unread, adapter=self.adapter
             )
             if self.learner.body.in_parts and not (samples or is_alone):
                 model.to("meta")

@@ -14,14 +14,7 @@ import numpy as np
 from rollcall.base.types import Prompt
 from rollcall.base.words import all_of, are
 from rollcall.config import DataSection
-from rollcall.loop.data.columns import (
-    DataError,
-    answer_text,
-    check_texts,
-    nearest,
-    plain,
-    row_name,
-)
+from rollcall.loop.data.columns import DataError, answer_text, check_texts, nearest, plain, row_name
 from rollcall.loop.data.rows import NO_DATA, Row, Split, of_column, section_rows
 from rollcall.model.chat_template import TemplateError, render_chats
 
@@ -138,8 +131,7 @@ def _check_section(data: DataSection, tokenizer: Any) -> None:
             if with_it == without:
                 raise DataError(
                     "the chat template drops data.system: it renders the same text with and without it. Put the text in data.template, "
-                    "or set "
-                    "model.chat_template to one that renders system messages"
+                    "or set model.chat_template to one that renders system messages"
                 )
 
 
@@ -212,8 +204,7 @@ def _checked_messages(value: Any, row: Row) -> list[dict[str, Any]]:
     if value[-1]["role"] == "assistant":
         raise DataError(
             f"{row.where}: the last message is the model's own (role 'assistant'), so the prompt would contain an answer and the model "
-            "would "
-            "learn to repeat it; end each prompt with a message from the user"
+            "would learn to repeat it; end each prompt with a message from the user"
         )
     # In Parquet, each message has the keys of all messages, with null for its missing ones.
     return [{key: item for key, item in message.items() if item is not None} for message in value]
@@ -274,8 +265,7 @@ def _check_needs(row: Row, data: DataSection, needs: Mapping[str, str]) -> None:
         if value is None or (isinstance(value, str) and not shown):
             raise DataError(
                 f"{row.where}: {key} is empty, but the reward {reward} needs it; fill it in, or leave such rows out. If a function can "
-                "do "
-                "without it, give the parameter a default"
+                "do without it, give the parameter a default"
             )
 
 

@@ -150,8 +150,7 @@ def _check_name(name: str, source: str) -> None:
     except (OSError, ValueError):
         raise DataError(
             f"{source} is not the name of a dataset; write OWNER/NAME as on the hub, such as hub:openai/gsm8k, or the dataset's own "
-            "folder, "
-            "such as hub:../my_dataset"
+            "folder, such as hub:../my_dataset"
         ) from None
 
 
