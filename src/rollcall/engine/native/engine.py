@@ -27,12 +27,12 @@ from rollcall.base.words import size
 from rollcall.engine.native.adapters import BASE, Served
 from rollcall.engine.native.runner import Chunk, Runner
 from rollcall.engine.protocol import Refused, Request
-from rollcall.engine.sequence import Sequence, check_fits, cut_at_stop_string, note_version, take_ended
+from rollcall.engine.sequence import BaseCore, Sequence, cut_at_stop_string, note_version
 from rollcall.model.adapter import Adapter
 from rollcall.model.decoder import Decoder
 
 
-class NativeEngine:
+class NativeEngine(BaseCore):
     def __init__(
         self,
         model: nn.Module,
@@ -52,7 +52,6 @@ class NativeEngine:
         self.served = Served(decoder, adapters) if adapters else None
         if self.served is not None:
             decoder = replace(decoder, adapter_of=self.served.adapter_of)
-        self.tokenizer = tokenizer
         self.runner: Runner
         if decoder.device.type == "cuda":
             from rollcall.engine.native.paged import PagedRunner
@@ -76,37 +75,19 @@ class NativeEngine:
                 served=self.served,
             )
         self._weight_bytes = sum(each.numel() * each.element_size() for each in decoder.named_tensors().values())
-        self.max_positions = decoder.max_positions
-        self.vocabulary = len(decoder.embed)
-        self.version = 0
-        self.num_preemptions = 0
+        room, vocabulary = self.runner.room, len(decoder.embed)
+        super().__init__(tokenizer, max_positions=decoder.max_positions, room=room, vocabulary=vocabulary)
         self._waiting: list[Sequence] = []  # sorted by order
         self._running: list[Sequence] = []
         self._started = 0  # steps of the newest chunk in progress; 0 if there is none
-        self._requests: dict[str, Sequence] = {}  # sequences that have not been returned yet
-        self._ended: list[Sequence] = []  # the sequences among these that have ended
-        self._num_submitted = 0
-
-    @property
-    def num_unfinished(self) -> int:
-        return len(self._requests)
 
     @property
     def num_waiting(self) -> int:
         return len(self._waiting)
 
     def submit(self, request: Request) -> None:
-        check_fits(
-            request,
-            running=self._requests,
-            max_positions=self.max_positions,
-            room=self.runner.room,
-            vocabulary=self.vocabulary,
-        )
         self._check_adapter(request)
-        sequence = self._requests[request.id] = Sequence(request=request, number=self._num_submitted)
-        self._num_submitted += 1
-        self._wait(sequence)
+        self._wait(self._accept(request))
 
     def step(self) -> dict[str, Completion]:
         with short_of_memory(self._sentence):
@@ -116,7 +97,7 @@ class NativeEngine:
                     self._start(self._make_room())
             if self._started:
                 self._take_in(goes_on=True)
-        return take_ended(self._ended, self._requests, self.tokenizer)
+        return self._take_ended()
 
     def _sentence(self, why: str) -> str:
         """Return the error message for running out of memory while sampling."""

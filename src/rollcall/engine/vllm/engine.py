@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from rollcall.base.types import Completion, FinishReason
 from rollcall.config import VllmSection
 from rollcall.engine.protocol import Refused, Request
-from rollcall.engine.sequence import Sequence, check_fits, cut_at_stop_string, note_version, take_ended
+from rollcall.engine.sequence import BaseCore, Sequence, cut_at_stop_string, note_version
 from rollcall.engine.vllm.child import START_S, Child
 from rollcall.engine.vllm.setup import make_spec
 from rollcall.engine.weights.protocol import RefusedUpdateError
@@ -37,7 +37,7 @@ STEPS = 8  # tokens that vLLM samples for each completion per call
 LEAST_TEMPERATURE = 0.01  # vLLM raises lower temperatures to this value, except 0
 
 
-class VllmEngine:
+class VllmEngine(BaseCore):
     def __init__(
         self,
         model: nn.Module,
@@ -57,15 +57,9 @@ class VllmEngine:
         self.model = model
         self._adapter = adapter
         self._adapter_folder: tempfile.TemporaryDirectory[str] | None = None
-        self.tokenizer = tokenizer
         self.child = child
-        self.version = 0
-        self.num_preemptions = 0
-        self._requests: dict[str, Sequence] = {}  # sequences that have not been returned yet
-        self._ended: list[Sequence] = []  # the sequences among these that have ended
         self._rows: dict[str, Sequence] = {}  # sequences that vLLM has, or will get with the next steps
         self._new: list[dict[str, Any]] = []  # rows that vLLM has not seen yet
-        self._num_submitted = 0
         self._advancing: Call | None = None  # the call for the requested steps
         self._asleep: set[str] = set()
         spec = make_spec(
@@ -78,9 +72,8 @@ class VllmEngine:
             adapter=adapter,
         )
         config: Any = model.config
-        self.max_positions: int = config.max_position_embeddings
-        self.vocabulary: int = config.vocab_size
-        self.room: int = spec["kv_tokens"]
+        max_positions, vocabulary = config.max_position_embeddings, config.vocab_size
+        super().__init__(tokenizer, max_positions=max_positions, room=spec["kv_tokens"], vocabulary=vocabulary)
         self._sleeps: bool = spec["sleep"]
         child.ask("load", spec, deadline_s=START_S)
         if adapter is not None:
@@ -89,21 +82,10 @@ class VllmEngine:
             self._ship(model.named_parameters())
 
     @property
-    def num_unfinished(self) -> int:
-        return len(self._requests)
-
-    @property
     def num_waiting(self) -> int:
         return len(self._new)  # vLLM's scheduler does not report which requests it has started
 
     def submit(self, request: Request) -> None:
-        check_fits(
-            request,
-            running=self._requests,
-            max_positions=self.max_positions,
-            room=self.room,
-            vocabulary=self.vocabulary,
-        )
         if request.adapter is not None:
             raise Refused(
                 f"request {request.id!r} names the adapter {request.adapter!r}, but vLLM has only the run's adapter; leave the adapter "
@@ -114,10 +96,9 @@ class VllmEngine:
                 f"request {request.id!r} has temperature {request.sampling.temperature}, which vLLM would silently raise to "
                 f"{LEAST_TEMPERATURE}; use 0 (greedy), at least {LEAST_TEMPERATURE}, or rollout.engine=native"
             )
-        sequence = self._requests[request.id] = Sequence(request=request, number=self._num_submitted)
+        sequence = self._accept(request)
         self._rows[str(sequence.number)] = sequence
         self._new.append(_row(sequence))
-        self._num_submitted += 1
 
     def step(self) -> dict[str, Completion]:
         if self._rows and self._advancing is None:
@@ -127,7 +108,7 @@ class VllmEngine:
             self._advance()
         elif self._sleeps and not self._asleep:
             self.sleep()
-        return take_ended(self._ended, self._requests, self.tokenizer)
+        return self._take_ended()
 
     def abort(self, request_id: str) -> None:
         self.settle()
