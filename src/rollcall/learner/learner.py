@@ -88,10 +88,6 @@ class Learner:
         mirrored = adapter or Decoder.of(model)
         self._mirrored = mirrored.named_tensors() if mirror and self.body.in_parts else {}
 
-    @property
-    def rescores(self) -> bool:
-        return self.algorithm.rescores(self.section)
-
     @cached_property
     def base_identities(self) -> dict[str, str]:
         """Fingerprints, by dtype, of the frozen weights that the adapter is added to. Empty without an adapter, or if its base is itself
@@ -107,7 +103,7 @@ class Learner:
     def update(self, samples: Sequence[Sample]) -> dict[str, float]:
         """Run all updates of one step (epochs x minibatches). The metrics are means over the updates."""
         rows: list[dict[str, float]] = []
-        if self.rescores and samples[0].old_logprobs is None:
+        if self.algorithm.rescores(self.section) and samples[0].old_logprobs is None:
             scores = self.score(samples)
             samples = [sample.with_(old_logprobs=row.logprobs) for sample, row in zip(samples, scores, strict=True)]
         for _ in range(self.section.epochs):
@@ -115,13 +111,9 @@ class Learner:
                 rows.append(self._update_once(part))
         self.refresh()
         metrics = {name: float(np.mean([row[name] for row in rows if name in row])) for name in rows[0]}
-        for name in (
-            "mismatch",
-            "mismatch_max",
-        ):  # only in the first update is the policy still the one that was sampled from
-            metrics[name] = rows[0][name]
-        metrics["lr"] = rows[-1]["lr"]
-        return metrics
+        # Only in the first update is the policy still the one that was sampled from.
+        first = {name: rows[0][name] for name in ("mismatch", "mismatch_max")}
+        return {**metrics, **first, "lr": rows[-1]["lr"]}
 
     @torch.no_grad()
     def refresh(self) -> None:
@@ -155,11 +147,8 @@ class Learner:
         with self._drawing():
             total, stepped = step_on(self, samples, rows=rows, weights=weights)
         self.num_tokens_trained += int(total.pop("packed"))
-        weight = total.pop("weight")
-        num_tokens = total.pop("tokens")
-        largest = total.pop("mismatch_max")
-        loss = total.pop("loss")
-        mismatch = total.pop("mismatch")
+        names = ("weight", "tokens", "mismatch_max", "loss", "mismatch")
+        weight, num_tokens, largest, loss, mismatch = map(total.pop, names)
         metrics = {name: value / weight for name, value in total.items()}
         return {**metrics, "loss": loss, "mismatch": mismatch / num_tokens, "mismatch_max": largest, **stepped}
 

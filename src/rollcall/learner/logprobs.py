@@ -7,8 +7,7 @@ Entropy and self-certainty come from the same pass.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -61,9 +60,14 @@ class _TokenStats(torch.autograd.Function):
         grad_weight = torch.zeros_like(weight, dtype=torch.float32) if ctx.needs_input_grad[1] else None
         if grad_logprobs is None:
             grad_logprobs = torch.zeros_like(lse)
+        grad_logits: Callable[..., Tensor] = _grad_logits
+        if hidden.is_cuda:
+            from rollcall.model.kernels import logprobs as kernels
+
+            grad_logits = kernels.grad_logits
         for part in _chunks(len(hidden), weight):
             logits = ctx.kept.pop(0) if ctx.kept else wide_product(hidden[part], weight.t())
-            grad = _grad_logits(
+            grad = grad_logits(
                 logits,
                 targets[part],
                 lse=lse[part],
@@ -81,23 +85,12 @@ class _TokenStats(torch.autograd.Function):
         return grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype), None, None
 
 
-_may_keep = True
-
-
-@contextmanager
-def not_kept() -> Iterator[None]:
-    """Keep no logits while the block runs, to measure the least memory that a pass needs."""
-    global _may_keep
-    before, _may_keep = _may_keep, False
-    try:
-        yield
-    finally:
-        _may_keep = before
+may_keep = True  # ``measure.py`` clears this while it measures the least memory that a pass needs
 
 
 def _has_room(rows: int, weight: Tensor) -> bool:
     """Return whether the GPU has twice as much free memory as all logits take."""
-    if not weight.is_cuda or not _may_keep:
+    if not weight.is_cuda or not may_keep:
         return False
     device = weight.device
     unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
@@ -139,19 +132,6 @@ def _grad_logits(
     scale: float, dtype: torch.dtype,
 ) -> Tensor:  # fmt: skip
     """Compute d/dlogits of sum(grad_logprobs * logprobs + grad_entropy * entropy)."""
-    if logits.is_cuda:
-        from rollcall.model.kernels.logprobs import grad_logits
-
-        return grad_logits(
-            logits,
-            targets,
-            dtype=dtype,
-            lse=lse,
-            grad_logprob=grad_logprobs,
-            grad_entropy=grad_entropy,
-            entropy=entropy,
-            scale=scale,
-        )
     logits = logits * scale if scale != 1.0 else logits
     log_probs = logits - lse[:, None]
     probs = torch.exp(log_probs)

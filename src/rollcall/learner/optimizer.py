@@ -145,14 +145,6 @@ class Optimizer:
         share = 1 - progress if section.decay == "linear" else 0.5 * (1 + math.cos(math.pi * progress))
         return section.lr * (section.min_lr_ratio + (1 - section.min_lr_ratio) * share)
 
-    def state_dict(self) -> dict[str, Any]:
-        return {
-            "optimizer": self.section.optimizer.name,
-            "adamw": self.adamw.state_dict(),
-            "num_updates": self.num_updates,
-            "masters": dict(self.targets) if self.uses_masters else {},
-        }
-
     def settings_dict(self) -> dict[str, Any]:
         """Return the part of the state that does not belong to individual weights."""
         groups = self.adamw.state_dict()["param_groups"]
@@ -178,14 +170,15 @@ class Optimizer:
         """Return our own groups, with the saved groups' counters (keys that are not arguments of the optimizer)."""
         name = self.section.optimizer.name
         saved, own = state["adamw"]["param_groups"], self.adamw.state_dict()["param_groups"]
-        if (before := state.get("optimizer", name)) != name:
+        if (before := state["optimizer"]) != name:
             raise ValueError(
                 f"the checkpoint has the optimizer state of {before}, which {name} (optimizer.name) cannot use; set "
                 f"optimizer.name={before}, or start over with --fresh"
             )
-        if [len(group["params"]) for group in saved] != [len(group["params"]) for group in own]:
+        num_saved, num_own = ([len(group["params"]) for group in groups] for groups in (saved, own))
+        if num_saved != num_own:
             raise ValueError(
-                f"the checkpoint has optimizer state for {_count(saved)} weights, but the model has {_count(own)}; restore the "
+                f"the checkpoint has optimizer state for {sum(num_saved)} weights, but the model has {sum(num_own)}; restore the "
                 "model.path that the run began with, or start over with --fresh"
             )
         for key in STATEFUL if name in ELEMENTWISE and name != "torch.optim.SGD" else ():
@@ -229,10 +222,6 @@ def _add(total: Tensor, part: Tensor) -> None:
         add(total, part)
     else:
         total += part
-
-
-def _count(groups: Sequence[Mapping[str, Any]]) -> int:
-    return sum(len(group["params"]) for group in groups)
 
 
 def norm_of(tensors: Mapping[str, Tensor]) -> Tensor:
@@ -348,8 +337,7 @@ class HalfStateAdamW(torch.optim.Optimizer):
         rows = [each if each.ndim else each[None] for each in (weight, weight.grad, *(state[name] for name in MOMENTS))]
         size = max(1, AT_ONCE // max(1, rows[0][:1].numel()))  # a rank's part may have no rows
         for start in range(0, len(rows[0]), size):
-            own, grad, first, second = (each[start : start + size] for each in rows)
-            _step(own, grad, first, second, group=group, step=step, chance=chance)
+            _step([each[start : start + size] for each in rows], group, step=step, chance=chance)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Convert the moments to bfloat16 again, because torch converts them to the weights' precision."""
@@ -359,15 +347,8 @@ class HalfStateAdamW(torch.optim.Optimizer):
                 entry[name] = entry[name].to(torch.bfloat16)
 
 
-def _step(
-    weight: Tensor,
-    grad: Tensor,
-    first: Tensor,
-    second: Tensor,
-    group: dict[str, Any],
-    step: int,
-    chance: torch.Generator,
-) -> None:
+def _step(parts: Sequence[Tensor], group: dict[str, Any], *, step: int, chance: torch.Generator) -> None:
+    weight, grad, first, second = parts
     beta1, beta2 = group["betas"]
     mean = first.float().lerp_(grad, 1 - beta1)
     square = second.float().mul_(beta2).addcmul_(grad, grad, value=1 - beta2)

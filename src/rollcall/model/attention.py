@@ -12,7 +12,7 @@ from __future__ import annotations
 import inspect
 from dataclasses import dataclass
 from functools import cache
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import torch
@@ -41,7 +41,8 @@ def cpu_way() -> Way:
     return "products" if torch.backends.mkl.is_available() else "fused"
 
 
-class Bucket(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Bucket:
     """Segments with the same shape."""
 
     count: int

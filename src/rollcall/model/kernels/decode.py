@@ -52,11 +52,7 @@ def _rms_norm_kernel(
 
 
 def rms_norm(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    eps: float,
-    *,
-    residual: torch.Tensor | None = None,
+    x: torch.Tensor, weight: torch.Tensor, eps: float, *, residual: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Compute ``h = residual + x`` in x's dtype, then ``weight * norm(h)``. Returns (normed, h), both [B, C].
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from rollcall.config.yaml import read_small
 from rollcall.model.stored.files import CheckedRange, StoredError, StoredFile, plain_damage
-from rollcall.model.stored.find import METADATA
+from rollcall.model.stored.find import METADATA, config_folder
 from rollcall.model.stored.tensors import Stored, StoredTensor, stored_of
 from rollcall.model.stored.torch_file import (
     MOST_PICKLE_BYTES,
@@ -47,7 +47,7 @@ def open_dcp(folder: Path) -> Stored:
             StoredFile(path=file, size=file.stat().st_size, records=tuple(found)) for file, found in records.items()
         ],
         origin=str(folder),
-        folder=next((one for one in (folder, folder / "huggingface") if (one / "config.json").is_file()), None),
+        folder=config_folder(folder),
         kind="PyTorch distributed checkpoint",
     )
 

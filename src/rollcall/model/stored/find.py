@@ -109,11 +109,10 @@ def newest_checkpoint(folder: Path) -> Path | None:
     """
     for path in checkpoints_of(folder):
         try:
-            manifest = read_manifest(path)
+            why = missing_file(read_manifest(path).here)
         except StoredError as error:
-            warn(f"checkpoint {path} is torn ({error}) and is skipped")
-            continue
-        if not (why := missing_file(manifest.here)):
+            why = str(error)
+        if not why:
             return path
         warn(f"checkpoint {path} is torn ({why}) and is skipped")
     return None

@@ -5,7 +5,6 @@ torch takes seconds to import and is not needed to copy tensors between files, s
 
 from __future__ import annotations
 
-import os
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -160,27 +159,17 @@ def _read_overlap(piece: Piece, block: torch.Tensor, *, start: tuple[int, ...]) 
     rows = high[0] - low[0] if low else 1
     row = prod(piece.shape[1:]) * block.dtype.itemsize
     inner = tuple(slice(a - b, c - b) for a, b, c in zip(low[1:], piece.start[1:], high[1:], strict=True))
-    if all(one == slice(0, n) for one, n in zip(inner, piece.shape[1:], strict=True)) and target.is_contiguous():
-        read_into(piece.file, target, offset=piece.offset + first * row)
-        return
     import torch
 
-    # Read all columns of the rows in question, with one read instead of one per row.
-    rows_of_piece = torch.empty((rows, *piece.shape[1:]), dtype=block.dtype)
-    read_into(piece.file, rows_of_piece, offset=piece.offset + first * row)
-    target.copy_(rows_of_piece[(slice(None), *inner)])
-
-
-def read_into(file: Path, tensor: torch.Tensor, *, offset: int) -> None:
-    """Fill a contiguous tensor with a file's bytes at ``offset``."""
-    import torch
-
-    view = tensor.reshape(-1).view(torch.uint8).numpy().data
-    fd = os.open(file, os.O_RDONLY)
-    try:
-        read_fully(fd, view, offset, file=file)
-    finally:
-        os.close(fd)
+    rows_read = target
+    if any(one != slice(0, n) for one, n in zip(inner, piece.shape[1:], strict=True)) or not target.is_contiguous():
+        # Read all columns of the rows in question, with one read instead of one per row.
+        rows_read = torch.empty((rows, *piece.shape[1:]), dtype=block.dtype)
+    view = rows_read.reshape(-1).view(torch.uint8).numpy().data
+    with piece.file.open("rb", buffering=0) as file:
+        read_fully(file.fileno(), view, piece.offset + first * row, file=piece.file)
+    if rows_read is not target:
+        target.copy_(rows_read[(slice(None), *inner)])
 
 
 def refuse_gaps(tensor: StoredTensor, *, origin: str) -> None:

@@ -22,7 +22,9 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from rollcall.model.stored.files import CheckedRange, StoredError, plain_damage, read_fully, refuse_pipe
+import numpy as np
+
+from rollcall.model.stored.files import CheckedRange, StoredError, plain_damage, refuse_pipe
 from rollcall.model.stored.tensors import DTYPES, DType, Piece
 
 MOST_PICKLE_BYTES = 1 << 29
@@ -137,11 +139,7 @@ class TorchTensor:
 
     def numbers(self) -> list[int]:
         """Read the values of a small integer tensor."""
-        width, signed = self.dtype.itemsize, self.dtype.name.startswith("int")
-        data = bytearray(prod(self.shape) * width)
-        with self.file.open("rb") as file:
-            read_fully(file.fileno(), memoryview(data), self.offset, file=self.file)
-        return [int.from_bytes(data[at : at + width], "little", signed=signed) for at in range(0, len(data), width)]
+        return np.fromfile(self.file, self.dtype.name, count=prod(self.shape), offset=self.offset).tolist()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

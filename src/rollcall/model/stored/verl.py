@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from rollcall.model.stored.files import StoredError, StoredFile, plain_damage
+from rollcall.model.stored.find import config_folder
 from rollcall.model.stored.tensors import Piece, Stored, StoredTensor, stored_of
 from rollcall.model.stored.torch_file import (
     TorchFile,
@@ -95,7 +96,6 @@ def open_verl(folder: Path) -> Stored:
             raise StoredError(
                 f"{locals_[0].tensor.file} contains {name}, but {lacking.path} does not: they do not belong to the same checkpoint"
             )
-    config = next((one for one in (folder / "huggingface", folder) if (one / "config.json").is_file()), None)
     step = next(
         (int(match[1]) for one in folder.parts[::-1] if (match := re.fullmatch(r"global_step_(\d+)", one))), None
     )
@@ -106,7 +106,7 @@ def open_verl(folder: Path) -> Stored:
             for file in files
         ],
         origin=str(folder),
-        folder=config,
+        folder=config_folder(folder),
         kind="verl checkpoint",
         facts={} if step is None else {"step": step},
     )
