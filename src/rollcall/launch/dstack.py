@@ -10,17 +10,7 @@ from typing import Any
 from rollcall.config.launch import DstackSection
 from rollcall.launch.record import LaunchRecord
 from rollcall.launch.rendered import Command, Rendered, node_lines, yaml_text
-from rollcall.launch.target import (
-    IN_IMAGE,
-    RUN_FILE,
-    LaunchRequest,
-    Seen,
-    ToolTarget,
-    ask_json,
-    left_here,
-    run,
-    unlike_slots,
-)
+from rollcall.launch.target import IN_IMAGE, RUN_FILE, LaunchRequest, Seen, ToolTarget, ask_json, run
 from rollcall.nodes.state import TOKEN
 
 TASK = "task.dstack.yml"
@@ -51,9 +41,9 @@ class Dstack(ToolTarget):
             },
             commands=(Command(words=words, what="start the task"),),
             notes=(
-                *unlike_slots(section.resources.get("gpu"), request.cluster, key="launch.dstack.resources.gpu"),
+                *request.unlike_slots(section.resources.get("gpu"), key="launch.dstack.resources.gpu"),
                 *([] if section.volumes else [lost]),
-                *left_here(request, advice=IN_IMAGE),
+                *request.left_here(advice=IN_IMAGE),
             ),
         )
 

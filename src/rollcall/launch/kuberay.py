@@ -16,7 +16,7 @@ from rollcall.base.wait import Wait, say
 from rollcall.config.launch import KuberaySection
 from rollcall.launch.record import LaunchError, LaunchRecord
 from rollcall.launch.rendered import RUN_FILE_VARIABLE, Command, Rendered, yaml_text
-from rollcall.launch.target import IN_IMAGE, RUN_FILE, LaunchRequest, Seen, ToolTarget, ask, ask_json, left_here, run
+from rollcall.launch.target import IN_IMAGE, RUN_FILE, LaunchRequest, Seen, ToolTarget, ask, ask_json, run
 
 MANIFEST = "rayjob.yaml"
 KEEP_S = 600  # how long KubeRay keeps a run's pods after the run has ended
@@ -46,7 +46,7 @@ class Kuberay(ToolTarget):
                 MANIFEST: yaml_text(_job(request, section, name=self.tool_name(request.name))),
             },
             commands=(Command(words=words, what="create the RayJob"),),
-            notes=(*(() if section.claims or section.ray_cluster else (note,)), *left_here(request, advice=IN_IMAGE)),
+            notes=(*(() if section.claims or section.ray_cluster else (note,)), *request.left_here(advice=IN_IMAGE)),
         )
 
     def validate(self, rendered: Rendered) -> None:

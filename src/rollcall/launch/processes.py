@@ -28,15 +28,7 @@ from rollcall.nodes.cluster import Cluster, find_cluster, wished_cluster
 from rollcall.observe.live import read_live
 from rollcall.process.debug.attach import is_there
 from rollcall.process.debug.board import Waiting, read_board
-from rollcall.process.groups.reachable import (
-    END_S,
-    START_S,
-    ProfileError,
-    profile_process,
-    py_spy,
-    reachable_here,
-    stacks_here,
-)
+from rollcall.process.groups import reachable
 
 HERE = "this host"
 
@@ -121,7 +113,7 @@ def ask_hosts(target: ProcessTarget, function: Callable[[], Any], *, timeout_s: 
 
 def read_stacks(target: ProcessTarget, *, native: bool, timeout_s: float) -> Answers:
     """Read the stacks of all threads in every process without stopping the process."""
-    look = partial(stacks_here, run=target.run, native=native)
+    look = partial(reachable.stacks_here, run=target.run, native=native)
     return ask_hosts(target, look, timeout_s=timeout_s, to="read the stacks of its processes")
 
 
@@ -166,7 +158,7 @@ class Result:
 def profile_role(target: ProcessTarget, *, role: str, seconds: float, kind: Format, out: Path) -> Result:
     """Profile each of the role's processes and write one file per process to the folder ``out``."""
     work = partial(profile_here, run=target.run, role=role, seconds=seconds, kind=kind)
-    timeout_s = seconds + START_S + END_S
+    timeout_s = seconds + reachable.START_S + reachable.END_S
     answers = ask_hosts(target, work, timeout_s=timeout_s, to=f"profile the {role} processes")
     failed, files, others = dict(answers.failed), list[Path](), set[str]()
     for host, (found, roles) in answers.hosts.items():
@@ -194,15 +186,15 @@ def profile_here(
     *, run: str | None, role: str, seconds: float, kind: Format
 ) -> tuple[dict[int, tuple[str, bytes, str]], list[str]]:
     """Return title, profile and error for each of the role's processes on this host, and all roles that are running here."""
-    known = reachable_here(run=run)
+    known = reachable.reachable_here(run=run)
     chosen = {pid: about for pid, about in known.items() if role in about.roles}
 
     def profiled(pid: int) -> tuple[str, bytes, str]:
         try:
-            is_torch = kind is Format.TORCH
-            data = profile_process(pid, seconds=seconds) if is_torch else _sample(pid, seconds=seconds, kind=kind)
-            return chosen[pid].title, data, ""
-        except (ProfileError, OSError) as error:
+            if kind is Format.TORCH:
+                return chosen[pid].title, reachable.profile_process(pid, seconds=seconds), ""
+            return chosen[pid].title, _sample(pid, seconds=seconds, kind=kind), ""
+        except (reachable.ProfileError, OSError) as error:
             return chosen[pid].title, b"", str(error)
 
     with ThreadPoolExecutor(max_workers=max(len(chosen), 1)) as pool:
@@ -212,14 +204,14 @@ def profile_here(
 
 def _sample(pid: int, *, seconds: float, kind: Format) -> bytes:
     with tempfile.TemporaryDirectory(prefix="rollcall-profile-") as folder:
-        path = Path(folder) / "profile"
-        command = [py_spy(), "record", "--pid", str(pid), "--duration", str(max(round(seconds), 1)), "--format", kind]
-        command += ["--output", str(path), "--nonblocking", "--threads"]
+        path, timeout_s = Path(folder) / "profile", seconds + reachable.END_S
+        command = [reachable.py_spy(), "record", "--pid", str(pid), "--duration", str(max(round(seconds), 1))]
+        command += ["--format", kind, "--output", str(path), "--nonblocking", "--threads"]
         try:
-            done = subprocess.run(command, capture_output=True, text=True, timeout=seconds + END_S, errors="replace")
+            done = subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, errors="replace")
         except subprocess.TimeoutExpired:
-            raise ProfileError(f"py-spy did not finish within {seconds + END_S:g} s") from None
+            raise reachable.ProfileError(f"py-spy did not finish within {timeout_s:g} s") from None
         if done.returncode or not path.exists():
             lines = (done.stderr or done.stdout).strip().splitlines() or ["it printed nothing"]
-            raise ProfileError(f"py-spy failed: {lines[-1]}")
+            raise reachable.ProfileError(f"py-spy failed: {lines[-1]}")
         return path.read_bytes()

@@ -13,17 +13,7 @@ from typing import Any
 from rollcall.config.launch import SkypilotSection
 from rollcall.launch.record import LaunchError, LaunchRecord
 from rollcall.launch.rendered import Command, Rendered, node_lines, yaml_text
-from rollcall.launch.target import (
-    RUN_FILE,
-    LaunchRequest,
-    Seen,
-    ToolTarget,
-    ask,
-    ask_json,
-    left_here,
-    run,
-    unlike_slots,
-)
+from rollcall.launch.target import RUN_FILE, LaunchRequest, Seen, ToolTarget, ask, ask_json, run
 from rollcall.nodes.state import TOKEN
 
 TASK = "task.yaml"
@@ -59,11 +49,11 @@ class Skypilot(ToolTarget):
             files={RUN_FILE: request.run_file, TASK: yaml_text(_task(request, section, name=name))},
             commands=(Command(words=words, what="start the task"),),
             notes=(
-                *unlike_slots(
-                    section.resources.get("accelerators"), request.cluster, key="launch.skypilot.resources.accelerators"
+                *request.unlike_slots(
+                    section.resources.get("accelerators"), key="launch.skypilot.resources.accelerators"
                 ),
                 *([kept] if section.managed else []),
-                *([] if section.workdir else left_here(request, advice="set launch.skypilot.workdir to their folder")),
+                *([] if section.workdir else request.left_here(advice="set launch.skypilot.workdir to their folder")),
             ),
         )
 

@@ -15,7 +15,7 @@ import shlex
 import subprocess
 import tempfile
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -77,6 +77,19 @@ class LaunchRequest:
     def run_file(self) -> str:
         """The run file for the nodes, with overrides applied and without its `launch` section."""
         return dump_given(self.config, without={"launch"})
+
+    def unlike_slots(self, asked: object, *, key: str) -> Iterator[str]:
+        """Yield a note if a number of GPUs such as ``H100:8`` differs from the number of slots on each node."""
+        found, sizes = re.search(r"(?:^|:)(\d+)$", str(asked)), set(self.cluster.slots_per_node)
+        if self.cluster.accelerator == "gpu" and found is not None and sizes != {int(found[1])}:
+            slots = ", ".join(map(str, sorted(sizes)))
+            yield f"{key}={asked} gives each node {found[1]} GPUs, but the run file has {slots} slots per node; make them equal"
+
+    def left_here(self, *, advice: str) -> Iterator[str]:
+        """Yield a note about the run file's modules that are in the user's folder and not sent to the nodes."""
+        with suppress(ClusterError):  # a module that is not here may be in the image
+            if names := sorted({Path(name).parts[0] for name in own_modules(self.config, folder=self.cwd)}):
+                yield f"the run file needs {', '.join(names)}, but this launch sends no modules to the nodes: {advice}"
 
 
 class Target(Protocol):
@@ -308,25 +321,6 @@ def run(*words: str, what: str, env: Mapping[str, str] | None = None, cwd: Path 
     # Clouds are slow.
     if status := _run(words, what, stdout=2, env={**os.environ, **(env or {})}, cwd=cwd, timeout_s=3600.0):
         raise LaunchError(f"cannot {what}: `{shlex.join(words)}` ended with status {status}")
-
-
-def unlike_slots(asked: object, cluster: ClusterSection, *, key: str) -> tuple[str, ...]:
-    """Return a note if a number of GPUs such as ``H100:8`` differs from the number of slots on each node."""
-    found = re.search(r"(?:^|:)(\d+)$", str(asked))
-    if cluster.accelerator != "gpu" or found is None or set(cluster.slots_per_node) == {int(found[1])}:
-        return ()
-    slots = ", ".join(map(str, sorted(set(cluster.slots_per_node))))
-    return (
-        f"{key}={asked} gives each node {found[1]} GPUs, but the run file has {slots} slots per node; make them equal",
-    )
-
-
-def left_here(request: LaunchRequest, *, advice: str) -> tuple[str, ...]:
-    """Return a note about the run file's modules that are in the user's folder and not sent to the nodes."""
-    with suppress(ClusterError):  # a module that is not here may be in the image
-        if names := sorted({Path(name).parts[0] for name in own_modules(request.config, folder=request.cwd)}):
-            return (f"the run file needs {', '.join(names)}, but this launch sends no modules to the nodes: {advice}",)
-    return ()
 
 
 def _run(words: Sequence[str], what: str, *, timeout_s: float | None, **how: Any) -> int:

@@ -15,17 +15,7 @@ from rollcall.config import ClusterSection, Config, RolloutSection
 from rollcall.config.checks import unused
 from rollcall.config.environments import AgentEnvironment, VerifiersEnvironment
 from rollcall.plan.choose import kv_is_open, on_kv, on_microbatch
-from rollcall.plan.memory import (
-    GIB,
-    PARTS,
-    ModelSizes,
-    SlotMemory,
-    element_size,
-    host_memory,
-    lever,
-    read_sizes,
-    slot_memory,
-)
+from rollcall.plan.memory import GIB, PARTS, ModelSizes, SlotMemory, element_size, host_memory, read_sizes, slot_memory
 from rollcall.plan.mesh import indivisible_heads, split_of
 from rollcall.plan.placement import HOLDERS, SCORERS, TRAINED, Plan, PlannedProcess, Role, plan_for, roles_together
 
@@ -268,7 +258,7 @@ def _judge_memory(memory: tuple[SlotMemory, ...], card: int | None, *, notes: li
             largest = max(entry.roles, key=lambda role: role.held + role.working)
             problems.append(
                 f"{who}: the roles need {gib(entry.total)}, {gib(entry.total - card)} more than the card's {gib(card)}; {largest.role} "
-                f"needs the most: {lever(largest)}"
+                f"needs the most: {largest.lever}"
             )
         elif entry.total > TIGHT * card:
             notes.append(

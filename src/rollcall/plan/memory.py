@@ -137,6 +137,34 @@ class RoleMemory:
     def working(self) -> int:
         return self.gradients + self.activations + self.lent
 
+    @property
+    def lever(self) -> str:
+        """Advice on what to change if this role does not fit into memory."""
+        name = "critic" if self.role is Role.CRITIC else "actor"
+        match max(PARTS, key=lambda part: getattr(self, part)):
+            case "kv":
+                return "lower rollout.kv_memory_fraction, or set rollout.kv_tokens"
+            case "activations" if self.role is Role.ROLLOUT:
+                return "lower rollout.max_running"
+            case "activations" if self.role is Role.REWARD:
+                return "lower the reward's max_tokens"
+            case "activations" if self.role in TRAINED and self.recompute is Recompute.NO:
+                return f"lower {name}.tokens_per_microbatch, or set {name}.activation_checkpointing=true"
+            case "activations" if 0 < self.tokens <= self.longest:
+                host = "" if self.recompute is Recompute.ON_HOST else f"set {name}.activation_checkpointing=offload, "
+                return f"{host}split the longest rows with {name}.context_parallel_size, or lower rollout.max_response_tokens"
+            case "activations":
+                return f"lower {name}.tokens_per_microbatch"
+        if self.copied:
+            return f"set {name}.sharding=fsdp"
+        if self.divides:
+            return "raise rollout.vllm.tensor_parallel_size and the number of slots per rollout process"
+        if self.role in HOLDERS:
+            makes_room = "lower rollout.kv_memory_fraction, " if self.kv else ""
+            divide = ", split it (rollout.engine=vllm)" if self.role is Role.ROLLOUT else ""
+            return f"each of its processes has a copy of the whole model; {makes_room}give it slots without an actor{divide}, or use larger cards"
+        return f"give {self.role} more slots" + (", or train an adapter (model.lora.rank=16)" if self.adapts else "")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SlotMemory:
@@ -441,33 +469,3 @@ class _Job:
         """Return the bytes of gathered layers that a sharded model has in memory while it runs."""
         embeddings = (1 if self.sizes.tied else 2) * self.sizes.vocab * self.sizes.hidden
         return (2 * self.sizes.layer_parameters + embeddings) * self.width // mesh.tensor
-
-
-def lever(role: RoleMemory) -> str:
-    """Return advice on what to change if this role does not fit into memory."""
-    name = "critic" if role.role is Role.CRITIC else "actor"
-    match max(PARTS, key=lambda part: getattr(role, part)):
-        case "kv":
-            return "lower rollout.kv_memory_fraction, or set rollout.kv_tokens"
-        case "activations" if role.role is Role.ROLLOUT:
-            return "lower rollout.max_running"
-        case "activations" if role.role is Role.REWARD:
-            return "lower the reward's max_tokens"
-        case "activations" if role.role in TRAINED and role.recompute is Recompute.NO:
-            return f"lower {name}.tokens_per_microbatch, or set {name}.activation_checkpointing=true"
-        case "activations" if 0 < role.tokens <= role.longest:
-            host = "" if role.recompute is Recompute.ON_HOST else f"set {name}.activation_checkpointing=offload, "
-            return (
-                f"{host}split the longest rows with {name}.context_parallel_size, or lower rollout.max_response_tokens"
-            )
-        case "activations":
-            return f"lower {name}.tokens_per_microbatch"
-    if role.copied:
-        return f"set {name}.sharding=fsdp"
-    if role.divides:
-        return "raise rollout.vllm.tensor_parallel_size and the number of slots per rollout process"
-    if role.role in HOLDERS:
-        makes_room = "lower rollout.kv_memory_fraction, " if role.kv else ""
-        divide = ", split it (rollout.engine=vllm)" if role.role is Role.ROLLOUT else ""
-        return f"each of its processes has a copy of the whole model; {makes_room}give it slots without an actor{divide}, or use larger cards"
-    return f"give {role.role} more slots" + (", or train an adapter (model.lora.rank=16)" if role.adapts else "")
