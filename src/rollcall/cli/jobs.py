@@ -23,27 +23,18 @@ if TYPE_CHECKING:
     from rollcall.launch.doctor.worker_view import NodeView
     from rollcall.launch.jobs.submit import Job, Jobs
 
-Address = Annotated[
-    str | None, Option(metavar="URL", help="Dashboard of the cluster. Default: that of this node's cluster.")
-]
+Address = Annotated[str | None, Option(metavar="URL", help="Dashboard of a cluster. Default: of this node's cluster.")]
 Meeting = Annotated[
-    Path | None,
-    Option(
-        "--rendezvous", metavar="DIR", help="Shared folder of the cluster. The address and the token are read from it."
-    ),
+    Path | None, Option("--rendezvous", metavar="DIR", help="Shared folder of the cluster, with its address and token.")
 ]
-JobId = Annotated[
-    str, Argument(metavar="[ID|latest]", help="Id of a job. Default: the newest unfinished job, else the newest job.")
-]
+JobId = Annotated[str, Argument(metavar="[ID|latest]", help="A job. Default: the newest unfinished, else the newest.")]
 
 
 def submit(
     file: RunFile = None,
     overrides: Overrides = None,
     no_wait: Annotated[bool, Option("--no-wait", help="Return as soon as the job is submitted.")] = False,
-    page: Annotated[
-        bool, Option("--page", help="The same as trainer.page=true: the head serves the run's page.")
-    ] = False,
+    page: Annotated[bool, Option("--page", help="Like trainer.page=true: the head serves the run's page.")] = False,
     address: Address = None,
     cluster: Cluster = None,
     rendezvous: Meeting = None,

@@ -247,8 +247,7 @@ def _show_trace(shown: dict[str, Any]) -> None:
 
 def view(
     runs: Annotated[
-        list[Path] | None,
-        Argument(metavar="RUN_DIR|FOLDER", help="Run directories, or folders of runs. Default: runs/"),
+        list[Path] | None, Argument(metavar="RUN_DIR|FOLDER", help="Run directories or folders of runs. Default: runs/")
     ] = None,
     port: Annotated[int, Option(min=0, max=65535, help="Port on this machine. Default: a free port.")] = 0,
     open_browser: Annotated[bool, Option("--open", help="Open the page in a browser.")] = False,

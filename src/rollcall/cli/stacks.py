@@ -21,11 +21,7 @@ if TYPE_CHECKING:
     from rollcall.process.debug.board import Waiting
 
 Where = Annotated[
-    str | None,
-    Argument(
-        metavar="[RUN_DIR|CLUSTER]",
-        help="A run, or all runs of a cluster. Default: all runs of this node's cluster, else of this host.",
-    ),
+    str | None, Argument(metavar="[RUN_DIR|CLUSTER]", help="A run or a cluster. Default: this node's cluster or host.")
 ]
 
 
@@ -79,8 +75,7 @@ def profile(
     role: Annotated[str, Option(help="Role to profile: actor, rollout, critic, controller, ...")] = "actor",
     seconds: Annotated[float, Option(min=0.1, max=600, help="Length of the profile in seconds.")] = 20.0,
     form: Annotated[
-        str,
-        Option("--format", metavar="FORMAT", help="torch writes a Chrome trace; speedscope and flamegraph use py-spy."),
+        str, Option("--format", metavar="FORMAT", help="torch: a Chrome trace; speedscope and flamegraph: by py-spy.")
     ] = "torch",
     out: Annotated[Path, Option(metavar="DIR", help="Folder for the files.")] = Path("profile"),
     cluster: Cluster = None,
@@ -117,19 +112,12 @@ def _show_files(found: Result) -> None:
 
 def debug(
     where: Annotated[
-        str | None,
-        Argument(
-            metavar="[RUN_DIR|CLUSTER]",
-            help="A run's directory, or the name of a cluster. Without it: the cluster of this node.",
-        ),
+        str | None, Argument(metavar="[RUN_DIR|CLUSTER]", help="A run or a cluster. Default: this node's cluster.")
     ] = None,
     number: Annotated[
-        int | None,
-        Argument(metavar="[NUMBER]", help="Attach this terminal to the process with this number in the list."),
+        int | None, Argument(metavar="[NUMBER]", help="Attach this terminal to the process with this number.")
     ] = None,
-    go_on: Annotated[
-        bool, Option("--continue", help="Let the process continue. Without NUMBER: all waiting processes.")
-    ] = False,
+    go_on: Annotated[bool, Option("--continue", help="Let it continue. Without NUMBER: all that are waiting.")] = False,
     as_json: Json = False,
 ) -> None:
     """List the processes of a run that are waiting in the debugger, or attach this terminal to one of them.

@@ -29,13 +29,10 @@ def _split(text: str) -> Split:
 @heed()  # handles signals from the first import on
 def train(
     file: Annotated[
-        str | None,
-        Argument(metavar="FILE|RUN_DIR", help="Run file, or the directory of a run to continue. Default: the demo."),
+        str | None, Argument(metavar="FILE|RUN_DIR", help="Run file, or run directory to continue. Default: the demo.")
     ] = None,
     overrides: Overrides = None,
-    fresh: Annotated[
-        bool, Option("--fresh", help="Start over. An existing run directory is moved aside, not deleted.")
-    ] = False,
+    fresh: Annotated[bool, Option("--fresh", help="Start over. An existing run directory is moved aside.")] = False,
     phase: Annotated[
         Phase | None,
         Option(
@@ -66,22 +63,13 @@ def train(
         int | None, Option(metavar="N", help="With --master or --worker: number of nodes, including the master.")
     ] = None,
     rank_weights: Annotated[
-        str | None,
-        Option(
-            metavar="W0,W1,..",
-            help="With --master or --worker: each node's share of the rollouts. Default: by measured speed.",
-        ),
+        str | None, Option(metavar="W0,W1,..", help="The nodes' shares of the rollouts. Default: by measured speed.")
     ] = None,
     log_path: Annotated[
-        Path | None,
-        Option(
-            metavar="DIR",
-            help="The folder that the nodes share; its mode must be 700. Without run.dir, the run is in DIR/run.",
-        ),
+        Path | None, Option(metavar="DIR", help="The nodes' shared folder, of mode 700. Default of run.dir: DIR/run.")
     ] = None,
     data_path: Annotated[
-        Path | None,
-        Option(metavar="DIR", help="Folder for shared downloads: the hub's cache is DIR/.cache/huggingface."),
+        Path | None, Option(metavar="DIR", help="Shared downloads: the hub's cache is DIR/.cache/huggingface.")
     ] = None,
     post_mortem: Annotated[
         bool,
