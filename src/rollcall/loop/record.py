@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
 from contextlib import contextmanager, suppress
 from dataclasses import KW_ONLY, dataclass
@@ -140,14 +140,8 @@ class Record:
         """Record that the step is trained; ``log_step`` writes its row. ``stats`` and ``reward_s`` are those of its rollout."""
         self.unsaved = self.newest = batch
         self.update_s = update.score_s + update.update_s
-        updated = time.perf_counter()
-
-        def row() -> dict[str, float]:
-            now = time.perf_counter()
-            metrics = self._metrics(batch, update, stats=stats, reward_s=reward_s)
-            return metrics | {"time/sync_s": now - updated, "time/step_s": now - started}
-
-        self._row = row
+        since = {"time/sync_s": time.perf_counter(), "time/step_s": started}
+        self._row = partial(self._metrics, batch, update, stats=stats, reward_s=reward_s, since=since)
 
     def log_step(self) -> None:
         if self._row is not None and self.unsaved is not None:
@@ -256,15 +250,13 @@ class Record:
         headline = headline_of(read_rows(self.run_dir / "metrics.jsonl"))
         return {"scores": self._scores if self._evaluated_step == step else {}, "best_by": headline.metric}
 
-    def _metrics(self, batch: StepBatch, update: Update, *, stats: Stats, reward_s: float) -> dict[str, float]:
-        """Compute the step's metrics row, while the next rollout runs."""
+    def _metrics(
+        self, batch: StepBatch, update: Update, *, stats: Stats, reward_s: float, since: Mapping[str, float]
+    ) -> dict[str, float]:
+        """Compute the step's metrics row, while the next rollout runs. ``since`` maps metrics to the times from which they count."""
+        now, first_reward = time.perf_counter(), self.workers.scorer.names[0]
         metrics = batch_metrics(
-            batch,
-            update.samples,
-            stats=stats,
-            reward_s=reward_s,
-            threshold=self.threshold,
-            first_reward=self.workers.scorer.names[0],
+            batch, update.samples, stats=stats, reward_s=reward_s, threshold=self.threshold, first_reward=first_reward
         )
         others = {"mismatch": "rollout/logprob_mismatch", "mismatch_max": "rollout/logprob_mismatch_max"}
         metrics |= {others.get(name, f"train/{name}"): value for name, value in update.metrics.items()}
@@ -274,4 +266,5 @@ class Record:
             "time/update_s": update.update_s,
             "perf/train_tokens_per_s": update.num_tokens / (update.score_s + update.update_s),
             "perf/peak_memory_gib": peak_memory_gib(),
+            **{name: now - then for name, then in since.items()},
         }

@@ -18,12 +18,10 @@ from rollcall.base.wait import say
 from rollcall.base.words import counted
 from rollcall.checkpoint.saving import saving_of
 from rollcall.config import Config
-from rollcall.config.sections import ElasticSection
 from rollcall.learner.learner import TokenScores
 from rollcall.learner.optimizer import optimizer_class
 from rollcall.loop.workers import Workers
 from rollcall.model.tokenizers import refuse_other_tokenizers, tokenizer_mark
-from rollcall.nodes.cluster import Cluster
 from rollcall.plan.judge import indivisible, workable_plan
 from rollcall.plan.memory import read_sizes
 from rollcall.plan.placement import TRAINED, Plan, PlannedProcess, Role, roles_in_parts, roles_together, shrink
@@ -48,8 +46,7 @@ class RemoteLearner:
         if self._rescores:
             scores = self.score(samples)
             samples = [sample.with_(old_logprobs=row.logprobs) for sample, row in zip(samples, scores, strict=True)]
-        results = self._team.call_role(Role.ACTOR, "update", list(samples))
-        metrics, self.num_tokens_trained = results[0]
+        metrics, self.num_tokens_trained = self._team.call_role(Role.ACTOR, "update", list(samples))[0]
         return metrics
 
     def score(self, samples: Sequence[Sample]) -> list[TokenScores]:
@@ -79,8 +76,11 @@ def build_workers_on_cluster(config: Config, *, backend: Backend | None) -> Work
         from rollcall.process.ray.reserve import RayBackend  # imported late: nodes that share only a folder need no Ray
 
         backend = RayBackend(joined)
-    kept = _nodes_there(plan, joined, elastic=config.trainer.elastic)
-    section = config.cluster
+    section, kept = config.cluster, list(range(plan.num_nodes))
+    if (elastic := config.trainer.elastic) is not None:
+        from rollcall.process.ray.reserve import wait_for_nodes
+
+        kept = wait_for_nodes(joined, plan.num_nodes, fewest=elastic.min_nodes, wait_s=elastic.wait_s)
     if len(kept) < plan.num_nodes:
         section = shrink(section, plan, kept=kept)
         plan = workable_plan(config, section)
@@ -196,15 +196,6 @@ def _start(config: Config, site: Site, *, inputs: Inputs, in_parts: frozenset[Ro
     return team, facts[0]
 
 
-def _nodes_there(plan: Plan, cluster: Cluster | None, *, elastic: ElasticSection | None) -> list[int]:
-    """Return the ranks of the nodes that have joined, if the run is elastic; otherwise all ranks."""
-    if elastic is None:
-        return list(range(plan.num_nodes))
-    from rollcall.process.ray.reserve import wait_for_nodes
-
-    return wait_for_nodes(cluster, plan.num_nodes, fewest=elastic.min_nodes, wait_s=elastic.wait_s)
-
-
 def _regrow(missing_nodes: Collection[int]) -> str | None:
     if not missing_nodes:
         return None
@@ -216,11 +207,9 @@ def _regrow(missing_nodes: Collection[int]) -> str | None:
 
 def _refuse_impossible(config: Config, plan: Plan, in_parts: Collection[Role], *, model_path: str) -> None:
     """Refuse what the model or its optimizers do not support, before any process is started."""
-    problems: list[str] = []
     with suppress(SizesUnknown):  # the processes refuse such an architecture by name
-        problems = indivisible(plan, read_sizes(model_path))
-    if problems:
-        raise PlacementError("; ".join(problems))
+        if problems := indivisible(plan, read_sizes(model_path)):
+            raise PlacementError("; ".join(problems))
     for role in TRAINED:
         if role in plan.processes:
             optimizer_class(getattr(config, role.value), name=role.value, in_parts=role in in_parts)
