@@ -20,6 +20,7 @@ import select
 import signal
 import sys
 import traceback
+from functools import partial
 from typing import Any
 
 from rollcall.nodes.framing import CALL, DONE, HEAD, JSON, PART, PICKLE, RAISED, Body, frame, read_exactly, read_frame
@@ -41,8 +42,7 @@ def main(arguments: list[str]) -> None:
     for fd in (socket_fd, lifeline_fd, crash_fd, *others):
         os.set_inheritable(fd, False)  # processes started by user code must not keep them open
     module, _, name = target.partition(":")
-    made = getattr(importlib.import_module(module), name)(*others)
-    serve(socket_fd, made)
+    serve(socket_fd, getattr(importlib.import_module(module), name)(*others))
 
 
 def own_fds() -> tuple[int, int, int]:
@@ -57,9 +57,7 @@ def serve(fd: int, target: Any) -> None:
     hears: Body = getattr(target, "hears", PICKLE)
     says: Body = getattr(target, "says", JSON)
     own_pid = os.getpid()
-
-    def read(most: int) -> bytes:
-        return os.read(fd, most)
+    read = partial(read_exactly, partial(os.read, fd))
 
     def say(number: int, kind: int, body: bytes) -> None:
         if os.getpid() != own_pid:
@@ -74,7 +72,7 @@ def serve(fd: int, target: Any) -> None:
 
     while True:
         try:
-            message = read_frame(lambda count: read_exactly(read, count))
+            message = read_frame(read)
         except ConnectionError:
             return
         number, kind = HEAD.unpack_from(message)

@@ -196,11 +196,7 @@ class Worker:
                     raise await asyncio.to_thread(self._lose)
                 self._watch(loop)
                 call.waiter = loop.create_future()
-                timer = loop.call_later(self._look_s(call), call.wake)
-                try:
-                    await call.waiter
-                finally:
-                    timer.cancel()
+                await asyncio.wait({call.waiter}, timeout=self._look_s(call))
         finally:
             self._num_waiting -= 1
             if not self._num_waiting:

@@ -67,10 +67,8 @@ def _examined() -> Examined:
 def serve(*, host: str | None = None, node: int | None = None, on_stop: OnStop | None = None) -> bool:
     """Stop at breakpoints from now on. Return False if a different debugger handles them. Terminals on other nodes reach this machine
     at ``host``; ``node`` is its rank. ``on_stop`` is called at each stop; by default, it posts to this process's board."""
-    before = (_served.host, _served.on_stop)
     _served.host, _served.on_stop = host or _served.host, on_stop or _served.on_stop
-    if before != (_served.host, _served.on_stop):
-        _served.line = None  # the next stop gets a porter with the new values
+    _served.line = None  # the next stop gets a porter with these values
     _served.node = _served.node if node is None else node
     _served.is_on = True
     named = os.environ.get("PYTHONBREAKPOINT", "")

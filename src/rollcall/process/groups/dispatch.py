@@ -7,6 +7,7 @@ workers get an empty part. They are still called because every worker has to tak
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -91,8 +92,7 @@ class NamedSharding:
         return index
 
     def num_shards(self, axes: Iterable[str]) -> int:
-        shape = self.shape
-        return int(np.prod([shape[axis] for axis in axes], dtype=np.int64))
+        return math.prod(self.shape[axis] for axis in axes)
 
     def check_axes(self, names: Iterable[str], *, argument: str = "axis", also: Sequence[str] = ()) -> None:
         """Refuse a name that is neither an axis nor one of ``also``."""

@@ -129,13 +129,11 @@ class WorkerGroup:
             raise ValueError(
                 f"the sharding has ranks {self.sharding.ranks}, but the group has ranks 0 to {len(seats) - 1}"
             )
-        self.specs = self._specs(
-            seats,
-            env=env_vars or {},
-            node_env=node_env_vars or {},
-            titles=titles or [""] * len(seats),
-            kinds=kinds or [self.name_prefix] * len(seats),
-        )
+        for node_rank in node_env_vars or {}:
+            cluster.node(node_rank)
+        variables = [{**(env_vars or {}), **(node_env_vars or {}).get(seat.node_rank, {})} for seat in seats]
+        titles, kinds = titles or [""] * len(seats), kinds or [self.name_prefix] * len(seats)
+        self.specs = self._specs(seats, variables=variables, titles=titles, kinds=kinds)
         self._one_call = threading.Lock()
         recipe = replace(remote_worker_builder.recipe, purposes=purposes or {})
         self._gang: Gang | None = cluster.launch(self, self.specs, recipe, timeout_s=timeout_s)
@@ -145,19 +143,16 @@ class WorkerGroup:
         self,
         seats: Sequence[Seat],
         *,
-        env: Mapping[str, str],
-        node_env: Mapping[int, Mapping[str, str]],
+        variables: Sequence[Mapping[str, str]],
         titles: Sequence[str],
         kinds: Sequence[str],
     ) -> list[WorkerSpec]:
         """Return the spec of each process, in rank order."""
-        for name in (name for variables in (env, *node_env.values()) for name in variables):
-            if name in GROUP_VARIABLES:
+        for name in GROUP_VARIABLES:
+            if any(name in own for own in variables):
                 raise ValueError(
                     f"{name} is set by the worker group, differently for each worker; leave it out of env_vars"
                 )
-        for node_rank in node_env:
-            self.cluster.node(node_rank)
         per_slot = Counter((seat.node_rank, slot) for seat in seats for slot in seat.slots)
         on_node = [seat.node_rank for seat in seats]
         specs = []
@@ -173,7 +168,7 @@ class WorkerGroup:
                 slots=seat.slots,
                 # Rounded down to Ray's resolution, because several shares rounded up would exceed the slot.
                 share=int(10_000 / num_sharing) / 10_000 if self.takes_slots else 0.0,
-                env={**env, **node_env.get(seat.node_rank, {})},
+                env=variables[rank],
                 title=titles[rank],
                 kind=kinds[rank],
             )

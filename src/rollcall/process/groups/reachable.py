@@ -45,7 +45,6 @@ SPY_S = 60.0  # py-spy reads the symbols of large libraries for native frames
 START_S = 120.0  # for the profiler to start: the first start loads libraries
 END_S = 300.0  # for creating and sending a trace
 _PR_SET_PTRACER, _ANY = 0x59616D61, ctypes.c_ulong(-1)
-_lock = threading.Lock()
 _descriptor = -1  # of the memory file that describes this process
 
 
@@ -85,21 +84,20 @@ class Stacks:
 def be_reachable(about: About) -> None:
     """Let other processes find this process, read its stacks and profile it. A second call changes the description."""
     global _descriptor
-    with _lock:
-        if _descriptor < 0:
-            _descriptor = os.memfd_create(ABOUT)  # stays open so that others can find it
-            serve_profiles()
-        if sys.platform == "linux":  # a kernel without this restriction rejects the call, but needs no permission
-            ctypes.CDLL(None).prctl(_PR_SET_PTRACER, _ANY if about.title else 0, 0, 0, 0)
-        os.pwrite(_descriptor, json.dumps(asdict(about)).encode().ljust(PAGE, b"\0")[:PAGE], 0)
+    if _descriptor < 0:
+        _descriptor = os.memfd_create(ABOUT)  # stays open so that others can find it
+        serve_profiles()
+    if sys.platform == "linux":  # a kernel without this restriction rejects the call, but needs no permission
+        ctypes.CDLL(None).prctl(_PR_SET_PTRACER, _ANY if about.title else 0, 0, 0, 0)
+    os.pwrite(_descriptor, json.dumps(asdict(about)).encode().ljust(PAGE, b"\0")[:PAGE], 0)
 
 
 def _forget() -> None:
     """Drop the file in a forked child, because it does not describe the child."""
-    global _descriptor, _lock
+    global _descriptor
     if _descriptor >= 0:
         os.close(_descriptor)
-    _descriptor, _lock = -1, threading.Lock()
+    _descriptor = -1
 
 
 os.register_at_fork(after_in_child=_forget)

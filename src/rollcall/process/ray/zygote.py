@@ -37,7 +37,7 @@ GROUP = "ROLLCALL_ZYGOTE_GROUP"  # each group has one zygote per node
 COMMAND = '"$ROLLCALL_PYTHON" -m rollcall.process.ray.zygote'  # a bash line, on a node that `rollcall node` started
 ANSWER_S = 240.0  # ray_start.TUNED: Ray gives up on a worker that has not registered after 300 s
 IDLE_S = 120.0
-LOOK_S = 1.0
+LOOK_S = 0.1  # between two checks for workers that have exited
 FORKED = b"f"  # the first byte of the zygote's answer; the second is the worker's exit status
 
 
@@ -112,23 +112,16 @@ def _serve(listener: socket.socket) -> NoReturn:
         os.dup2(nothing, stream)
     gc.collect()
     gc.freeze()  # otherwise a collection in a worker would write to the shared pages, and thereby copy them
-    wake, wake_end = os.pipe()
-    os.set_blocking(wake, False)
-    os.set_blocking(wake_end, False)
-    signal.signal(signal.SIGCHLD, lambda number, frame: None)
-    signal.set_wakeup_fd(wake_end, warn_on_full_buffer=False)
     raylet, since_s = int(os.environ.get("RAY_RAYLET_PID", "0")), time.monotonic()
     stubs: dict[int, socket.socket] = {}  # by their worker's process id
     while True:
-        ready, _, _ = select.select([listener, wake, *stubs.values()], [], [], LOOK_S)
-        if wake in ready:
-            os.read(wake, 1 << 16)
+        ready, _, _ = select.select([listener, *stubs.values()], [], [], LOOK_S)
         for pid in [pid for pid, stub in stubs.items() if stub in ready]:  # readable: the stub was killed
             os.kill(pid, signal.SIGKILL)
             stubs.pop(pid).close()
         if listener in ready:
             stub, _ = listener.accept()
-            if (pid := _fork(stub, keep_out=[listener, *stubs.values()], pipe=(wake, wake_end))) is not None:
+            if (pid := _fork(stub, keep_out=[listener, *stubs.values()])) is not None:
                 stubs[pid] = stub
         while (ended := _ended()) is not None:
             pid, status = ended
@@ -150,7 +143,7 @@ def _ended() -> tuple[int, int] | None:
     return (pid, os.waitstatus_to_exitcode(status)) if pid else None
 
 
-def _fork(stub: socket.socket, *, keep_out: list[socket.socket], pipe: tuple[int, int]) -> int | None:
+def _fork(stub: socket.socket, *, keep_out: list[socket.socket]) -> int | None:
     """Fork the worker that this stub requests, and return its process id. In the worker, this does not return."""
     if not is_own_users(stub):
         stub.close()
@@ -167,7 +160,7 @@ def _fork(stub: socket.socket, *, keep_out: list[socket.socket], pipe: tuple[int
     if pid == 0:
         for other in (*keep_out, stub):
             other.close()
-        _become_worker(request, streams, pipe)
+        _become_worker(request, streams)
     for stream in streams:
         os.close(stream)
     with suppress(OSError):  # the stub was killed
@@ -175,14 +168,11 @@ def _fork(stub: socket.socket, *, keep_out: list[socket.socket], pipe: tuple[int
     return pid
 
 
-def _become_worker(request: dict[str, Any], streams: list[int], pipe: tuple[int, int]) -> NoReturn:
+def _become_worker(request: dict[str, Any], streams: list[int]) -> NoReturn:
     os.setpgid(0, 0)  # the raylet kills a worker's whole process group
-    signal.set_wakeup_fd(-1)
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    for stream, place in zip(streams, (0, 1, 2), strict=True):
+    for place, stream in enumerate(streams):
         os.dup2(stream, place)
-    for descriptor in (*streams, *pipe):
-        os.close(descriptor)
+        os.close(stream)
     os.environ.clear()
     os.environ.update(request["env"])
     os.chdir(request["cwd"])

@@ -204,7 +204,7 @@ class Presence:
         folder: Path,
         facts: Mapping[str, Any],
         *,
-        each_beat: Callable[[], None] | None = None,
+        each_beat: Callable[[], None] = lambda: None,
         changing: Callable[[], Mapping[str, Any]] = dict,
     ) -> None:
         self._path = folder / PRESENCE
@@ -247,8 +247,7 @@ class Presence:
         while not self._ended.wait(BEAT_S):
             try:
                 self._write(durable=False)
-                if self._each_beat is not None:
-                    self._each_beat()
+                self._each_beat()
             except (OSError, DiskError) as error:
                 # Other processes see that the counter does not change, and wait until the folder is available again.
                 warn(f"{self._path} cannot be written: {error}")
