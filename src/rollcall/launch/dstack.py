@@ -9,7 +9,7 @@ from typing import Any
 
 from rollcall.config.launch import DstackSection
 from rollcall.launch.record import LaunchRecord
-from rollcall.launch.rendered import Command, Rendered, node_lines, yaml_text
+from rollcall.launch.rendered import Command, Rendered, yaml_text
 from rollcall.launch.target import IN_IMAGE, RUN_FILE, LaunchRequest, Seen, ToolTarget, ask_json, run
 from rollcall.nodes.state import TOKEN
 
@@ -84,13 +84,11 @@ def _listed() -> dict[str, Any]:
 
 
 def _task(request: LaunchRequest, section: DstackSection, *, name: str) -> dict[str, Any]:
-    lines = node_lines(
+    lines = request.node_lines(
+        section,
         run_file=shlex.quote(THERE),
-        cluster=request.name,
         head='"$DSTACK_MASTER_NODE_IP"' if request.cluster.num_nodes > 1 else "127.0.0.1",
         more='--rank "$DSTACK_NODE_RANK" --num-nodes "$DSTACK_NODES_NUM"',  # takes precedence over another launcher's variables
-        activate=section.activate,
-        env={**request.node_env, **section.env},
         before=section.setup,
         guard=_guard,
     )

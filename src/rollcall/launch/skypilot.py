@@ -12,7 +12,7 @@ from typing import Any
 
 from rollcall.config.launch import SkypilotSection
 from rollcall.launch.record import LaunchError, LaunchRecord
-from rollcall.launch.rendered import Command, Rendered, node_lines, yaml_text
+from rollcall.launch.rendered import Command, Rendered, yaml_text
 from rollcall.launch.target import RUN_FILE, LaunchRequest, Seen, ToolTarget, ask, ask_json, run
 from rollcall.nodes.state import TOKEN
 
@@ -111,13 +111,11 @@ def _cluster(found: dict[str, Any]) -> Seen:
 
 
 def _task(request: LaunchRequest, section: SkypilotSection, *, name: str) -> dict[str, Any]:
-    lines = node_lines(
+    lines = request.node_lines(
+        section,
         run_file=f'"$HOME"/{FOLDER}/{RUN_FILE}',
-        cluster=request.name,
         head='$(printf "%s\\n" "$SKYPILOT_NODE_IPS" | head -n 1)',
         more='--rank "$SKYPILOT_NODE_RANK" --num-nodes "$SKYPILOT_NUM_NODES"',  # overrides another launcher's variables
-        activate=section.activate,
-        env={**request.node_env, **section.env},
     )
     task: dict[str, Any] = {
         "name": name,

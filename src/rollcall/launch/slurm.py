@@ -27,7 +27,7 @@ from rollcall.base.words import visible
 from rollcall.config.launch import SlurmSection
 from rollcall.launch.container import container_of, mounts_of
 from rollcall.launch.record import LaunchError, LaunchRecord
-from rollcall.launch.rendered import VARIABLE, Command, Rendered, node_lines, shell_path
+from rollcall.launch.rendered import VARIABLE, Command, Rendered, shell_path
 from rollcall.launch.target import RUN_FILE, LaunchRequest, Seen, ToolTarget, ask
 from rollcall.nodes.rendezvous import Rendezvous
 
@@ -334,11 +334,9 @@ def _node(request: LaunchRequest, section: SlurmSection) -> str:
     interface = "" if section.interface is None else f"--interface {shlex.quote(section.interface)} "
     # Slurm knows how many of the node's GPUs this job has. The number of logical slots comes from the run file.
     slots = ' ${SLURM_GPUS_ON_NODE:+--slots "$SLURM_GPUS_ON_NODE"}' if request.cluster.accelerator == "gpu" else ""
-    lines = node_lines(
+    lines = request.node_lines(
+        section,
         run_file=shell_path(request.folder / RUN_FILE),
-        cluster=request.name,
-        activate=section.activate,
-        env={**request.node_env, **section.env},
         before=[CARDS_FOR_DOCKER] if container and container.section.runtime == "docker" else [],
         more=f'{interface}--rendezvous {shell_path(_rendezvous(request))} --rank "$SLURM_PROCID"{slots}',
         container=container,

@@ -15,7 +15,7 @@ import shlex
 import subprocess
 import tempfile
 from abc import abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -26,12 +26,13 @@ from rollcall.base.redact import redact_end
 from rollcall.base.wait import Wait, say
 from rollcall.base.words import visible
 from rollcall.config import Config
-from rollcall.config.launch import LaunchSection, TargetSection
+from rollcall.config.launch import DstackSection, LaunchSection, SkypilotSection, SlurmSection, TargetSection
 from rollcall.config.run import dump_given
 from rollcall.config.sections import ClusterSection
+from rollcall.launch.container import Container
 from rollcall.launch.jobs.package import own_modules, resolve_paths
 from rollcall.launch.record import ElsewhereError, LaunchError, LaunchRecord, launch_token
-from rollcall.launch.rendered import Rendered
+from rollcall.launch.rendered import Rendered, exports, shell_path
 from rollcall.nodes.state import TOKEN
 
 RUN_FILE = "run.yaml"
@@ -77,6 +78,39 @@ class LaunchRequest:
     def run_file(self) -> str:
         """The run file for the nodes, with overrides applied and without its `launch` section."""
         return dump_given(self.config, without={"launch"})
+
+    def node_lines(
+        self,
+        section: SlurmSection | SkypilotSection | DstackSection,
+        *,
+        run_file: str,
+        more: str,
+        head: str | None = None,
+        before: Sequence[str] = (),
+        container: Container | None = None,
+        variables: Sequence[str] = (),
+        guard: Callable[[str], str] = str,
+    ) -> list[str]:
+        """Return the shell lines that every node runs, ending with `rollcall node --run`.
+
+        ``run_file``, ``head`` (the address of rank 0) and ``more`` (options) are shell text, such as ``"$HOME"/run.yaml``; ``before``
+        contains the user's own lines; ``variables`` names variables that a container gets in addition to those set here; ``guard``
+        escapes lines with quoted values for a tool that reads them before the shell does.
+        """
+        env = {**self.node_env, **section.env}
+        # Activate scripts read unset variables, so they come before `set -u`.
+        activated = [] if section.activate is None else [guard(f". {shell_path(section.activate)} || exit 1")]
+        lines = [*([] if container else activated), "set -eu", *map(guard, exports(env)), *before]
+        command = f"exec rollcall node --run {run_file} --cluster {shlex.quote(self.name)} {more}"
+        names = [*env, *variables]
+        if head is not None:
+            lines += [f"head={head}", 'case $head in *:*) head="[$head]" ;; esac', "export head"]  # [IPv6]
+            command += ' --head-address "$head:6399"'  # SkyPilot's own Ray uses 6380 on its machines
+            names.append("head")
+        if container is None:
+            return [*lines, command]
+        words = container.run(["sh", "-c", "\n".join([*activated, command])], variables=names)
+        return [*lines, *container.before(), *container.exports(names), f"exec {shlex.join(words)}"]
 
     def unlike_slots(self, asked: object, *, key: str) -> Iterator[str]:
         """Yield a note if a number of GPUs such as ``H100:8`` differs from the number of slots on each node."""
