@@ -12,6 +12,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
+from datetime import datetime
 from functools import partial, wraps
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -37,6 +38,10 @@ Json = Annotated[bool, Option("--json", help="Print one JSON object, and nothing
 
 SAY_EVERY_S = 10.0  # between progress messages where there is no bar
 FAILED = 1  # exit status; 2 is a usage error, and stop.py defines two more
+
+
+def local_time(moment: datetime) -> str:
+    return moment.astimezone().strftime("%Y-%m-%d %H:%M:%S")
 
 
 def split_arguments(file: str | None, overrides: list[str] | None) -> tuple[Path | None, list[str]]:
@@ -146,11 +151,8 @@ class _OnStderr(logging.StreamHandler[Any]):
 
 def _is_for_the_user(error: Exception) -> bool:
     """Return whether the message is enough without a traceback. It is for our own errors and for value, file and memory errors."""
-    return (
-        isinstance(error, ValueError | OSError)
-        or type(error).__module__.startswith("rollcall.")
-        or is_out_of_memory(error)
-    )
+    ours = type(error).__module__.startswith("rollcall.")
+    return ours or isinstance(error, ValueError | OSError) or is_out_of_memory(error)
 
 
 def _explain(error: Exception) -> str:

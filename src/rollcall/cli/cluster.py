@@ -85,13 +85,9 @@ def node(
 
         whole = WholeRun(run)
     timeout_s = timeout if timeout is not None else whole.join_s if whole else 300.0
+    of_run = whole.num_nodes if whole else None
     rank, num_nodes = find_identity(
-        rank=rank,
-        master=master,
-        worker=worker,
-        num_nodes=num_nodes,
-        environ=os.environ,
-        of_run=whole.num_nodes if whole else None,
+        rank=rank, master=master, worker=worker, num_nodes=num_nodes, environ=os.environ, of_run=of_run
     )
     request = NodeRequest(
         cluster=current_cluster(cluster),
@@ -186,17 +182,15 @@ def down(
 
     meant = find_cluster(cluster)
     if not meant.is_ours:
-        print(
-            f"nothing was stopped, because Rollcall did not start {meant.title}; run `{meant.leave_command}` on a node to stop Ray there"
-        )
+        how = f"run `{meant.leave_command}` on a node to stop Ray there"
+        print(f"nothing was stopped, because Rollcall did not start {meant.title}; {how}")
         return
     folder = state_dir(meant.name)
     count = stop_node(meant.name, keep_logs=keep_logs)
     sweep_folders()  # left by a killed run
     title = meant.title
-    what = (
-        f"stopped {counted(count, 'process')} of {title}" if count else f"no process of {title} is running on this node"
-    )
+    stopped = f"stopped {counted(count, 'process')} of {title}"
+    what = stopped if count else f"no process of {title} is running on this node"
     print(f"{what}; its logs are in {folder}" if keep_logs and folder.exists() else what)
 
 
@@ -212,7 +206,7 @@ def here(
     from rollcall.nodes.machine import look_here
     from rollcall.nodes.state import current_cluster
 
-    print(look_here(current_cluster(cluster), interface=interface).as_json())
+    print(look_here(current_cluster(cluster), interface=interface).model_dump_json())
 
 
 def _introduce(record: NodeRecord, *, was_running: bool) -> None:
@@ -237,10 +231,9 @@ def _show(found: Roster) -> None:
     table = Table("rank", "host", "address", "slots", "memory", "state", box=None, padding=(0, 2, 0, 0))
     for row in found.nodes:
         state = ("alive, head" if row.is_head else "alive") if row.alive else "dead"
-        slots = f"{row.slots} {row.accelerator}"
-        table.add_row(
-            "?" if row.rank is None else str(row.rank), row.host, row.address, slots, f"{row.memory_gib:.1f} GiB", state
-        )
+        rank = "?" if row.rank is None else str(row.rank)
+        slots, memory = f"{row.slots} {row.accelerator}", f"{row.memory_gib:.1f} GiB"
+        table.add_row(rank, row.host, row.address, slots, memory, state)
     for rank in sorted(set(found.missing) - {row.rank for row in found.nodes}):
         table.add_row(str(rank), "-", "-", "-", "-", "not joined")
     console = Screen(soft_wrap=True)
@@ -248,9 +241,8 @@ def _show(found: Roster) -> None:
     plain = found.title if found.has_token else f"{found.title}, which has no token"
     console.print(ours if found.cluster_id else plain, markup=False)
     console.print(table)
-    console.print(
-        f"{counted(found.num_slots, 'slot')} on {len(found.alive)} of {counted(found.num_nodes, 'node')}", markup=False
-    )
+    slots, nodes = counted(found.num_slots, "slot"), counted(found.num_nodes, "node")
+    console.print(f"{slots} on {len(found.alive)} of {nodes}", markup=False)
 
 
 def _as_json(found: Roster) -> dict[str, Any]:

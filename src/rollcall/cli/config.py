@@ -353,9 +353,7 @@ def _trial_table(trial: Trial) -> Table:
     return table
 
 
-reward = typer.Typer(
-    name="reward", help="Try a run's rewards before training.", no_args_is_help=True, rich_markup_mode=None
-)
+reward = typer.Typer(help="Try a run's rewards before training.", no_args_is_help=True, rich_markup_mode=None)
 
 
 @reward.callback()

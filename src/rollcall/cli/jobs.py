@@ -15,7 +15,7 @@ from typer import Argument, Option
 
 from rollcall.base.stop import INTERRUPTED, STOPPED
 from rollcall.base.wait import say
-from rollcall.cli import FAILED, Json, Overrides, RunFile, answer, print_table, read_run, reported
+from rollcall.cli import FAILED, Json, Overrides, RunFile, answer, local_time, print_table, read_run, reported
 from rollcall.cli.cluster import Cluster
 from rollcall.observe.progress import format_duration
 
@@ -89,7 +89,7 @@ def job_list(
     """
     jobs = _jobs(cluster, address, rendezvous).jobs()
     rows = [("ID", "RUN", "STATUS", "SUBMITTED", "TOOK", "BY")]
-    rows += [(job.id, job.run, job.status, _when(job), _took(job), job.submitter) for job in jobs]
+    rows += [(job.id, job.run, job.status, local_time(job.started), _took(job), job.submitter) for job in jobs]
     answer({"jobs": [job.as_json() for job in jobs]}, lambda _: print_table(rows), as_json=as_json)
 
 
@@ -179,9 +179,7 @@ def env(file: RunFile = None, overrides: Overrides = None, cluster: Cluster = No
         raise typer.Exit(FAILED)
 
 
-job = typer.Typer(
-    name="job", help="List, watch and stop the jobs of a cluster.", no_args_is_help=True, rich_markup_mode=None
-)
+job = typer.Typer(help="List, watch and stop the jobs of a cluster.", no_args_is_help=True, rich_markup_mode=None)
 for _name, _command in (("list", job_list), ("status", job_status), ("logs", job_logs), ("stop", job_stop)):
     job.command(_name)(reported(_command))
 
@@ -218,7 +216,8 @@ def _end_as(job: Job) -> None:
 
 def _show(job: Job) -> None:
     print_table([
-        ("job", job.id), ("run", job.run), ("status", job.status), ("submitted", f"{_when(job)} by {job.submitter}"),
+        ("job", job.id), ("run", job.run), ("status", job.status),
+        ("submitted", f"{local_time(job.started)} by {job.submitter}"),
         ("took", _took(job)), ("run dir", job.run_dir), ("Ray says", job.message),
     ])  # fmt: skip
 
@@ -232,10 +231,6 @@ def _print_environment(views: list[NodeView]) -> None:
             wrong = f"   BUT DECLARED AS: {seen.wanted}" if seen.wanted is not None else ""
             rows.append((f"  {seen.name}", seen.source, value + wrong))
         print_table(rows)
-
-
-def _when(job: Job) -> str:
-    return job.started.astimezone().strftime("%Y-%m-%d %H:%M:%S")
 
 
 def _took(job: Job) -> str:

@@ -18,7 +18,7 @@ from typer.core import TyperGroup
 from rollcall.base.stop import heed
 from rollcall.base.wait import say
 from rollcall.base.words import visible
-from rollcall.cli import FAILED, Json, Overrides, RunFile, answer, print_table, read_run, reported
+from rollcall.cli import FAILED, Json, Overrides, RunFile, answer, local_time, print_table, read_run, reported
 from rollcall.config.launch import describe_targets
 
 if TYPE_CHECKING:
@@ -92,10 +92,6 @@ def _facts(record: LaunchRecord) -> dict[str, str]:
     return {**known, "folder": str(record.folder)}
 
 
-def _when(record: LaunchRecord) -> str:
-    return record.started.astimezone().strftime("%Y-%m-%d %H:%M:%S")
-
-
 def shown(rendered: Rendered, folder: Path) -> str:
     """Format for a person: each file with its path, then the commands in order."""
     parts = [f"# file {folder / name}\n{text.rstrip()}\n" for name, text in rendered.files.items()]
@@ -152,7 +148,7 @@ def _show(now: list[tuple[LaunchRecord, str]]) -> None:
     if not now:
         say("nothing was launched from this machine; `rollcall launch TARGET run.yaml` launches a run")
         return
-    rows = [(each.name, each.target, _when(each), visible(each.run_dir), told) for each, told in now]
+    rows = [(each.name, each.target, local_time(each.started), visible(each.run_dir), told) for each, told in now]
     print_table([("NAME", "TARGET", "SINCE", "RUN DIR", "NOW"), *rows])
 
 
@@ -169,7 +165,7 @@ def status(name: Name = None, as_json: Json = False) -> None:
 
     record = named_record(name)
     told = visible(get_target(record.target).status(record))
-    line = f"{record.name} ({record.target}, {record.state} {_when(record)}): {told}"
+    line = f"{record.name} ({record.target}, {record.state} {local_time(record.started)}): {told}"
     answer({**_facts(record), "told": told}, lambda _: print(line), as_json=as_json)
 
 

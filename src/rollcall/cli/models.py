@@ -72,21 +72,17 @@ def _show_evaluation(report: EvalReport) -> None:
     ]
     reward = [("mean reward", f"{evaluation.reward_mean:.3f}")]
     prompts = counted(len(evaluation.groups), "prompt")
-    limit = f"at most {report.max_response_tokens:,}"
+    limit, cut_off = f"at most {report.max_response_tokens:,}", evaluation.truncated_fraction
     rows = [
         ("model", f"{report.plan.model_path}   ({report.plan.origin})"),
         ("data", f"{report.prompts.source}   {prompts} x {section.samples_per_prompt}, {how}"),
         *([*reward, *accuracy] if report.headline is REWARD else [*accuracy, *reward]),
-        (
-            "mean length",
-            f"{evaluation.response_length_mean:.1f} tokens ({limit}), {evaluation.truncated_fraction:.1%} cut off",
-        ),
+        ("mean length", f"{evaluation.response_length_mean:.1f} tokens ({limit}), {cut_off:.1%} cut off"),
         ("time", f"{report.seconds:.1f} s"),
     ]
     if report.prompts.num_overlong:
-        rows.append(
-            ("left out", f"{counted(report.prompts.num_overlong, 'prompt')} longer than data.max_prompt_tokens")
-        )
+        overlong = counted(report.prompts.num_overlong, "prompt")
+        rows.append(("left out", f"{overlong} longer than data.max_prompt_tokens"))
     if evaluation.num_unscored:
         first = report.failures[0]
         rows.append(("not scored", f"{evaluation.num_unscored}, the first by {first.reward} on {first.prompt_id}"))
@@ -188,21 +184,14 @@ def merge(
 
 
 def _show_merged(merged: Merged) -> None:
-    rate = round(merged.num_bytes / max(merged.duration_s, 1e-9))
+    rate, before = round(merged.num_bytes / max(merged.duration_s, 1e-9)), merged.continued_bytes
+    took = f"{merged.duration_s:.1f} s ({size(rate)}/s)"
     tensors, files = counted(merged.num_tensors, "tensor"), counted(merged.num_files, "file")
     rows = [
         ("from", f"{merged.origin} ({merged.kind})"),
         ("run", ", ".join(f"{key} {value}" for key, value in merged.facts.items())),
-        (
-            "model",
-            f"{merged.out}: {tensors}, {size(merged.num_bytes)} in {files}, {merged.duration_s:.1f} s ({size(rate)}/s)",
-        ),
-        (
-            "",
-            f"{size(merged.continued_bytes)} had already been written by an earlier attempt"
-            if merged.continued_bytes
-            else "",
-        ),
+        ("model", f"{merged.out}: {tensors}, {size(merged.num_bytes)} in {files}, {took}"),
+        ("", f"{size(before)} had already been written by an earlier attempt" if before else ""),
         *(("note", note) for note in merged.notes),
     ]
     print_rows([(label, text) for label, text in rows if text], width=8)

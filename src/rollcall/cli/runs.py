@@ -213,20 +213,15 @@ def trace(
 
     open_run(run_dir)
     if first_step is not None and last_step is not None and last_step < first_step:
-        raise ValueError(
-            f"--from {first_step} --to {last_step} selects no step; --to is the last step, so it must not come before --from"
-        )
+        raise ValueError(f"--from {first_step} --to {last_step} selects no step; --to must not come before --from")
     calls = run_dir / CALLS
     if first_step is None and last_step is None and calls.exists() and calls.stat().st_size > LONG:
-        size = calls.stat().st_size >> 20
-        say(
-            f"{calls} is {size:,} MiB, so tracing all steps takes long and needs a lot of memory; select some with --from and --to"
-        )
+        size = f"{calls.stat().st_size >> 20:,} MiB"
+        say(f"{calls} is {size}, so tracing all steps takes much time and memory; select some with --from and --to")
     found = read_timeline(run_dir, first_step=first_step, last_step=last_step)
     if not found.spans:
-        raise ValueError(
-            f"{run_dir} has no phases for these steps in events.jsonl; `rollcall status {run_dir}` shows its last steps"
-        )
+        hint = f"`rollcall status {run_dir}` shows its last steps"
+        raise ValueError(f"{run_dir} has no phases for these steps in events.jsonl; {hint}")
     write_atomic(out, json.dumps(chrome_trace(found, name=run_dir.resolve().name)))
     shown = {
         "out": str(out),

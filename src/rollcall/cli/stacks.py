@@ -169,9 +169,8 @@ def _attach(waits: Waiting, *, where: str | None, typed: list[str]) -> None:
 
     connection = reach(waits)
     if not typed:
-        say(
-            f"this is {waits.who}, a process of {waits.run or 'a script'}; `continue` resumes it, and `quit` leaves it waiting"
-        )
+        what = f"{waits.who}, a process of {waits.run or 'a script'}"
+        say(f"this is {what}; `continue` resumes it, and `quit` leaves it waiting")
     with connection:
         end = converse(connection, typed=typed)
     again = " ".join(["rollcall debug", *([where] if where else []), str(waits.number)])

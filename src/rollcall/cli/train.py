@@ -131,14 +131,11 @@ def train(
         if "dir" not in config.run.model_fields_set:
             config = api.read_config(path, overrides=[*changes, f"run.dir={log_path / 'run'}"])
         elif not master and worker is None:
-            raise typer.BadParameter(
-                f"--log-path {log_path} and run.dir={config.run.dir} both say where the run is; leave one out"
-            )
+            both = f"--log-path {log_path} and run.dir={config.run.dir}"
+            raise typer.BadParameter(f"{both} both say where the run is; leave one out")
     if local_debug:
         if master or worker is not None:
-            raise typer.BadParameter(
-                "--local-debug runs everything in one process; leave it out with --master or --worker R"
-            )
+            raise typer.BadParameter("--local-debug runs all in one process; leave it out with --master or --worker R")
         config = in_one_process(config, keeps_dir=any(change.startswith("run.dir=") for change in changes))
     own = {"--phase": phase, "--split": split, "--rank-weights": rank_weights, "--eval-interval": eval_interval}
     run = _on_a_folder(master=master, worker=worker, num_nodes=num_nodes, log_path=log_path, fresh=fresh, own=own)

@@ -194,9 +194,8 @@ def _lines(fields: Sequence[tuple[str, str]], *, width: int) -> list[Text]:
 
 
 def samples_table(title: str, rows: Sequence[SampleRow]) -> Table:
-    table = Table(
-        title=Text(title), title_justify="left", box=box.SIMPLE_HEAD, show_lines=any("\n" in row[1] for row in rows)
-    )
+    lines = any("\n" in row[1] for row in rows)
+    table = Table(title=Text(title), title_justify="left", box=box.SIMPLE_HEAD, show_lines=lines)
     table.add_column("prompt", ratio=3, overflow="fold")
     table.add_column("completion", ratio=4, overflow="fold")
     table.add_column("answer", ratio=1, overflow="fold")

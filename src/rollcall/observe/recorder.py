@@ -117,6 +117,5 @@ class Recorder:
         except OSError as error:
             if not self._has_warned:
                 self._has_warned = True
-                warn(
-                    f"{self._run_dir}: cannot write the state of the run's processes: {error.strerror}; the run continues"
-                )
+                what = "the state of the run's processes"
+                warn(f"{self._run_dir}: cannot write {what}: {error.strerror}; the run continues")

@@ -80,7 +80,7 @@ class RunReport:
         return {
             "run_dir": str(self.run.dir),
             "checkpoints": [
-                {"step": one.step, "whole": not one.reason, "why": one.reason} for one in self.audit.checkpoints
+                {"step": at.step, "whole": not at.reason, "why": at.reason} for at in self.audit.checkpoints
             ],
             "last_checkpoint": self.last.step if self.last else None,
             "steps": self.run.num_steps,

@@ -183,9 +183,7 @@ def main(run_dir: Path) -> None:
         try:
             record.write(run_dir)
         except OSError as error:
-            warn(
-                f"{run_dir / PAGE_FILE} cannot be written ({error.strerror}), so `rollcall tunnel` cannot find the page"
-            )
+            warn(f"{run_dir / PAGE_FILE} cannot be written ({error.strerror}), so `rollcall tunnel` finds no page")
 
     def watch() -> None:
         sys.stdin.read()  # until the controller exits
