@@ -310,12 +310,18 @@ def test_a_signal_ends_a_prompt_inside_a_checkpoint_which_is_finished_before_the
     stop.asked = "SIGTERM"
     monkeypatch.setattr("rollcall.base.stop._heeded", stop)
 
-    def read(count: int) -> bytes:
+    ours, theirs = socket.socketpair()
+    read_any = os.read
+
+    def read(fd: int, count: int) -> bytes:
+        if fd != ours.fileno():
+            return read_any(fd, count)
         stop._end_grace(0, None)  # the handler, while the prompt waits
         raise AssertionError("the signal ends the prompt")
 
-    debugger = LinePdb(read, len)
-    with pytest.raises(Stopped), stop.shielded():
+    monkeypatch.setattr(os, "read", read)
+    debugger = LinePdb(ours.fileno())
+    with ours, theirs, pytest.raises(Stopped), stop.shielded():
         debugger.stop(sys._getframe())
         done.append("saved")
     assert done == ["saved"]

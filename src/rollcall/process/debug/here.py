@@ -113,7 +113,7 @@ def debugger() -> TerminalPdb | LinePdb:
             Porter(porters, host=_served.host, on_stop=partial(tell, f"process {os.getpid()}"))
         line = _served.line
     if getattr(_own, "line", None) is not line:
-        _own.line, _own.over_line = line, LinePdb(line.recv, line.send)
+        _own.line, _own.over_line = line, LinePdb(line.fileno())
     return _own.over_line
 
 

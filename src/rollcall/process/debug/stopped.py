@@ -156,16 +156,10 @@ class TerminalPdb(_Debugger):
 
 
 class LinePdb(_Debugger):
-    """pdb that talks over a line. ``read`` and ``write`` use its file descriptor; ``around`` is entered while a prompt is open."""
+    """pdb that talks over a line with this file descriptor. ``around`` is entered while a prompt is open."""
 
-    def __init__(
-        self,
-        read: Callable[[int], bytes],
-        write: Callable[[memoryview], int | None],
-        *,
-        around: Callable[[], AbstractContextManager[Any]] = nullcontext,
-    ) -> None:
-        self._talk = _Talk(read, write, introduce=self._introduce)
+    def __init__(self, fd: int, *, around: Callable[[], AbstractContextManager[Any]] = nullcontext) -> None:
+        self._talk = _Talk(fd, introduce=self._introduce)
         self._around = around
         super().__init__(stdin=self._talk, stdout=self._talk, readrc=False)  # a worker's directory is not the user's
         self._ends_prompt = KeyboardInterrupt
@@ -228,15 +222,13 @@ class LinePdb(_Debugger):
 
 
 class _Talk(io.TextIOBase):
-    """pdb's streams. Once pdb reads input, the text after the last newline is the prompt."""
+    """pdb's streams. Once pdb reads input, the text after the last newline is the prompt. They only read and write the line, because a
+    confined process may do nothing else with a socket."""
 
     encoding = "utf-8"
 
-    def __init__(
-        self, read: Callable[[int], bytes], write: Callable[[memoryview], int | None], *, introduce: Callable[[], None]
-    ) -> None:
-        self._read = read
-        self._write = write
+    def __init__(self, fd: int, *, introduce: Callable[[], None]) -> None:
+        self._fd = fd
         self._introduce = introduce
         self._tail = ""
 
@@ -244,7 +236,7 @@ class _Talk(io.TextIOBase):
         data = memoryview(json_frame(message))
         try:
             while data:
-                data = data[self._write(data) or len(data) :]
+                data = data[os.write(self._fd, data) :]
         except OSError:  # the porter is gone; the next read reports that
             return
 
@@ -266,7 +258,7 @@ class _Talk(io.TextIOBase):
         self.say(prompt=prompt)
         while True:
             try:
-                heard = read_json_frame(partial(read_exactly, self._read))
+                heard = read_json_frame(partial(read_exactly, partial(os.read, self._fd)))
             except OSError:
                 return ""
             if "line" in heard:
