@@ -29,9 +29,8 @@ T = TypeVar("T")
 DEADLINE_S = 3600.0
 RETRY_S = 1.0
 SAY_EVERY_S = 10.0
-PASSING = frozenset(
-    (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.EIO, errno.ESTALE)
-)  # errors that a user can fix while the write is waiting
+# Errors that a user can fix while the write is waiting.
+PASSING = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.EIO, errno.ESTALE)
 
 
 class DiskError(RuntimeError, ValueError):

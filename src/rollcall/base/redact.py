@@ -185,9 +185,8 @@ def _assignments(value: Any, name: str) -> Iterator[tuple[str, str]]:
         yield name, value
         for match in _YAML_ASSIGNMENT.finditer(value):
             yield match[1], match[3].strip("'\" ")
-    elif (
-        not isinstance(value, int) or value.bit_length() < 10_000
-    ):  # Python does not print longer numbers; they are refused later
+    # Python does not print longer numbers; they are refused later.
+    elif not isinstance(value, int) or value.bit_length() < 10_000:
         yield name, str(value)
 
 

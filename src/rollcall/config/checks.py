@@ -69,18 +69,16 @@ def check_ruin(config: Any) -> None:
             f"rollout.top_k=1 always takes the most likely token, so the {samples} completions of a prompt are all the "
             "same and there is nothing to learn; use rollout.top_k=0 (all tokens), or 2 or more"
         )
-    if config.algorithm.dynamic_sampling and config.rollout.samples_per_prompt < 2:
+    if config.algorithm.dynamic_sampling and samples < 2:
         raise ConfigError(
-            "algorithm.dynamic_sampling=true leaves out groups whose rewards are all equal, and with "
-            f"rollout.samples_per_prompt={config.rollout.samples_per_prompt} that is every group; use 2 or more, or "
-            "algorithm.dynamic_sampling=false"
+            f"algorithm.dynamic_sampling=true leaves out groups whose rewards are all equal, and with rollout.samples_per_prompt={samples} "
+            "that is every group; use 2 or more, or algorithm.dynamic_sampling=false"
         )
     section = config.eval
     if section.samples_per_prompt > 1 and section.temperature == 0:
         raise ConfigError(
             f"with eval.temperature=0, all eval.samples_per_prompt={section.samples_per_prompt} completions of a prompt are the same; "
-            "use "
-            "eval.samples_per_prompt=1, or an eval.temperature above 0"
+            "use eval.samples_per_prompt=1, or an eval.temperature above 0"
         )
     if 0 < section.temperature < COLDEST:
         raise ConfigError(

@@ -39,8 +39,7 @@ class EnvironmentBase(Section):
     )
     timed_out: Treatment = field("mask", "The same setting for episodes that took too long.")
     failed: Treatment = field(
-        "mask",
-        "The same setting for episodes whose environment raised, died or returned something invalid.",
+        "mask", "The same setting for episodes whose environment raised, died or returned something invalid."
     )
     env: list[VariableName] = field(
         [],

@@ -98,9 +98,8 @@ class _Short(reprlib.Repr):
         return super().repr_str(redact_source(x), level)
 
     def repr_dict(self, x: dict[Any, Any], level: int) -> str:
-        first = itertools.islice(
-            x.items(), self.maxdict + 1
-        )  # take one more than is shown, so that the output indicates that there are more
+        # Take one more than is shown, so that the output indicates that there are more.
+        first = itertools.islice(x.items(), self.maxdict + 1)
         return super().repr_dict({key: REDACTED if names_secret(str(key)) else value for key, value in first}, level)
 
 
@@ -161,9 +160,8 @@ def nearest(given: str, names: list[str]) -> str | None:
         shared = sum(ratio for ratio in closest if ratio >= WORDS_ALIKE) / len(words)
         return max(shared, spelling)
 
-    best = max(
-        names, key=likeness, default=None
-    )  # on a tie, the first one, because sections begin with their most important keys
+    # On a tie, the first one, because sections begin with their most important keys.
+    best = max(names, key=likeness, default=None)
     return best if best is not None and likeness(best) >= LIKELY else None
 
 

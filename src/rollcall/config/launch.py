@@ -137,8 +137,7 @@ class KuberaySection(TargetSection):
     pod: dict[str, JsonValue] = field(
         {},
         "Additional fields for the spec of every pod, in Kubernetes' format, such as `{tolerations: [{operator: Exists}], "
-        "nodeSelector: {gpu: h100}, "
-        "imagePullSecrets: [{name: mine}]}`.",
+        "nodeSelector: {gpu: h100}, imagePullSecrets: [{name: mine}]}`.",
     )
     labels: dict[str, str] = field({}, "Labels for the RayJob, such as Kueue's `kueue.x-k8s.io/queue-name`.")
     claims: dict[str, str] = field(

@@ -177,9 +177,7 @@ class AskedReward(RewardBase):
     )
     concurrency: int = field(32, "Maximum number of requests at the same time.", ge=1, le=4096)
     retries: int = field(
-        4,
-        "How many times a request is tried again after a broken connection, status 429 or 5xx, or a timeout.",
-        ge=0,
+        4, "How many times a request is tried again after a broken connection, status 429 or 5xx, or a timeout.", ge=0
     )
     outage_s: float = field(
         3600.0,

@@ -132,8 +132,7 @@ class Config(Section):
         if algorithm.name == "cispo" and algorithm.dual_clip is not None:
             raise ValueError(
                 f"algorithm.dual_clip={algorithm.dual_clip} limits a ratio through which the gradient flows, but in cispo no gradient "
-                "flows through the ratio; "
-                "remove dual_clip, or lower algorithm.clip_high"
+                "flows through the ratio; remove dual_clip, or lower algorithm.clip_high"
             )
         if isinstance(algorithm, GroupAlgorithm):
             if algorithm.advantage == "turn" and not any(reward.type == "environment" for reward in self.reward):

@@ -65,8 +65,7 @@ class ClusterSection(Section):
         min_length=1,
     )
     node_weights: list[float] | None = field(
-        None,
-        "Each node's share of the rollout work, such as `[2, 1, 1]`; `null`: in proportion to its measured speed.",
+        None, "Each node's share of the rollout work, such as `[2, 1, 1]`; `null`: in proportion to its measured speed."
     )
     env: Annotated[dict[str, str], AfterValidator(check_variables)] = field(
         {}, "Environment variables for every worker."
@@ -108,8 +107,7 @@ class ClusterSection(Section):
             return
         if len(weights) != self.num_nodes:
             raise ValueError(
-                f"node_weights={weights} has {counted(len(weights), 'number')} for "
-                f"{counted(self.num_nodes, 'node')}; give one per node"
+                f"node_weights={weights} has {counted(len(weights), 'number')} for {counted(self.num_nodes, 'node')}; give one per node"
             )
         if not all(0 <= weight < float("inf") for weight in weights) or not any(weights):
             raise ValueError(
@@ -227,8 +225,7 @@ class RolloutSection(Section):
     top_k: int = field(0, "Sample from this many of the most likely tokens; 0: from all.", ge=0)
     stop: Annotated[list[str], AfterValidator(check_stops)] = field(
         [],
-        "Strings that end a completion. The completion keeps the string at its end. A special token (`</s>`) is matched as a "
-        "token.",
+        "Strings that end a completion. The completion keeps the string at its end. A special token (`</s>`) is matched as a token.",
     )
     stop_token_ids: list[int] = field(
         [],
@@ -253,9 +250,8 @@ class RolloutSection(Section):
     )
     weights: WeightTransport = field(
         "auto",
-        "How new weights reach engines outside the actor's processes. `auto`: shared memory on the actor's node and a "
-        "broadcast to other nodes; on GPUs, a broadcast to all. `delta`: like `auto`, but only the weights that changed. `file`: a file "
-        "in `run.dir`.",
+        "How new weights reach engines outside the actor's processes. `auto`: shared memory on the actor's node and a broadcast to other "
+        "nodes; on GPUs, a broadcast to all. `delta`: like `auto`, but only the weights that changed. `file`: a file in `run.dir`.",
     )
 
     @property

@@ -100,16 +100,11 @@ def free_ports(count: int) -> list[int]:
 def is_free(port: int) -> bool:
     for family, anywhere in ((socket.AF_INET, "0.0.0.0"), (socket.AF_INET6, "::")):
         try:
-            with socket.socket(family, socket.SOCK_STREAM) as probe:
-                if family == socket.AF_INET6:
-                    probe.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
-                # Servers set this option too, so a recently closed connection does not block its port.
-                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-                probe.bind((anywhere, port))
+            # Like servers, this sets SO_REUSEADDR, so a recently closed connection does not block its port.
+            socket.create_server((anywhere, port), family=family).close()
         except OSError as error:
-            if error.errno in (errno.EAFNOSUPPORT, errno.EADDRNOTAVAIL):  # a kernel without IPv6
-                continue
-            return False
+            if error.errno not in (errno.EAFNOSUPPORT, errno.EADDRNOTAVAIL):  # a kernel without IPv6
+                return False
     return True
 
 

@@ -18,15 +18,7 @@ from pathlib import Path
 from rollcall.base.errors import ClusterError
 from rollcall.base.wait import say
 from rollcall.nodes.address import join_address, listens
-from rollcall.nodes.head import (
-    CONNECT_S,
-    HeadRefuses,
-    HeadUnreachable,
-    NodeInfo,
-    ask_head,
-    ask_own_head,
-    dashboard_url,
-)
+from rollcall.nodes.head import CONNECT_S, HeadRefuses, HeadUnreachable, NodeInfo, ask_head, ask_own_head, dashboard_url
 from rollcall.nodes.processes import GCS, RAYLET, command_names, find_processes, stop_processes
 from rollcall.nodes.ray_start import (
     NodeRequest,

@@ -133,10 +133,8 @@ class OurCluster:
         return record.dashboard_url, self.token, record.num_nodes
 
     def environment(self, answer: HeadAnswer) -> dict[str, str | None]:
-        return {
-            "RAY_AUTH_TOKEN": None,
-            **auth_env(self.name),
-        }  # a token in this variable would take precedence over the token's file
+        # A token in this variable would take precedence over the token's file.
+        return {"RAY_AUTH_TOKEN": None, **auth_env(self.name)}
 
     def note_driver(self) -> None:
         note_driver(self.name)

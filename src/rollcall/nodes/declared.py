@@ -92,8 +92,7 @@ def check_environment(section: ClusterSection) -> None:
     for rank, values in section.node_env.items():
         if secret := next((name for name, value in values.items() if hides(name, value)), None):
             raise ClusterError(
-                f"cluster.node_env.{rank}.{secret} is a secret, but secrets must be the same on every node; list it in "
-                "cluster.env_pass"
+                f"cluster.node_env.{rank}.{secret} is a secret, but secrets must be the same on every node; list it in cluster.env_pass"
             )
 
 
@@ -110,8 +109,7 @@ def declared(section: ClusterSection | None, *, submitted: Mapping[str, str], no
     for name, value in section.env.items():
         if value == REDACTED and name not in submitted:
             raise ClusterError(
-                f"cluster.env.{name} was redacted when this run file was saved; write its value, or better, list it in "
-                "cluster.env_pass"
+                f"cluster.env.{name} was redacted when this run file was saved; write its value, or better, list it in cluster.env_pass"
             )
         value = submitted[name] if value == REDACTED else value
         found[name] = Variable(value=value, source="cluster.env")
@@ -189,9 +187,8 @@ def for_ray(values: Mapping[str, str], *, token: str | None = None) -> dict[str,
     token = token or process_token()
     if token is None:
         raise ClusterError(
-            f"{', '.join(secrets)} must not appear in Ray's logs, but this Ray cluster has no token to seal secrets with; start it "
-            "with RAY_AUTH_MODE=token and RAY_AUTH_TOKEN, or set the secrets on each node before `ray start` and remove them "
-            "from the run file"
+            f"{', '.join(secrets)} must not appear in Ray's logs, but this Ray cluster has no token to seal secrets with; start it with "
+            "RAY_AUTH_MODE=token and RAY_AUTH_TOKEN, or set the secrets on each node before `ray start` and remove them from the run file"
         )
     remember(secrets.values())
     public = {name: value for name, value in values.items() if name not in secrets}

@@ -13,6 +13,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from types import FrameType
 
 from rollcall.base.errors import ClusterError
@@ -134,10 +135,6 @@ def _let_save(
 
 def _reap() -> None:
     """Reap orphans: in a container, this process may be PID 1 and therefore the parent of every orphan."""
-    while True:
-        try:
-            pid, _ = os.waitpid(-1, os.WNOHANG)
-        except ChildProcessError:
-            return
-        if pid == 0:
-            return
+    with suppress(ChildProcessError):
+        while os.waitpid(-1, os.WNOHANG) != (0, 0):
+            pass

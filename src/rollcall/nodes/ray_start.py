@@ -162,12 +162,7 @@ def plan_head(request: NodeRequest, *, known: partial[NodeRecord], token: str | 
         head_address=join_address(node_ip, ports["gcs"]),
         ports=ports,
     )
-    return Start(
-        record=record,
-        token=token or secrets.token_hex(32),
-        publish_token=token is None,
-        tls=request.tls,
-    )
+    return Start(record=record, token=token or secrets.token_hex(32), publish_token=token is None, tls=request.tls)
 
 
 def plan_worker(request: NodeRequest, found: Found, *, known: partial[NodeRecord]) -> Start:
