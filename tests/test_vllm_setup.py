@@ -115,11 +115,6 @@ def test_weights_in_shared_memory_are_found_and_checked() -> None:
             verify(path, **message)
         os.pwrite(memory.fd, before, place)
     verify(path, **message)
-    with pytest.raises(
-        ValueError,
-        match=rf"torn: the memory has {message['size']} bytes of weights, but {message['size'] + 1} were sent",
-    ):
-        verify(path, 0, message["size"] + 1, message["tensors"])
     memory.close()
 
 

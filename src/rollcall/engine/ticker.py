@@ -156,9 +156,8 @@ class Ticker:
                 async with asyncio.timeout(pause_s):  # wait_for (3.11) may swallow its cancellation
                     await self._news.wait()
             except TimeoutError:
-                if (
-                    time.perf_counter() - now < 2 * pause_s
-                ):  # otherwise other tasks held up the loop, and requests may be waiting
+                # After a longer wait, go on: other tasks held up the loop, and requests may be waiting.
+                if time.perf_counter() - now < 2 * pause_s:
                     return
 
 

@@ -157,18 +157,16 @@ def prompt_key(sequence: Sequence) -> PromptKey:
 def plan_fills(sequences: list[Sequence], first_row: int, *, past: Mapping[int, int]) -> list[Fill]:
     """Plan one fill per prompt for all fresh completions of that prompt, and one fill per resumed completion. ``past`` maps each row that
     already has KV to its number of tokens."""
-    shared: dict[PromptKey, list[int]] = {}
-    prompts: dict[PromptKey, Ints] = {}
+    shared: dict[PromptKey, tuple[Ints, list[int]]] = {}  # a prompt and its rows
     fills: list[Fill] = []
     for row, sequence in enumerate(sequences, start=first_row):
         if sequence.token_ids or row in past:
             start = past.get(row, 0)
             fills.append(Fill(token_ids=sequence.all_ids()[start:-1], rows=(row,), past=start))
         else:
-            key = prompt_key(sequence)
-            shared.setdefault(key, []).append(row)
-            prompts[key] = sequence.request.prompt_ids[:-1]
-    fills += [Fill(token_ids=prompts[key], rows=tuple(rows)) for key, rows in shared.items()]
+            _, rows = shared.setdefault(prompt_key(sequence), (sequence.request.prompt_ids[:-1], []))
+            rows.append(row)
+    fills += [Fill(token_ids=ids, rows=tuple(rows)) for ids, rows in shared.values()]
     return [fill for fill in fills if len(fill.token_ids)]
 
 

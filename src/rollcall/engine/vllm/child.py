@@ -151,14 +151,12 @@ def child_environment(*, num_threads: int) -> dict[str, str]:
     kept = {name: value for name, value in os.environ.items() if name not in DROPPED}
     if len(tempfile.gettempdir()) > LONGEST_SOCKET_FOLDER:
         kept.setdefault("VLLM_RPC_BASE_PATH", "/tmp")  # where vLLM's processes put their sockets
-    return (
-        kept
-        | {
-            "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # run the engine in the child itself, because it has only one client
-            "VLLM_NO_USAGE_STATS": "1",
-            "HF_HUB_OFFLINE": "1",  # everything that vLLM needs comes from this process
-            "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # engines on one host must not bind to the same cores
-            "OMP_NUM_THREADS": str(num_threads),
-            "VLLM_USE_FLASHINFER_SAMPLER": "0",  # it does not compute log-probs after top-k and top-p, and may need a compiler
-        }
-    )
+    return {
+        **kept,
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # run the engine in the child itself, because it has only one client
+        "VLLM_NO_USAGE_STATS": "1",
+        "HF_HUB_OFFLINE": "1",  # everything that vLLM needs comes from this process
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # engines on one host must not bind to the same cores
+        "OMP_NUM_THREADS": str(num_threads),
+        "VLLM_USE_FLASHINFER_SAMPLER": "0",  # it does not compute log-probs after top-k and top-p, and may need a compiler
+    }

@@ -240,12 +240,14 @@ def _row(sequence: Sequence) -> dict[str, Any]:
     return {
         "id": str(sequence.number),
         "prompt": sequence.request.prompt_ids.tolist(),
-        "seed": vllm_seed(sequence.request.seed),
-        "temperature": sampling.temperature,
-        "top_p": sampling.top_p,
-        "top_k": sampling.top_k,
-        "max_tokens": sampling.max_tokens,
-        "stop_token_ids": list(sampling.stop_token_ids),
+        "sampling": {
+            "seed": vllm_seed(sequence.request.seed),
+            "temperature": sampling.temperature,
+            "top_p": sampling.top_p,
+            "top_k": sampling.top_k,
+            "max_tokens": sampling.max_tokens,
+            "stop_token_ids": list(sampling.stop_token_ids),
+        },
     }
 
 

@@ -82,7 +82,7 @@ class Server:
             raise RuntimeError("no weights have been sent yet")
         for row in submit:
             prompt = {"prompt_token_ids": row["prompt"]}
-            self.engine.add_request(row["id"], prompt, sampling_params(row), lora_request=self.adapter)
+            self.engine.add_request(row["id"], prompt, sampling_params(row["sampling"]), lora_request=self.adapter)
         rows: dict[str, list[Any]] = {}  # id -> tokens, log-probs, finish
         num_preempted = 0
         for _ in range(steps):
@@ -201,17 +201,12 @@ def make_engine(spec: dict[str, Any], folder: str) -> Any:
     return LLMEngine.from_engine_args(args, usage_context=UsageContext.LLM_CLASS)
 
 
-def sampling_params(row: dict[str, Any]) -> Any:
+def sampling_params(given: dict[str, Any]) -> Any:
     from vllm import SamplingParams  # type: ignore[import-not-found]
     from vllm.sampling_params import RequestOutputKind  # type: ignore[import-not-found]
 
     return SamplingParams(
-        temperature=row["temperature"],
-        top_p=row["top_p"],
-        top_k=row["top_k"],
-        max_tokens=row["max_tokens"],
-        stop_token_ids=row["stop_token_ids"],
-        seed=row["seed"],
+        **given,
         ignore_eos=True,  # only the stop tokens end a completion
         logprobs=0,  # only for the sampled token
         detokenize=False,
@@ -224,19 +219,15 @@ def sampling_params(row: dict[str, Any]) -> Any:
 
 def verify(path: str, offset: int, size: int, tensors: list[list[Any]]) -> None:
     """Check that all bytes of a part have arrived unchanged, before the part changes anything in the engine."""
-    with open(path, "rb") as file:
-        if os.fstat(file.fileno()).st_size < offset + size:
-            raise ValueError(
-                f"torn: the memory has {os.fstat(file.fileno()).st_size} bytes of weights, but {offset + size} were sent"
-            )
-        with (
-            mmap.mmap(file.fileno(), size, access=mmap.ACCESS_READ, offset=offset) as memory,
-            memoryview(memory) as view,
-        ):
-            for name, _, _, begin, length, expected in tensors:
-                with view[begin : begin + length] as part:
-                    if zlib.crc32(part) != expected:
-                        raise ValueError(f"torn: {name} differs from what was sent")
+    with (
+        open(path, "rb") as file,
+        mmap.mmap(file.fileno(), size, access=mmap.ACCESS_READ, offset=offset) as memory,
+        memoryview(memory) as view,
+    ):
+        for name, _, _, begin, length, expected in tensors:
+            with view[begin : begin + length] as part:
+                if zlib.crc32(part) != expected:
+                    raise ValueError(f"torn: {name} differs from what was sent")
 
 
 # ``Reload`` and the three functions after it run in each process of the engine.

@@ -195,13 +195,10 @@ def _naming(lines: Mapping[str, Line], deadline: Wait) -> Iterator[None]:
     except MissingPeerError:
         raise
     except RuntimeError as error:
-        gone = [name for name, line in lines.items() if line.is_closed()]
-        first = str(error).splitlines()[0]
-        if gone:
-            raise MissingPeerError(f"{', '.join(gone)} disconnected during a weight update ({first})") from error
-        raise MissingPeerError(
-            f"the weight broadcast with {', '.join(lines)} failed; its time limit is {deadline.timeout_s:g} s ({first})"
-        ) from error
+        gone = ", ".join(name for name, line in lines.items() if line.is_closed())
+        failed = f"the weight broadcast with {', '.join(lines)} failed; its time limit is {deadline.timeout_s:g} s"
+        why = f"{gone} disconnected during a weight update" if gone else failed
+        raise MissingPeerError(f"{why} ({str(error).splitlines()[0]})") from error
 
 
 def _address(name: tuple[Any, ...]) -> str:

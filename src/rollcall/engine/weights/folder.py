@@ -110,17 +110,20 @@ class FolderReceiver:
         """Copy one file after another into the tensors. Then compare the checksums of what arrived with those in the files."""
         due, sums, number = list[int](), list[int](), 0
         views: Views | None = None
-        while views is None or number < len(_parts_of(views)):
+        parts: list[tuple[Layout, list[list[Tensor]]]] = []
+        while views is None or number < len(parts):
             path = self._find(version, number, deadline)
             try:
                 entries, about = read_header(path)
                 layout, due_here = about["layout"], json.loads(about["sums"])
             except (StoredError, ValueError, KeyError, TypeError) as error:
                 raise RefusedUpdateError(f"{path} is not a weight file ({type(error).__name__}: {error})") from None
-            views = views or fit(layout, self._tensors)
+            if views is None:
+                views = fit(layout, self._tensors)
+                parts = _parts_of(views)
             with path.open("rb", buffering=0) as file:
                 file.seek(min(entry.offset for entry in entries.values()))
-                sums += [_fill(bucket, file, path=path) for bucket in _parts_of(views)[number][1]]
+                sums += [_fill(bucket, file, path=path) for bucket in parts[number][1]]
             due, number = due + due_here, number + 1
         views.write()
         if views.has_copies:
@@ -138,9 +141,7 @@ class FolderReceiver:
                     f"{self.name} did not find {path} within {deadline.timeout_s:g} s; {self._invitation.sender} should have "
                     "written it; set run.dir to a folder that all nodes share"
                 )
-            pause_s = min(
-                2 * pause_s, LOOK_S
-            )  # most files arrive within moments, but a network share must not be listed too often
+            pause_s = min(2 * pause_s, LOOK_S)  # most files come soon, but a network share must not be listed too often
         return path
 
 

@@ -141,7 +141,6 @@ class Views:
                 self._apart.append((tensor, copy))
                 tensor = copy
             self.flat.append(tensor.reshape(-1).view(torch.uint8))
-        self._buckets: dict[BucketSize, list[list[Tensor]]] = {}
 
     @property
     def device(self) -> torch.device:
@@ -162,12 +161,8 @@ class Views:
             tensor.copy_(copy)
 
     def buckets(self, size: BucketSize) -> list[list[Tensor]]:
-        if size not in self._buckets:
-            self._buckets[size] = [
-                [self.flat[span.entry][span.start : span.end] for span in bucket]
-                for bucket in self.layout.buckets(size)
-            ]
-        return self._buckets[size]
+        buckets = self.layout.buckets(size)
+        return [[self.flat[span.entry][span.start : span.end] for span in bucket] for bucket in buckets]
 
 
 def view(tensors: Mapping[str, Tensor]) -> Views:

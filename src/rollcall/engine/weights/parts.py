@@ -102,9 +102,8 @@ class _Stream:
         self._layout = Layout.parse(header["layout"])
         self._about = header["parts"]
         self._buckets = self._layout.buckets(inlet.bucket_size)
-        self._due: dict[
-            str, int
-        ] = {}  # tensor -> the number of buckets after which this sender's part of it is complete
+        # Tensor -> the number of buckets after which this sender's part of it is complete.
+        self._due: dict[str, int] = {}
         for number, spans in enumerate(self._buckets, start=1):
             for span in spans:
                 self._due[self._about[span.entry][0]] = number

@@ -125,9 +125,7 @@ class _IpcOutlet(Outlet):
         from torch.multiprocessing.reductions import reduce_tensor
 
         buckets = list(buckets)
-        sums = [
-            checksum(bucket) for bucket in buckets
-        ]  # this copies the checksums to the host, and so waits for all earlier work
+        sums = [checksum(bucket) for bucket in buckets]  # copies to the host, and so waits for all earlier work
         spans = [span for bucket in buckets for span in bucket]
         addresses = [span.data_ptr() for span in spans]
         handles = None
