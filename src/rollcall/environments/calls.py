@@ -144,8 +144,7 @@ def _line_arguments(line: str, name: str, *, is_json: bool, names: Sequence[str]
         assert isinstance(found, dict), "it begins with a brace"
         return found
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # the parser warns about the model's text
+        with warnings.catch_warnings(action="ignore"):  # the parser warns about the model's text
             call = ast.parse(line, mode="eval").body
     except (SyntaxError, ValueError, MemoryError, RecursionError):
         raise _Unreadable("it is not a call in Python syntax") from None

@@ -20,6 +20,7 @@ from urllib.parse import urlsplit
 from rollcall.base.process_table import Process, allow_files, environment_of, living, session_of
 from rollcall.config.environments import AgentEnvironment
 from rollcall.environments.protocol import Ended, EnvironmentFailed, Programs
+from rollcall.nodes.processes import signal_processes
 from rollcall.process.here import exited, how_it_ended
 from rollcall.reward.confine import environment, make_folder, remove_folder, sweep_folders
 
@@ -152,13 +153,9 @@ async def _keep_tail(stream: asyncio.StreamReader, tail: bytearray) -> None:
 def kill_leftovers(leader: int, mark: tuple[str, str]) -> None:
     """Kill everything left in this leader's session, and all processes whose environment contains this variable with this value."""
     for _ in range(3):  # they may start new processes while they are being killed
-        victims = _leftovers(leader, mark)
-        for victim in victims:
-            if victim.is_alive():
-                with suppress(ProcessLookupError, PermissionError):
-                    os.kill(victim.pid, signal.SIGKILL)
-        if not victims:
+        if not (victims := _leftovers(leader, mark)):
             break
+        signal_processes(victims, signal.SIGKILL)
 
 
 def _leftovers(leader: int, mark: tuple[str, str]) -> list[Process]:

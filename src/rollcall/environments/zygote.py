@@ -91,10 +91,9 @@ class Zygote:
         _, fds, _, _ = socket.recv_fds(self._control, 1, 2)
         connection_fd, line_fd = fds
         try:
-            with warnings.catch_warnings():
-                warnings.simplefilter(
-                    "ignore"
-                )  # Python warns about threads of the user's module, which a child does not have
+            with warnings.catch_warnings(
+                action="ignore"
+            ):  # about threads of the user's module, which a child does not have
                 pid = os.fork()
             if pid == 0:
                 self._become_child(connection_fd, line_fd, kind)

@@ -15,6 +15,7 @@ This module imports only the standard library, because a worker has to start fas
 from __future__ import annotations
 
 import ctypes
+import math
 import os
 import re
 import resource
@@ -181,17 +182,14 @@ def confine(confinement: Confinement, *, folder: str, readable: list[str]) -> di
 
 
 def limit_cpu(seconds: float) -> None:
-    """Allow this process ``seconds`` more CPU seconds. After that, the kernel kills it, even if its parent is gone."""
-    usage = resource.getrusage(resource.RUSAGE_SELF)
-    soft = int(usage.ru_utime + usage.ru_stime + seconds) + 2
-    hard = resource.getrlimit(resource.RLIMIT_CPU)[1]
-    resource.setrlimit(resource.RLIMIT_CPU, (soft if hard == resource.RLIM_INFINITY else min(soft, hard), hard))
-
-
-def unlimit_cpu() -> None:
-    """Remove the CPU limit while somebody is debugging this process."""
-    hard = resource.getrlimit(resource.RLIMIT_CPU)[1]
-    resource.setrlimit(resource.RLIMIT_CPU, (hard, hard))
+    """Allow this process ``seconds`` more CPU seconds. After that, the kernel kills it, even if its parent is gone. An infinite number
+    removes the limit."""
+    soft = hard = resource.getrlimit(resource.RLIMIT_CPU)[1]
+    if seconds < math.inf:
+        usage = resource.getrusage(resource.RUSAGE_SELF)
+        soft = int(usage.ru_utime + usage.ru_stime + seconds) + 2
+        soft = soft if hard == resource.RLIM_INFINITY else min(soft, hard)
+    resource.setrlimit(resource.RLIMIT_CPU, (soft, hard))
 
 
 def available() -> dict[str, str]:
@@ -241,10 +239,8 @@ def _num_tasks(uid: int) -> int:
 def see_no_others() -> None:
     """Prevent root processes, this one and its children, from reading the memory of root's other processes."""
     if sys.platform == "linux":
-        for capability in _CAPABILITIES_TO_LOOK:
-            ctypes.CDLL(None).prctl(
-                _PR_CAPBSET_DROP, capability, 0, 0, 0
-            )  # programs that this process starts cannot regain it
+        for capability in _CAPABILITIES_TO_LOOK:  # programs that this process starts cannot regain one
+            ctypes.CDLL(None).prctl(_PR_CAPBSET_DROP, capability, 0, 0, 0)
         _keep_capabilities(~sum(1 << capability for capability in _CAPABILITIES_TO_LOOK))
 
 

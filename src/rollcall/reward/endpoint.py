@@ -19,15 +19,12 @@ Everything here runs in the event loop of ``Asker`` (services.py). The key is se
 from __future__ import annotations
 
 import asyncio
-import json
 import math
 import os
 import random
 import ssl
 import time
 import urllib.request
-from collections.abc import Callable
-from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 from urllib.parse import urljoin, urlsplit
@@ -38,7 +35,7 @@ from rollcall.base.wait import Wait, warn
 from rollcall.base.words import visible
 from rollcall.config.rewards import AskedReward
 from rollcall.reward.confine import refuse_unset
-from rollcall.reward.worker import FailureKind, RewardResult
+from rollcall.reward.worker import FailureKind
 
 MAX_ANSWER_BYTES = 4 << 20
 FIRST_PAUSE_S = 0.5  # before the second try; each pause is twice as long as the previous one
@@ -49,28 +46,6 @@ _MAX_REDIRECTS = 3
 # 403 is included because some services return it for a single text that they reject.
 _LATER = (403, 408, 409, 425, 500, 502, 503, 504)
 _REFUSED = (401, 402, 404, 405, 407)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Question:
-    """One request about ``count`` completions. ``read`` parses the answer's body into their results."""
-
-    count: int
-    body: bytes
-    read: Callable[[bytes], list[RewardResult]]
-
-
-def failed(why: str, *, note: str = "") -> RewardResult:
-    return RewardResult(0.0, "raised", visible(why), note=note)
-
-
-def read_json(said: bytes) -> Any:
-    """Parse JSON. For anything else, raise a ValueError that shows how the text begins."""
-    try:
-        return json.loads(said)
-    except (ValueError, RecursionError):
-        begin = " ".join(said[:200].decode(errors="replace").split())
-        raise ValueError(f"it is not JSON: {begin[:80]!r}" if begin else "it is empty") from None
 
 
 class EndpointLostError(RuntimeError, ValueError):

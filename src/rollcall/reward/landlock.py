@@ -19,11 +19,8 @@ _CREATE_RULESET, _ADD_RULE, _RESTRICT_SELF = 444, 445, 446
 _ASK_VERSION, _PATH_BENEATH = 1, 1
 _EXECUTE, _WRITE_FILE, _READ_FILE, _READ_DIR = 1 << 0, 1 << 1, 1 << 2, 1 << 3
 _FIRST_VERSION = (1 << 13) - 1  # the rights in version 1: the ones above, and creating and removing files of every kind
-_LATER = {
-    2: 1 << 13,
-    3: 1 << 14,
-    5: 1 << 15,
-}  # version -> the right that it added: linking across folders, truncating, device ioctls
+# version -> the right that it added: linking across folders, truncating, device ioctls
+_LATER = {2: 1 << 13, 3: 1 << 14, 5: 1 << 15}
 _FOR_FILES = _EXECUTE | _WRITE_FILE | _READ_FILE | _LATER[3] | _LATER[5]
 
 

@@ -108,9 +108,8 @@ def _quantity(answer: str) -> Quantity | None:
         return None
     found = with_inner_units(replace(found, number=_after_words(mark_units(found.number))))
     number = found.number if _LISTED.search(found.number) else found.number.rpartition("=")[2].strip()
-    return (
-        replace(found, number=number) if number and not _has_letters(_NAMED.sub("", _LISTED.sub("", number))) else None
-    )
+    is_number = number and not _has_letters(_NAMED.sub("", _LISTED.sub("", number)))
+    return replace(found, number=number) if is_number else None
 
 
 def _has_letters(expression: str) -> bool:
@@ -202,9 +201,8 @@ def _unmarked(text: str) -> str:
         return said.partition("\n")[0].rstrip(" *.!")
     lines = [line for line in end.splitlines() if line.strip()]
     last = lines[-1] if lines else ""
-    return (
-        last.rstrip(" *.!") if _WORD.search(last) else last
-    )  # "it is 5!" is a sentence, but a line with only "5!" is 120
+    # "it is 5!" is a sentence, but a line with only "5!" is 120.
+    return last.rstrip(" *.!") if _WORD.search(last) else last
 
 
 def _bare(text: str) -> str:

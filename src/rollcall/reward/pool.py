@@ -76,9 +76,8 @@ class _Task:
 
     def finish(self, results: list[RewardResult]) -> None:
         for place, result in enumerate(results):
-            if (
-                result.elapsed_s > self.timeout_s
-            ):  # this process was too busy to stop the worker in time, but the limit still applies
+            # This process may have been too busy to stop the worker in time, but the limit still applies.
+            if result.elapsed_s > self.timeout_s:
                 why = f"took {result.elapsed_s:.1f} s; the limit is timeout_s={self.timeout_s:g}"
                 results[place] = RewardResult(0.0, "hung", why)
         asked = self.asked

@@ -186,36 +186,30 @@ class Scorer(AbstractContextManager["Scorer"]):
                 kind, why = result.kind, redact(result.why) if result.why else ""
                 if result.value is not None:
                     parts[name], is_given = result.value, True
-                if (
-                    result.note
-                ):  # the journal stores the note, so it must be short and free of secrets and control characters
+                # The journal stores the note, so it must be short and free of secrets and control characters.
+                if result.note:
                     note = redact(visible(result.note))
                     half = MAX_NOTE // 2
                     notes[name] = note if len(note) <= MAX_NOTE else f"{note[:half]}\n[...]\n{note[-half:]}"
                 if kind:
                     errors[name] = _short(kind, why)
                     self._keep(prompt, completion, kind, why, name=name)
-            if not self._environment_rewards:
-                self._note_episode(prompt, completion)
             value = sum(reward.weight * parts[name] for name, reward in zip(self.names, self._rewards, strict=True))
             score = Score(value=value, parts=parts, errors=errors, notes=notes, is_given=is_given)
+            episode, is_listed = completion.episode, bool(self._environment_rewards)
+            if episode is not None and episode.reward is not None and not is_listed and not self._said_unused:
+                self._said_unused = True
+                warn(
+                    "the environment returns a reward that the run does not use: add {type: environment} to reward, or leave reward out"
+                )
             if _has_failed(completion):  # regardless of the other rewards
                 failed = environment_reward(completion)
+                if not is_listed:
+                    self._keep(prompt, completion, failed.kind, failed.why, name=ENVIRONMENT)
                 told = {ENVIRONMENT: _short(failed.kind, failed.why)}
                 score = Score(value=0.0, parts=dict.fromkeys(self.names, 0.0), errors=told)
             scores.append(score)
         return tuple(scores)
-
-    def _note_episode(self, prompt: Prompt, completion: Completion) -> None:
-        """Record an environment's failure or unused reward in a run that does not list the environment as a reward."""
-        if completion.episode is not None and completion.episode.reward is not None and not self._said_unused:
-            self._said_unused = True
-            warn(
-                "the environment returns a reward that the run does not use: add {type: environment} to reward, or leave reward out"
-            )
-        if _has_failed(completion):
-            failed = environment_reward(completion)
-            self._keep(prompt, completion, failed.kind, failed.why, name=ENVIRONMENT)
 
     def _keep(self, prompt: Prompt, completion: Completion, kind: FailureKind, why: str, *, name: str) -> None:
         self.num_failed[name, kind] += 1

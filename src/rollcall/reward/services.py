@@ -18,28 +18,44 @@ import re
 import secrets
 import threading
 import traceback
-from collections.abc import Mapping
-from dataclasses import replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 from urllib.parse import urlsplit, urlunsplit
 
 from rollcall.base.types import Completion, Prompt
+from rollcall.base.words import visible
 from rollcall.config.rewards import HttpReward, JudgeReward
 from rollcall.observe.samples import transcript
-from rollcall.reward.endpoint import (
-    Endpoint,
-    EndpointLostError,
-    Problem,
-    Question,
-    failed,
-    read_json,
-)
+from rollcall.reward.endpoint import Endpoint, EndpointLostError, Problem
 from rollcall.reward.functions import last_number
 from rollcall.reward.trl import MESSAGES
 from rollcall.reward.worker import RewardResult, checked
 
 ASKED_TYPES = ("judge", "http")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Question:
+    """One request about ``count`` completions. ``read`` parses the answer's body into their results."""
+
+    count: int
+    body: bytes
+    read: Callable[[bytes], list[RewardResult]]
+
+
+def _failed(why: str, *, note: str = "") -> RewardResult:
+    return RewardResult(0.0, "raised", visible(why), note=note)
+
+
+def _read_json(said: bytes) -> Any:
+    """Parse JSON. For anything else, raise a ValueError that shows how the text begins."""
+    try:
+        return json.loads(said)
+    except (ValueError, RecursionError):
+        begin = " ".join(said[:200].decode(errors="replace").split())
+        raise ValueError(f"it is not JSON: {begin[:80]!r}" if begin else "it is empty") from None
 
 
 class Asker:
@@ -122,9 +138,9 @@ def _question(prompt: Prompt, count: int, **completions: Any) -> Question:
 def read_scores(said: bytes, *, count: int) -> list[RewardResult]:
     """Parse one result per completion."""
     try:
-        scores, notes = _scores_in(read_json(said), count=count)
+        scores, notes = _scores_in(_read_json(said), count=count)
     except ValueError as error:
-        return [failed(f"the reward service's answer cannot be used: {error}")] * count
+        return [_failed(f"the reward service's answer cannot be used: {error}")] * count
     return [replace(checked(score), note=note) for score, note in zip(scores, notes, strict=True)]
 
 
@@ -182,13 +198,13 @@ class Judge:
 
     def _read(self, said: bytes) -> list[RewardResult]:
         try:
-            text = _text_of(read_json(said))
+            text = _text_of(_read_json(said))
         except ValueError as error:
-            return [failed(f"the judge's answer cannot be read: {error}")]
+            return [_failed(f"the judge's answer cannot be read: {error}")]
         try:
             return [RewardResult(read_score(text, low=self._section.min, high=self._section.max), note=text)]
         except ValueError as error:
-            return [failed(str(error), note=text)]
+            return [_failed(str(error), note=text)]
 
 
 def chat_address(url: str) -> str:

@@ -10,6 +10,7 @@ This module imports only the standard library, because a worker is replaced when
 
 from __future__ import annotations
 
+import math
 import os
 import sys
 import traceback
@@ -24,7 +25,7 @@ from rollcall.process.child import MAX_WHY, cut
 from rollcall.process.debug.child import ChildLine
 from rollcall.process.pause import patient_loop, running_s
 from rollcall.reward import user_function
-from rollcall.reward.confine import Confinement, confine, limit_cpu, unlimit_cpu
+from rollcall.reward.confine import Confinement, confine, limit_cpu
 from rollcall.reward.functions import RewardFunction, build_function, check_score
 from rollcall.reward.user_function import UserFunction, check_scores
 
@@ -89,7 +90,7 @@ class RewardResult:
 
 class RewardWorker:
     def __init__(self, line_fd: int) -> None:
-        self._cpu_s = 0.0  # CPU limit for the current item; 0 if there is none yet
+        self._cpu_s = math.inf  # CPU limit for the current item
         self._line = ChildLine(line_fd, of="reward", around=self._without_cpu_limit)
         self._loaded: dict[int, RewardFunction | UserFunction] = {}
         self._setup: Setup
@@ -187,12 +188,11 @@ class RewardWorker:
     @contextmanager
     def _without_cpu_limit(self) -> Iterator[None]:
         """Suspend the CPU limit while the debugger prompt is open."""
-        unlimit_cpu()
+        limit_cpu(math.inf)
         try:
             yield
         finally:
-            if self._cpu_s:
-                limit_cpu(self._cpu_s)
+            limit_cpu(self._cpu_s)
 
     def _run(self, work: Coroutine[Any, Any, Any]) -> Any:
         import asyncio
