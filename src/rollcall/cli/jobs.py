@@ -20,8 +20,8 @@ from rollcall.cli.cluster import Cluster
 from rollcall.observe.progress import format_duration
 
 if TYPE_CHECKING:
-    from rollcall.launch.doctor.worker_view import NodeView
     from rollcall.launch.jobs.submit import Job, Jobs
+    from rollcall.launch.processes import NodeView
 
 Address = Annotated[str | None, Option(metavar="URL", help="Dashboard of a cluster. Default: of this node's cluster.")]
 Meeting = Annotated[
@@ -162,7 +162,7 @@ def env(file: RunFile = None, overrides: Overrides = None, cluster: Cluster = No
       rollcall env run.yaml
       rollcall env run.yaml 'cluster.env_pass=[WANDB_API_KEY, NCCL_*]' --json
     """
-    from rollcall.launch.doctor.worker_view import view_workers
+    from rollcall.launch.processes import view_workers
     from rollcall.nodes.cluster import find_cluster
     from rollcall.nodes.declared import hint, missed, submitted_env
 

@@ -1,5 +1,5 @@
-"""Inspects a run's processes on this host or on a cluster's nodes: what each is doing now, and how it spends its time. To do
-so, it calls a function on all of these hosts at once. The run does not wait for the call.
+"""Inspects a run's processes on this host or on a cluster's nodes: what each is doing now, how it spends its time, and which variables
+a worker sees. To do so, it calls a function on all of these hosts at once. The run does not wait for the call.
 
 ``find_target`` works out what the user means: a run directory, a cluster name, or nothing. If it is nothing, the target
 is the cluster that this node belongs to or, if there is none, the runs on this host.
@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 import subprocess
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from enum import StrEnum
@@ -21,16 +21,20 @@ from typing import Any
 from rollcall.base.atomic import write_atomic
 from rollcall.base.errors import ClusterError
 from rollcall.base.lease import read_holder
+from rollcall.base.redact import REDACTED, hides
 from rollcall.base.wait import Wait, say
 from rollcall.checkpoint.run_dir import RUN_FILE, is_run
-from rollcall.config import load_config
+from rollcall.config import ClusterSection, load_config
 from rollcall.nodes.cluster import Cluster, find_cluster, wished_cluster
+from rollcall.nodes.declared import NODE_OWN, UNDECLARED, Variable, declared, for_ray, seen_here
 from rollcall.observe.live import read_live
 from rollcall.process.debug.attach import is_there
 from rollcall.process.debug.board import Waiting, read_board
 from rollcall.process.groups import reachable
 
 HERE = "this host"
+ORDER = (UNDECLARED, "the node's own", "rollcall", "Ray")  # sources of variables
+ANSWER_S = 90.0  # a node has to start a new process to answer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,6 +119,64 @@ def read_stacks(target: ProcessTarget, *, native: bool, timeout_s: float) -> Ans
     """Read the stacks of all threads in every process without stopping the process."""
     look = partial(reachable.stacks_here, run=target.run, native=native)
     return ask_hosts(target, look, timeout_s=timeout_s, to="read the stacks of its processes")
+
+
+# The environment variables that each node's workers see
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SeenVariable:
+    """One variable on one node; secrets are redacted."""
+
+    name: str
+    value: str | None  # None if the variable is not set there
+    source: str  # where the variable is declared, else one of ORDER
+    wanted: str | None  # the declared value if the worker sees a different one, else None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeView:
+    rank: int
+    address: str
+    variables: tuple[SeenVariable, ...]
+
+
+def view_workers(cluster: Cluster, section: ClusterSection | None, *, submitted: Mapping[str, str]) -> list[NodeView]:
+    """Return a view for every node of the cluster, by rank. If ranks do not answer in time, raise an error that names them."""
+    from rollcall.process.ray.connect import connected
+    from rollcall.process.ray.each_node import answers_of, run_on
+    from rollcall.process.ray.members import ranked_nodes
+
+    with connected(cluster):
+        nodes = {node.rank: node for node in ranked_nodes()}
+        wanted = {rank: declared(section, submitted=submitted, node_rank=rank) for rank in nodes}
+        calls = {}
+        for rank, variables in wanted.items():
+            env = for_ray({name: each.value for name, each in variables.items()})
+            calls[rank] = run_on(nodes[rank].node_id, seen_here, env=env)
+        answers, failures = answers_of(calls, wait=Wait(ANSWER_S), to="report its workers' variables")
+    if failures:
+        why = "; ".join(f"node {rank}: {reason}" for rank, reason in sorted(failures.items()))
+        raise ClusterError(f"{why}; see `rollcall status`")
+    return [
+        NodeView(rank=rank, address=nodes[rank].address, variables=_compare(variables, answers[rank]))
+        for rank, variables in wanted.items()
+    ]
+
+
+def _compare(variables: Mapping[str, Variable], found: Mapping[str, tuple[str, str]]) -> tuple[SeenVariable, ...]:
+    """Return the declared variables in their order, then the node's own paths, then all other variables by source."""
+    rows = []
+    for name, variable in variables.items():
+        value, _ = found.get(name, (None, ""))
+        wanted = REDACTED if hides(name, variable.value) else variable.value
+        wanted = wanted if wanted != value else None
+        rows.append(SeenVariable(name=name, value=value, source=variable.source, wanted=wanted))
+    others = found.keys() - variables.keys() - set(NODE_OWN)
+    for name in (*NODE_OWN, *sorted(others, key=lambda name: (ORDER.index(found[name][1]), name))):
+        value, source = found.get(name, (None, "the node's own"))
+        rows.append(SeenVariable(name=name, value=value, source=source, wanted=None))
+    return tuple(rows)
 
 
 # Processes that are waiting in the debugger
