@@ -302,30 +302,29 @@ def load_sampler(
             add_to_weights(model, adapter.named_tensors(), gain=lora.gain)
         return model
 
-    def sampler(model: Any, engine: LocalEngine) -> Sampler:
-        stops = stop_token_ids(tokenizer, model.config, model.generation_config, rollout=rollout)
-        return Sampler(model=model, engine=engine, stop_token_ids=stops)
-
+    unread: Stored | None = None
     if rollout.engine == "native":
         model = load(device)
-        return sampler(model, build_engine(rollout, model, tokenizer))
-    model = outline_causal_lm(path, dtype=dtype, trust_remote_code=trust)
-    try:
-        if lora is not None:
-            raise WholeOnly("an adapter is added to the weights")
-        unread = open_unread(path, model)
-    except WholeOnly:  # the whole model is in this process until vLLM has it
-        model = load(torch.device("cpu"))
-        engine = build_engine(rollout, model, tokenizer, device=device)
-        return sampler(model.to("meta"), engine)
+    else:
+        model = outline_causal_lm(path, dtype=dtype, trust_remote_code=trust)
+        try:
+            if lora is not None:
+                raise WholeOnly("an adapter is added to the weights")
+            unread = open_unread(path, model)
+        except WholeOnly:  # the whole model is in this process until vLLM has it
+            model = load(torch.device("cpu"))
     engine = build_engine(rollout, model, tokenizer, device=device)
-    assert isinstance(engine, VllmEngine)
-    try:
-        engine.load_weights(0, each_tensor(model, unread, path=path))
-    except BaseException:
-        engine.close()
-        raise
-    return sampler(model, engine)
+    if unread is not None:
+        assert isinstance(engine, VllmEngine)
+        try:
+            engine.load_weights(0, each_tensor(model, unread, path=path))
+        except BaseException:
+            engine.close()
+            raise
+    elif rollout.engine == "vllm":
+        model.to("meta")
+    stops = stop_token_ids(tokenizer, model.config, model.generation_config, rollout=rollout)
+    return Sampler(model=model, engine=engine, stop_token_ids=stops)
 
 
 def judges_of(rewards: Sequence[Reward]) -> Sequence[Reward]:
@@ -346,10 +345,8 @@ def build_scorers(
     """Build the scorers for training and for evaluation. They are the same unless all rewards come from models (``judges_of``). ``score``
     is the policy's scoring function; ``models`` maps a reward model's position in the run file to its function. The scorers are closed
     together with ``owned``."""
-    functions = dict(models)
-    for index, reward in enumerate(rewards):
-        if reward.type == "self_certainty":
-            functions[index] = partial(_self_certainty, score)
+    own = {index: partial(_self_certainty, score) for index, one in enumerate(rewards) if one.type == "self_certainty"}
+    functions: dict[int, ModelRewardFunction] = {**models, **own}
     scorer = owned.enter_context(Scorer(rewards, num_workers=num_workers, model_rewards=functions))
     if len(functions) < len(rewards):
         return scorer, scorer

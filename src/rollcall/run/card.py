@@ -106,14 +106,15 @@ def _size(learner: Learner | Critic, *, config: Config, kv: KvNeed, rows: Rows) 
 
     if "auto" not in (section.tokens_per_microbatch, section.activation_checkpointing):
         return estimate(fit.recompute).peak(fit.tokens)
-    first = _agreed(learner, choose(section, room=room, passes=estimate, longest=longest, kv=kv))
+    _agree(learner, choose(section, room=room, passes=estimate, longest=longest, kv=kv))
+    first = fit.recompute
     line = _together(learner, measured(learner, rows)) if section.tokens_per_microbatch == "auto" else None
 
     def known(recompute: Recompute) -> Needs:
-        return line if line is not None and recompute == first.recompute else estimate(recompute)
+        return line if line is not None and recompute == first else estimate(recompute)
 
     if line is not None:
-        _agreed(learner, choose(section, room=room, passes=known, longest=longest, kv=kv))
+        _agree(learner, choose(section, room=room, passes=known, longest=longest, kv=kv))
     needed = known(fit.recompute).peak(fit.tokens)
     if body.gang.rank == 0:
         say(_chosen(fit, line, room=room))
@@ -131,11 +132,9 @@ def _size(learner: Learner | Critic, *, config: Config, kv: KvNeed, rows: Rows) 
     return needed
 
 
-def _agreed(learner: Learner | Critic, choice: Choice) -> Choice:
+def _agree(learner: Learner | Critic, choice: Choice) -> None:
     """Set the learner's ``fit`` to a size that works on all ranks of the gang."""
-    fit = learner.fit
-    fit.agree([(tokens, again) for tokens, again in learner.body.gang.gather([choice.tokens, choice.recompute])])
-    return Choice(tokens=fit.tokens, recompute=fit.recompute)
+    learner.fit.agree(learner.body.gang.gather([choice.tokens, choice.recompute]))
 
 
 def _together(learner: Learner | Critic, line: Line | None) -> Line | None:

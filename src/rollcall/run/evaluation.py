@@ -116,16 +116,14 @@ def plan_evaluation(
                 f"{target} is a model directory or a checkpoint, which does not name any data; add --data FILE"
             )
         # Replace the keys of the embedded run file that do not fit another model, other rows and longer answers.
-        file, defaults = (
-            None,
-            {
-                "run.name": target.name,
-                "model.path": str(target),
-                "data.train": data,
-                "data.max_prompt_tokens": DataSection.model_fields["max_prompt_tokens"].default,
-                "rollout.max_response_tokens": 512,
-            },
-        )
+        file = None
+        defaults: dict[str, Any] = {
+            "run.name": target.name,
+            "model.path": str(target),
+            "data.train": data,
+            "data.max_prompt_tokens": DataSection.model_fields["max_prompt_tokens"].default,
+            "rollout.max_response_tokens": 512,
+        }
     else:
         file, defaults = run_file_of(target, what="a run file, or the directory of a run or of a model")
     load = partial(load_config, file, overrides, defaults=defaults)

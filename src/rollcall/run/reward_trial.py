@@ -119,15 +119,11 @@ def try_rewards(config: Config, prompts: list[Prompt]) -> Trial:
     return replace(try_rewards(config.model_copy(update={"reward": others}), prompts), left_out=[*left_out, *readers])
 
 
-def completions_for(prompt: Prompt) -> list[tuple[str, str]]:
-    """Return the kinds and texts of the completions to try for a row. For a row without an answer, the first of the three is missing."""
-    found = [(ANSWER, prompt.answer)] if prompt.answer.strip() else []
-    return [*found, (EMPTY, ""), (SAMPLE, SAMPLE_TEXT)]
-
-
 def _score(scorer: Scorer, prompt: Prompt) -> list[Scored]:
     """Score the completions as one group, because some rewards compare the completions of a group."""
-    texts = completions_for(prompt)
+    texts = [(EMPTY, ""), (SAMPLE, SAMPLE_TEXT)]
+    if prompt.answer.strip():
+        texts.insert(0, (ANSWER, prompt.answer))
     completions = tuple(Completion.given(np.zeros(1, dtype=np.int32), text=text) for _, text in texts)
     started = time.perf_counter()
     scores = asyncio.run(scorer.score(prompt, completions))

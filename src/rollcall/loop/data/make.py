@@ -58,7 +58,10 @@ def make_task(task: str, *, num: int | None, seed: int, source: Path | None) -> 
     if task == "countdown":
         return _make_generated(task, partial(countdown, seed=seed), num=num)
     if task == "arithmetic":
-        return _make_arithmetic(num=num, seed=seed)
+        train, test = list(arithmetic(split="train", seed=seed)), list(arithmetic(split="val", seed=seed))
+        if num is not None and num > len(train):
+            raise MakeError(f"--num {num}: arithmetic has only {len(train)} training rows; ask for at most that many")
+        return TaskRows(train=train[:num], test=test, num_rows=len(train[:num]) + len(test), reward="exact")
     if task in _HUB:
         return _make_from_files(task, source=source, num=num, seed=seed)
     raise MakeError(f"{task!r} is not a task; the tasks are {', '.join(TASKS)}")
@@ -76,18 +79,6 @@ def write_parquet(rows: Iterable[RowDict], path: Path) -> int:
     with replacing(path) as file:
         pyarrow.parquet.write_table(table, file)
     return table.num_rows
-
-
-# Arithmetic
-
-
-def _make_arithmetic(*, num: int | None, seed: int) -> TaskRows:
-    train = list(arithmetic(split="train", seed=seed))
-    test = list(arithmetic(split="val", seed=seed))
-    if num is not None and num > len(train):
-        raise MakeError(f"--num {num}: arithmetic has only {len(train)} training rows; ask for at most that many")
-    train = train[:num]
-    return TaskRows(train=train, test=test, num_rows=len(train) + len(test), reward="exact")
 
 
 # Countdown
