@@ -110,7 +110,6 @@ class PagedRunner:
         prefixes: dict[PromptKey, list[int]] = {}  # prompt blocks of completions that were just admitted
         copies: list[tuple[int, int]] = []
         past: dict[int, int] = {}
-        count = 0
         for row, sequence in enumerate(sequences[: self.max_running - self.num_rows], start=first):
             kept = self._kept.pop(sequence.request.session, None)
             if kept is not None and (served := self._num_served(kept, sequence)):
@@ -123,15 +122,11 @@ class PagedRunner:
             if blocks is None:
                 break
             self._blocks.append(blocks)
-            count += 1
-        if count == 0:
-            return 0
-        admitted = sequences[:count]
-        self.num_rows += count
-        for row, sequence in enumerate(admitted, start=first):
             self._rows.set(row, sequence)
             self._grow_tables(sequence.limit)
-        self._fill(plan_fills(admitted, first, past={row: past[row] for row in past if row < first + count}))
+        self.num_rows = len(self._blocks)
+        count = self.num_rows - first
+        self._fill(plan_fills(sequences[:count], first, past=past))
         if copies:
             source, target = torch.tensor(copies, device=self.decoder.device).unbind(1)
             self._cache[:, :, target] = self._cache[:, :, source]
@@ -299,8 +294,7 @@ class PagedRunner:
             scale = self.decoder.shape.scale
             return attend_packed(q, keys[context], values[context], extending, window=window, scale=scale)
 
-        gain = self._rows.fill_gain(fills)
-        run_fills(self.decoder, fills, store, attend_past, gain=gain)
+        run_fills(self.decoder, fills, store, attend_past, gain=self._rows.fill_gain(fills))
 
     def _slots(self, parts: list[tuple[int, int, int]]) -> Tensor:
         """Return the cache slots of the tokens in these parts (row, from, to), concatenated."""
@@ -315,8 +309,7 @@ class PagedRunner:
         that chunk began."""
         over = self._rows.is_over(self.num_rows)
         if over.any():
-            ends = on_device(over, self.decoder.device)
-            self._state[1, : self.num_rows].masked_fill_(ends, -1)
+            self._state[1, : self.num_rows].masked_fill_(on_device(over, self.decoder.device), -1)
 
     def _upload_rows(self) -> None:
         rows = self.num_rows

@@ -97,15 +97,14 @@ class RowRunner:
                 break
             if kept is not None:
                 taken[row] = kept
+            self._rows.set(row, sequence)
+            self.decoder.rope.grow(sequence.limit)
             count += 1
         if count == 0:
             return 0
         first, self.num_rows = self.num_rows, self.num_rows + count
         admitted = sequences[:count]
         lead = int(self._rows.position[:first].max(initial=0))
-        for row, sequence in enumerate(admitted, start=first):
-            self._rows.set(row, sequence)
-            self.decoder.rope.grow(sequence.limit)
         self._draw_uniforms(admitted, first)
         home = None if first else self._go_home(taken)
         if home is None:
@@ -364,8 +363,7 @@ class RowRunner:
                 )
             return outs[0] if len(outs) == 1 else torch.cat(outs)
 
-        gain = self._rows.fill_gain(fills)
-        run_fills(self.decoder, fills, store, attend_past, gain=gain)
+        run_fills(self.decoder, fills, store, attend_past, gain=self._rows.fill_gain(fills))
 
 
 class _Copy(NamedTuple):
