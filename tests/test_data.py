@@ -459,14 +459,6 @@ def test_parquet_maps_structs_and_lists_come_as_they_are(tmp_path: Path) -> None
     assert [columns for _, columns in READERS[".parquet"](tmp_path / "rows.parquet")] == rows
 
 
-def test_a_token_id_that_no_model_has_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(PreTrainedTokenizerFast, "__call__", lambda *_, **__: {"input_ids": [[1, 2**31]]})
-    with pytest.raises(
-        DataError, match="row 1: the tokenizer returns the token id 2147483648, but no model has ids above"
-    ):
-        load(a_file(tmp_path, {"prompt": "a"}))
-
-
 def test_files_that_cannot_be_read_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="nothing.jsonl does not exist"):
         load(str(tmp_path / "nothing.jsonl"))

@@ -30,13 +30,9 @@ def keep_freed_memory() -> None:
         return
     for setting, value in _SETTINGS:
         libc.mallopt(setting, value)
-    _ask_for_large_pages(libc)
-
-
-def _ask_for_large_pages(libc: ctypes.CDLL) -> None:
-    """Ask for huge pages in the unused part of the heap. The heap is extended first, because each later extension would need another
-    request; the kernel provides the memory only when it is used. If the kernel has no huge pages, or limits the size of the process,
-    nothing changes."""
+    # Ask for huge pages in the unused part of the heap. The heap is extended first, because each later extension would need another
+    # request; the kernel provides the memory only when it is used. If the kernel has no huge pages, or limits the size of the process,
+    # nothing changes.
     libc.malloc.restype, libc.malloc.argtypes = ctypes.c_void_p, [ctypes.c_size_t]
     libc.free.restype, libc.free.argtypes = None, [ctypes.c_void_p]
     libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]

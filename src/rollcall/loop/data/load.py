@@ -306,16 +306,9 @@ def _prompt(asked: _Asked, token_ids: list[int], data: DataSection) -> Prompt:
         if isinstance(given := row.columns[data.prompt_key], str):
             metadata["prompt_text"] = given  # TRL passes the unrendered prompt to functions
     identity = row.columns.get("id")
-    try:
-        ids = np.array(token_ids, dtype=np.int32)
-    except OverflowError:
-        raise DataError(
-            f"{row.where}: the tokenizer returns the token id {max(token_ids)}, but no model has ids above {np.iinfo(np.int32).max}; its "
-            "tokenizer.json is damaged: copy the model's files again"
-        ) from None
     return Prompt(
         id=row.default_id if identity is None else of_column(row, "the id", row_name, identity),
-        token_ids=ids,
+        token_ids=np.array(token_ids, dtype=np.int32),
         text=asked.text,
         answer=asked.answer,
         metadata=metadata,
