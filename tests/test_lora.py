@@ -682,7 +682,6 @@ def test_the_probe_of_an_earlier_version_is_not_compared(tmp_path: Path) -> None
     folder = saved_adapter(tmp_path) / "model"
     path = folder / PROBE
     path.write_text(json.dumps({**json.loads(path.read_text()), "base": "0123456789abcdef"}))
-    assert read_probe(path).base == {}
     load_causal_lm(str(folder), device=CPU, dtype=torch.float32)
 
 

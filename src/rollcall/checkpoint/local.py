@@ -42,9 +42,8 @@ def name_of_run(checkpoints: Path, *, run: str) -> str:
             f"{checkpoints} was copied from another run, so new parts go to another folder on each node. The parts of the copied "
             "checkpoints stay where they are: this run reads them but never removes them"
         )
-    word = re.sub(r"[^A-Za-z0-9_-]+", "-", run).strip("-")[
-        :60
-    ]  # run.name may be any string, but this must be a folder name
+    # run.name may be any string, but this must be a folder name
+    word = re.sub(r"[^A-Za-z0-9_-]+", "-", run).strip("-")[:60]
     names = [f"{word or 'run'}-{uuid.uuid4().hex[:12]}", *names]
     with replacing(path) as file:
         own = os.fstat(file.fileno()).st_ino  # a rename keeps the inode, a copy does not
@@ -93,11 +92,7 @@ def tidy(name: str, *, keep: Collection[str]) -> None:
 def elsewhere(directory: Path) -> dict[str, dict[str, Any]]:
     """Return the manifest entries of checkpoint files that exist only on the nodes' own disks."""
     files: Mapping[str, dict[str, Any]] = read_manifest(directory).fields["files"]
-    return {
-        name: facts
-        for name, facts in files.items()
-        if facts.get("place") is not None and not (directory / name).is_file()
-    }
+    return {name: facts for name, facts in files.items() if facts.get("place") and not (directory / name).is_file()}
 
 
 def present(files: Mapping[str, Mapping[str, Any]]) -> list[str]:

@@ -78,7 +78,7 @@ class Saving:
     def _bring(self, directory: Path) -> None:
         """Verify the checksums of files on the nodes' own disks. If a process lacks any of them, copy all of them to the run's
         folder, each from a process that has it."""
-        files = local.elsewhere(directory) if (directory / "manifest.json").is_file() else {}
+        files = local.elsewhere(directory)
         if not files:
             return
         if why := self.missing(directory):
@@ -118,8 +118,7 @@ def saving_of(config: Config, call: Call, *, processes: Sequence[int], in_parts:
 def _saving(why: str) -> str:
     return (
         f"there is not enough memory to save a checkpoint ({why}): it is copied to host memory before it is written. Free memory on "
-        "this "
-        "node; on a GPU, lower rollout.kv_memory_fraction or actor.tokens_per_microbatch. Earlier checkpoints are intact"
+        "this node; on a GPU, lower rollout.kv_memory_fraction or actor.tokens_per_microbatch. Earlier checkpoints are intact"
     )
 
 

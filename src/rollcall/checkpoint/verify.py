@@ -97,8 +97,7 @@ def verify(model_dir: Path, probe: Path | None = None, *, dtype: str | None = No
     if other := changed_config_files(model_dir, recorded.beside):
         raise VerifyError(
             f"{model_dir} is not the model that was trained: {', '.join(other)} {'has' if len(other) == 1 else 'have'} changed since "
-            "the run saved "
-            "it. Merge the checkpoint again"
+            "the run saved it. Merge the checkpoint again"
         )
     _leave_mark(model_dir, result, recorded, files=before)
     return result
@@ -154,15 +153,11 @@ def _load(model_dir: Path, stored: Stored) -> tuple[Any, str]:
     elements = sum(math.prod(tensor.shape) for tensor in stored.tensors.values())
     fits = 4 * elements <= _SPARE * psutil.virtual_memory().available
     if code := own_code(str(model_dir)):
-        raise VerifyError(
-            f"{model_dir} needs to run code from its own files ({', '.join(code)}), which verify does not allow"
-        )
-    if not (
-        model_dir / "tokenizer_config.json"
-    ).is_file():  # without this file, transformers would create an empty tokenizer for some models
-        raise VerifyError(
-            f"{model_dir} has no tokenizer_config.json, so it has no tokenizer; merge the checkpoint again"
-        )
+        files = ", ".join(code)
+        raise VerifyError(f"{model_dir} needs to run code from its own files ({files}), which verify does not allow")
+    # Without this file, transformers would create an empty tokenizer for some models.
+    if not (model_dir / "tokenizer_config.json").is_file():
+        raise VerifyError(f"{model_dir} has no tokenizer_config.json, so no tokenizer; merge the checkpoint again")
     with loading(f"the model directory {model_dir}"):
         AutoTokenizer.from_pretrained(model_dir, local_files_only=True)
         loaded: Any = AutoModelForCausalLM.from_pretrained(
@@ -206,9 +201,8 @@ def _tolerance(logprobs: np.ndarray, config: Any, *, trained: str, stored: str, 
     layers, width = config.num_hidden_layers, config.hidden_size
     sums = _unit("float32") * math.sqrt(width)
     share = sum(_unit(one) + sums for one in (trained, computed)) + (_unit(stored) if stored != trained else 0.0)
-    spread = float(logprobs.std()) + 1e-3 * float(
-        np.abs(logprobs).max()
-    )  # the second term matters if all log-probs are equal
+    # The second term matters if all log-probs are equal.
+    spread = float(logprobs.std()) + 1e-3 * float(np.abs(logprobs).max())
     return _FAR * math.sqrt(_ROUNDINGS * layers) * share * spread
 
 
