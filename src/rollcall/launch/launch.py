@@ -68,11 +68,10 @@ def make_request(
     _refuse_secrets(config, target=target, profile=profile)
     cluster = cluster.model_copy(update={"env": {**profile, **cluster.env}})
     config = config.model_copy(update={"cluster": cluster})
-    hosts: tuple[str, ...] = ()
     with _adding_to(problems):
         workable_plan(config, cluster)
-    if target == "ssh" and launch.ssh is not None:
-        hosts = choose_hosts(launch.ssh.hosts, count=cluster.num_nodes, name=name, cwd=cwd)
+    ssh = launch.ssh if target == "ssh" else None
+    hosts = () if ssh is None else choose_hosts(ssh.hosts, count=cluster.num_nodes, name=name, cwd=cwd)
     request = LaunchRequest(
         name=name,
         config=config,
@@ -126,9 +125,8 @@ def read_profile(path: Path) -> dict[str, str]:
 def _refuse_secrets(config: Config, *, target: str, profile: Mapping[str, str]) -> None:
     """Refuse secrets in variables, and in commands and other strings in the target's section and in `prepare`."""
     raw = config.model_dump(mode="json")
-    section = raw["launch"][target]
-    searched = {"prepare": raw["prepare"], f"launch.{target}": {**section, "env": {}}}
-    searched["launch.container"] = raw["launch"]["container"]
+    section, container = raw["launch"][target], raw["launch"]["container"]
+    searched = {"prepare": raw["prepare"], f"launch.{target}": {**section, "env": {}}, "launch.container": container}
     names = [
         *secrets_of_run(raw),
         *(name for name, value in {**profile, **section["env"]}.items() if hides(name, value)),

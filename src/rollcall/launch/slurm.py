@@ -144,10 +144,15 @@ class Slurm(ToolTarget):
             return visible(found[0].state)
         if (ended := _ended(record)) is not None:
             return f"it {status_words(ended)}"
-        words = ("sacct", "--noheader", "--parsable2", "--allocations", "--format=State,ExitCode")
-        account = (
-            _ask(*words, f"--jobs={record.id}", what="read the job's accounting", fine="").strip() if record.id else ""
+        words = (
+            "sacct",
+            "--noheader",
+            "--parsable2",
+            "--allocations",
+            "--format=State,ExitCode",
+            f"--jobs={record.id}",
         )
+        account = _ask(*words, what="read the job's accounting", fine="").strip() if record.id else ""
         state = visible(account).replace("|", ", exit code ")
         return f"job {record.id} is {state}" if state else "it is not in Slurm's queue"
 

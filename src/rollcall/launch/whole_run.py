@@ -20,7 +20,7 @@ from pathlib import Path
 from rollcall.base.atomic import write_atomic
 from rollcall.base.errors import ClusterError, ConfigError
 from rollcall.base.journal import ATTEMPTS, GROUPS
-from rollcall.base.stop import INTERRUPTED, SIGNALS, STOPPED
+from rollcall.base.stop import SIGNALS, STOPPED
 from rollcall.base.wait import Wait, say
 from rollcall.base.words import counted
 from rollcall.checkpoint.run_dir import newest_step
@@ -188,16 +188,13 @@ def _tell_nodes(cluster: str, status: int) -> None:
 
 def _ignore_signals() -> None:
     """Ignore signals, because they are meant for the run. This process exits after the run has saved and its job has ended."""
-    for number in SIGNALS:
+    for number in (*SIGNALS, signal.SIGINT):
         signal.signal(number, signal.SIG_IGN)
 
 
 def main() -> None:
-    try:
-        cluster, run_file, timeout_s = sys.argv[1:]
-        raise SystemExit(drive(cluster, Path(run_file), timeout_s=float(timeout_s)))
-    except KeyboardInterrupt:
-        raise SystemExit(INTERRUPTED) from None
+    cluster, run_file, timeout_s = sys.argv[1:]
+    raise SystemExit(drive(cluster, Path(run_file), timeout_s=float(timeout_s)))
 
 
 if __name__ == "__main__":

@@ -25,7 +25,7 @@ from rollcall.config import Config, load_config
 from rollcall.launch.finish.gather import gather, is_here, parts_elsewhere
 from rollcall.launch.finish.nodes_of import find_nodes
 from rollcall.launch.finish.upload import Uploaded, upload
-from rollcall.model.stored.find import checkpoints_of, is_checkpoint, newest_checkpoint
+from rollcall.model.stored.find import checkpoint_of
 from rollcall.model.stored.tensors import StoredError
 
 NOTES = "finish.json"  # in the run directory
@@ -62,14 +62,11 @@ class FinishedRun:
 
 def checkpoint_at(path: Path) -> Path:
     """Return the checkpoint at ``path``, or the newest complete one in a run directory or its ``checkpoints`` folder."""
-    if is_checkpoint(path):
-        return path.absolute()
-    for folder in (path, path / "checkpoints"):
-        if checkpoints_of(folder) and (newest := newest_checkpoint(folder)) is not None:
-            return newest.absolute()
-    raise StoredError(
-        f"{path} is neither a checkpoint nor a run directory that contains one; use the path of one or the other"
-    )
+    if (found := checkpoint_of(path)) is None:
+        raise StoredError(
+            f"{path} is neither a checkpoint nor a run directory that contains one; use the path of one or the other"
+        )
+    return found.absolute()
 
 
 def finish(

@@ -164,12 +164,7 @@ class Ssh(Target):
                         jobs.stop(job.id)  # the run saves
             except (LaunchError, ClusterError) as error:  # a head that does not answer has no run to save
                 say(f"could not ask {record.id} to save: {error}")
-        if problems := _take_down(record):
-            raise LaunchError(
-                "\n  ".join(["not everything that was started could be stopped:", *problems])
-                + f"\nrun `rollcall launch down {record.name}` again when these hosts answer; if a host is gone for "
-                f"good, remove {record.folder}"
-            )
+        _take_down(record)
 
 
 def _submitted(record: LaunchRecord, job: Job | None) -> Job:
@@ -180,8 +175,6 @@ def _submitted(record: LaunchRecord, job: Job | None) -> Job:
 
 def _is_running(record: LaunchRecord) -> bool:
     """Return whether the launch's run is still running. A head that does not answer counts as having no run."""
-    if not record.id or DASHBOARD not in record.facts:
-        return False
     try:
         with jobs_of(record) as (_, job):
             return job is not None and not job.is_over
@@ -340,19 +333,19 @@ def _undo(record: LaunchRecord, *, has_failed: bool) -> None:
     if not record.facts.get(UP):
         return
     say("taking down what was started")
-    if problems := _take_down(record, keep_logs=has_failed):
-        say("\n  ".join(["not everything that was started could be stopped:", *problems]))
-        say(f"run `rollcall launch down {record.name}` when these hosts answer")
-    else:
+    try:
+        _take_down(record, keep_logs=has_failed)
         forget(record)
+    except LaunchError as error:
+        say(str(error))
 
 
-def _take_down(record: LaunchRecord, *, keep_logs: bool = False) -> list[str]:
-    """Stop the node and its container on every host that has them or was about to get them; return the problems. A host that was
-    taken down is removed from the record."""
+def _take_down(record: LaunchRecord, *, keep_logs: bool = False) -> None:
+    """Stop the node and its container on every host that has them or was about to get them. A host that was taken down is removed from
+    the record. Raise an error that names the others."""
     hosts = record.facts.get(UP, [])
     if not hosts:
-        return []
+        return
     site = Site.of_record(record)
     if site.container is None:
         words = ("rollcall", "down", "--cluster", record.name, *(["--keep-logs"] if keep_logs else []))
@@ -360,5 +353,11 @@ def _take_down(record: LaunchRecord, *, keep_logs: bool = False) -> list[str]:
     else:
         site, script = site.outside(), f"{site.container}; exit\n"
     outcomes = site.send(dict.fromkeys(hosts, script), timeout_s=300.0, tell=prefixed(hosts))
-    record.knowing(**{UP: [each.host for each in outcomes if not each.is_good]}).save()
-    return [each.problem for each in outcomes if not each.is_good]
+    left = [each for each in outcomes if not each.is_good]
+    record.knowing(**{UP: [each.host for each in left]}).save()
+    if left:
+        raise LaunchError(
+            "\n  ".join(["not everything that was started could be stopped:", *(each.problem for each in left)])
+            + f"\nrun `rollcall launch down {record.name}` again when these hosts answer; if a host is gone for "
+            f"good, remove {record.folder}"
+        )
