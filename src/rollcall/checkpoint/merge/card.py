@@ -130,23 +130,17 @@ def _run_file(origin: Path) -> dict[str, Any]:
         path = checkpoint.parent.parent if checkpoint.parent.name == "checkpoints" else checkpoint
     elif (
         path.name == "model" and (path.parent / "metrics.jsonl").is_file()
-    ):  # otherwise run.yaml may belong to something else
+    ):  # else run.yaml may belong to something else
         path = path.parent
     try:
         fields = read_yaml(path / "run.yaml", what="run file")
-        sections = {key: value for key, value in fields.items() if isinstance(value, dict)}
+        return {key: value for key, value in fields.items() if isinstance(value, dict)}
     except (OSError, ValueError, AttributeError, RecursionError):
         return {}
-    return sections
 
 
 def card(
-    stored: Stored,
-    *,
-    num_parameters: int,
-    dtypes: Sequence[DType],
-    facts: Mapping[str, str],
-    notes: Sequence[str],
+    stored: Stored, *, num_parameters: int, dtypes: Sequence[DType], facts: Mapping[str, str], notes: Sequence[str]
 ) -> str:
     ours = "algorithm" in facts or stored.kind in ("checkpoint", "sharded checkpoint")
     versions = {"rollcall": __version__, **{name: metadata.version(name) for name in ("torch", "transformers")}}

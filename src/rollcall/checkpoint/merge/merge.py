@@ -167,14 +167,11 @@ def _copy_all(plan: MergePlan, staging: Staging, *, continued: int, progress: Ca
 
 def _refuse_target(out: Path, stored: Stored, folder: Path) -> None:
     if out.exists() and (not out.is_dir() or (any(out.iterdir()) and not (out / "config.json").is_file())):
-        raise StoredError(
-            f"{out} exists and is not a model directory; choose another --out, or remove this one yourself"
-        )
+        raise StoredError(f"{out} exists and is not a model directory; choose another --out, or remove it yourself")
     if out.is_dir() and (other := not_of_a_model(out)) is not None:
         raise StoredError(
             f"{out} contains {other.relative_to(out)}, which is not part of a model and would be deleted; choose another --out, or "
-            "remove it "
-            "yourself"
+            "remove it yourself"
         )
     target = out.resolve()
     for path in (folder, *stored.files):
@@ -197,13 +194,11 @@ def select(stored: Stored, folder: Path) -> tuple[list[str], list[str]]:
     if adapter := next((name for name in stored.tensors if any(part in name for part in ADAPTERS)), None):
         raise StoredError(
             f"{stored.origin} contains an adapter ({adapter}) in addition to a model; merge the adapter into its model first, with "
-            "peft's "
-            "merge_and_unload"
+            "peft's merge_and_unload"
         )
     try:
-        fields = read_model_config(
-            folder / "config.json"
-        )  # checked first, because transformers would build any number of layers
+        # Checked first, because transformers would build any number of layers
+        fields = read_model_config(folder / "config.json")
     except ModelFilesError as error:
         raise StoredError(str(error)) from None
     outline = known_outline(fields) or outline_of(folder)
@@ -214,9 +209,7 @@ def select(stored: Stored, folder: Path) -> tuple[list[str], list[str]]:
     others = [name for name in stored.tensors if name not in outline.shapes]
     heads = [name for name in others if name.startswith(VALUE_HEADS)]
     rotary = [name for name in others if name.endswith(ROTARY)]
-    copies = {
-        name: source for name, source in outline.tied.items() if name in stored.tensors and source in stored.tensors
-    }
+    copies = {name: source for name, source in outline.tied.items() if {name, source} <= stored.tensors.keys()}
     for name, source in copies.items():
         if not stored.are_equal(name, source):
             raise StoredError(
@@ -238,9 +231,8 @@ def _refuse_others(stored: Stored, outline: Outline, names: Sequence[str], *, fo
     # A tied tensor may be stored under either name.
     there = {outline.tied.get(name, name): stored.tensors[name].shape for name in names}
     if faults := other_tensors(wanted=wanted, found=there):
-        raise StoredError(
-            f"{stored.origin} does not match {folder / 'config.json'}: {faults}. Use files from the same model"
-        )
+        both = f"{stored.origin} does not match {folder / 'config.json'}"
+        raise StoredError(f"{both}: {faults}. Use files from the same model")
 
 
 @contextmanager
@@ -263,9 +255,8 @@ def whole_model(source: Path, *, out: Path) -> Iterator[Stored | None]:
             for base in bases_of(folder, where=str(source)):
                 model = Path(base).expanduser()
                 if model.is_dir() and model.resolve().is_relative_to(out.resolve()):
-                    raise StoredError(
-                        f"{out} contains {base}, the adapter's model, which the merge reads; choose another --out"
-                    )
+                    what = f"{base}, the adapter's model, which the merge reads"
+                    raise StoredError(f"{out} contains {what}; choose another --out")
             calm_transformers()
             say(f"adding the adapter in {folder} to its model")
             dtype = outline_causal_lm(str(folder), dtype=torch.float32).config.dtype or torch.float32
