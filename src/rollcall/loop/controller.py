@@ -75,7 +75,7 @@ class Controller:
     def __post_init__(self, resume: Checkpoint | None) -> None:
         self.start_step = resume.step if resume else 0
         state: dict[str, Any] = resume.state if resume else {"next_draw": 0}
-        self.cursor = Cursor.of(state, where=str(resume.path if resume else self.config.run.dir))
+        self.cursor = Cursor.of(state)
         last = self.bounds.last_step(self.config.trainer, start_step=self.start_step)
         self.steps_ahead = range(self.start_step + 1, last + 1)
         self.version = self.start_step
