@@ -46,7 +46,7 @@ class Sequence:
 
 
 class BaseCore:
-    """What both engines do with requests: check and number them, and return the completions that have ended."""
+    """What both engines do with requests: check and number them, record new tokens, and return the completions that have ended."""
 
     def __init__(self, tokenizer: Any, *, max_positions: int, room: int, vocabulary: int) -> None:
         """``room`` is the maximum number of KV tokens that a single sequence can have."""
@@ -93,18 +93,25 @@ class BaseCore:
         self._num_submitted += 1
         return sequence
 
+    def _take_new(self, sequence: Sequence, before: int) -> bool:
+        """Record the version of the tokens after the first ``before``, and whether the sequence has ended. Return whether it was cut at a
+        stop string."""
+        has_stops = bool(sequence.request.sampling.stop_strings)
+        is_cut = has_stops and cut_at_stop_string(sequence, before, self.tokenizer)
+        num_new = len(sequence.token_ids) - before
+        if sequence.segments and sequence.segments[-1].version == self.version:
+            num_new += sequence.segments.pop().num_tokens
+        sequence.segments.append(Segment(version=self.version, num_tokens=num_new))
+        if sequence.finish is not None:
+            self._ended.append(sequence)
+        return is_cut
+
     def _take_ended(self) -> dict[str, Completion]:
         """Remove the sequences that have ended. Return the completions of those that were not aborted, by request."""
         taken = [sequence for sequence in self._ended if self._requests.pop(sequence.request.id, None) is not None]
         self._ended.clear()
         texts = texts_of([sequence.token_ids for sequence in taken], self.tokenizer)
         return {sequence.request.id: completion_of(sequence, text) for sequence, text in zip(taken, texts, strict=True)}
-
-
-def note_version(sequence: Sequence, version: int, num_new: int) -> None:
-    if sequence.segments and sequence.segments[-1].version == version:
-        num_new += sequence.segments.pop().num_tokens
-    sequence.segments.append(Segment(version=version, num_tokens=num_new))
 
 
 def cut_at_stop_string(sequence: Sequence, before: int, tokenizer: Any) -> bool:

@@ -27,7 +27,7 @@ from rollcall.base.words import size
 from rollcall.engine.native.adapters import BASE, Served
 from rollcall.engine.native.runner import Chunk, Runner
 from rollcall.engine.protocol import Refused, Request
-from rollcall.engine.sequence import BaseCore, Sequence, cut_at_stop_string, note_version
+from rollcall.engine.sequence import BaseCore, Sequence
 from rollcall.model.adapter import Adapter
 from rollcall.model.decoder import Decoder
 
@@ -212,11 +212,7 @@ class NativeEngine(BaseCore):
                 continue
             before = len(sequence.token_ids)
             _extend(sequence, new_tokens, new_logprobs)
-            if sequence.request.sampling.stop_strings:
-                cut_at_stop_string(sequence, before, self.tokenizer)
-            note_version(sequence, self.version, len(sequence.token_ids) - before)
-            if sequence.finish is not None:
-                self._ended.append(sequence)
+            self._take_new(sequence, before)
 
     def _remove_finished(self) -> None:
         kept = {row: sequence for row, sequence in enumerate(self._running) if _leaves_kv(sequence)}

@@ -156,11 +156,16 @@ class PagedRunner:
         truncates = bool((self._rows.top_p[:rows] < 1).any() or (self._rows.top_k[:rows] > 0).any())
         size = _bucket(rows, self.max_running)
         step = self._graph(size, truncates).replay if self._captures else partial(self._decode_step, size, truncates)
-        if self._on_the_way:
-            self._upload_ends()
-        else:
+        if not self._on_the_way:
             self._upload_rows()
-        self._upload_tables()
+        elif (over := self._rows.is_over(rows)).any():
+            # Limits may have been set since the running chunk began. Behind that chunk, queue an update that marks the rows at their limit.
+            self._state[1, :rows].masked_fill_(on_device(over, self.decoder.device), -1)
+        tables = np.zeros((rows, self._tables.shape[1]), dtype=np.int32)
+        for row, blocks in enumerate(self._blocks):
+            tables[row, : len(blocks)] = blocks
+        # Copy from pinned memory, so that the host does not wait for the running chunk.
+        self._tables[:rows].copy_(torch.from_numpy(tables).pin_memory(), non_blocking=True)
         self._step.zero_()
         for _ in range(steps):
             step()
@@ -304,13 +309,6 @@ class PagedRunner:
             slots.append(np.array(self._blocks[row])[positions // BLOCK] * BLOCK + positions % BLOCK)
         return on_device(np.concatenate(slots), self.decoder.device)
 
-    def _upload_ends(self) -> None:
-        """Queue an update behind the running chunk. It marks the rows that are at their limit, because limits may have been set since
-        that chunk began."""
-        over = self._rows.is_over(self.num_rows)
-        if over.any():
-            self._state[1, : self.num_rows].masked_fill_(on_device(over, self.decoder.device), -1)
-
     def _upload_rows(self) -> None:
         rows = self.num_rows
         state = self._rows.numbers.copy()
@@ -321,13 +319,6 @@ class PagedRunner:
         self._sampling.copy_(torch.from_numpy(sampling_state))
         if self._served is not None:
             self._adapter_slots.copy_(torch.from_numpy(self._rows.slot))
-
-    def _upload_tables(self) -> None:
-        tables = np.zeros((self.num_rows, self._tables.shape[1]), dtype=np.int32)
-        for row, blocks in enumerate(self._blocks):
-            tables[row, : len(blocks)] = blocks
-        # Copy from pinned memory, so that the host does not wait for the running chunk.
-        self._tables[: self.num_rows].copy_(torch.from_numpy(tables).pin_memory(), non_blocking=True)
 
     def _graph(self, size: int, truncates: bool) -> torch.cuda.CUDAGraph:
         if (size, truncates) not in self._graphs:

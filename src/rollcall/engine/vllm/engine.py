@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from rollcall.base.types import Completion, FinishReason
 from rollcall.config import VllmSection
 from rollcall.engine.protocol import Refused, Request
-from rollcall.engine.sequence import BaseCore, Sequence, cut_at_stop_string, note_version
+from rollcall.engine.sequence import BaseCore, Sequence
 from rollcall.engine.vllm.child import START_S, Child
 from rollcall.engine.vllm.setup import make_spec
 from rollcall.engine.weights.protocol import RefusedUpdateError
@@ -199,11 +199,8 @@ class VllmEngine(BaseCore):
             sequence.logprobs += logprobs
             if finish is not None:
                 sequence.finish = FinishReason(finish)
-            if sequence.request.sampling.stop_strings and cut_at_stop_string(sequence, before, self.tokenizer):
-                cut += [name] if finish is None else []
-            note_version(sequence, self.version, len(sequence.token_ids) - before)
-            if sequence.finish is not None:
-                self._ended.append(sequence)
+            if self._take_new(sequence, before) and finish is None:
+                cut.append(name)
         self._rows = {name: sequence for name, sequence in self._rows.items() if sequence.finish is None or name in cut}
         self._drop(cut)
 

@@ -65,7 +65,8 @@ class FolderSender:
             sums = json.dumps([checksum(bucket) for bucket in buckets])
             path = _path(self._invitation, version, number)
             with replacing(path, durable=False) as file:
-                entries = ((entry.name, entry.torch_dtype, entry.stored_shape) for entry in part.entries)
+                # Shapes in memory order.
+                entries = ((one.name, one.torch_dtype, [one.shape[dim] for dim in one.order]) for one in part.entries)
                 write_header(file, entries, metadata={"layout": views.layout.text, "sums": sums})
                 for span in (span for bucket in buckets for span in bucket):
                     file.write(span.cpu().numpy().data)

@@ -34,11 +34,6 @@ class Entry:
         return getattr(torch, self.dtype)
 
     @property
-    def stored_shape(self) -> list[int]:
-        """The shape in memory order."""
-        return [self.shape[dim] for dim in self.order]
-
-    @property
     def num_bytes(self) -> int:
         return math.prod(self.shape) * self.torch_dtype.itemsize
 
