@@ -70,16 +70,13 @@ class Section(BaseModel):
 
 
 def _takes_numbers_alone(annotation: Any) -> bool:
-    kinds = set(_scalars(annotation))
+    kinds = _scalars(annotation)
     return bool(kinds & {int, float}) and not kinds & {bool, str, Any}
 
 
-def _scalars(annotation: Any) -> Iterator[Any]:
-    if args := get_args(annotation):
-        for arg in args:
-            yield from _scalars(arg)
-    else:
-        yield annotation
+def _scalars(annotation: Any) -> set[Any]:
+    args = get_args(annotation)
+    return set().union(*map(_scalars, args)) if args else {annotation}
 
 
 def _leaves(value: Any, where: str) -> Iterator[tuple[str, Any]]:

@@ -165,15 +165,13 @@ def _changed(config: Any, key: str) -> list[str]:
 
 # Keys of parallel training, with names known from other systems
 
-OWN_KEYS = ("lr", "betas", "eps", "weight_decay")  # keys of the section that may also be in the optimizer's kwargs
-
 
 def lift_kwargs(data: Any) -> Any:
     """Move lr, betas, eps and weight_decay from ``optimizer.kwargs`` to the section's keys with the same names."""
     optimizer = data.get("optimizer") if isinstance(data, dict) else None
     if not isinstance(optimizer, dict) or not isinstance(kwargs := optimizer.get("kwargs"), dict):
         return data
-    own = {key: kwargs[key] for key in OWN_KEYS if key in kwargs}
+    own = {key: kwargs[key] for key in ("lr", "betas", "eps", "weight_decay") if key in kwargs}
     for key, value in own.items():
         if key in data and read_number(data[key]) != read_number(value):
             raise ValueError(f"optimizer.kwargs.{key}={value} contradicts {key}={data[key]}; remove one of them")
@@ -198,16 +196,12 @@ def check_section(section: Any) -> Any:
             "cpu_offload=true keeps a sharded learner's state in host memory, but sharding is replicate; set "
             "sharding=fsdp (it also works with one process)"
         )
-    _check_kwargs(section.optimizer.kwargs)
-    _check_state(section)
-    return section
-
-
-def _check_state(section: Any) -> None:
-    """Check that ``optimizer.state: bfloat16`` is compatible with the other keys."""
     choice = section.optimizer
-    if choice.state == "float32":
-        return
+    if choice.kwargs.get("foreach") and choice.kwargs.get("fused"):
+        raise ValueError("optimizer.kwargs sets both foreach and fused, but torch accepts only one of them; remove one")
+    for key in ("capturable", "differentiable", "maximize"):
+        if choice.kwargs.get(key):
+            raise ValueError(f"optimizer.kwargs.{key}={choice.kwargs[key]} is not supported; remove it")
     problems = {
         f"works only with torch.optim.AdamW, but optimizer.name is {choice.name}": choice.name != "torch.optim.AdamW",
         f"does not work with optimizer.kwargs.{next(iter(choice.kwargs), '')}": choice.kwargs,
@@ -217,16 +211,9 @@ def _check_state(section: Any) -> None:
         "saves GPU memory, but with cpu_offload=true the state is in host memory": section.cpu_offload,
     }
     for problem, is_there in problems.items():
-        if is_there:
+        if is_there and choice.state == "bfloat16":
             raise ValueError(f"optimizer.state={choice.state} {problem}; remove one of them")
-
-
-def _check_kwargs(kwargs: dict[str, Any]) -> None:
-    if kwargs.get("foreach") and kwargs.get("fused"):
-        raise ValueError("optimizer.kwargs sets both foreach and fused, but torch accepts only one of them; remove one")
-    for key in ("capturable", "differentiable", "maximize"):
-        if kwargs.get(key):
-            raise ValueError(f"optimizer.kwargs.{key}={kwargs[key]} is not supported; remove it")
+    return section
 
 
 def check_batches(config: Any, *, name: str) -> None:

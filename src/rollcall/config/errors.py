@@ -14,8 +14,6 @@ from rollcall.base.redact import REDACTED, names_secret, redact_source
 from rollcall.config.base import KeyProblem
 
 WORDS_ALIKE = 0.75  # if two words are at least this similar, one may be a misspelling of the other
-ONE_LETTER = 0.9  # similarity of two names that differ in one letter
-LIKELY = 0.5  # a less similar name is not worth suggesting
 LONGEST_NAME = 60  # characters; no name is suggested for a longer key
 MOST_ERRORS = 10  # the most errors shown at once
 MOST_SHOWN = 300  # characters shown of a given value
@@ -53,7 +51,11 @@ def explain(item: Any, root: type[BaseModel]) -> str:
             example = "class" if path == "environment" else "grpo" if tag == "name" else "exact"
             return f"{path} has no {tag}; write for example {path}.{tag}={example} (docs/configuration.md lists all choices)"
         case "union_tag_invalid":
-            return _unknown_tag(path, item["ctx"])
+            context = item["ctx"]
+            tag, tags = context["discriminator"].strip("'"), context["expected_tags"].replace("'", "").split(", ")
+            near = nearest(context["tag"], tags)
+            hint = f"did you mean {near}?" if near else f"choose from {', '.join(tags)}"
+            return f"{path}.{tag}={shown(context['tag'])} is not known; {hint}"
         case "model_type" | "dict_type":
             field = section.model_fields.get(path.rpartition(".")[2]) if section else None
             inner = target(field.annotation)[0] if field else None
@@ -131,13 +133,6 @@ def _homes(name: str, root: type[BaseModel]) -> list[str]:
     ]
 
 
-def _unknown_tag(path: str, context: dict[str, Any]) -> str:
-    tag, tags = context["discriminator"].strip("'"), context["expected_tags"].replace("'", "").split(", ")
-    near = nearest(context["tag"], tags)
-    hint = f"did you mean {near}?" if near else f"choose from {', '.join(tags)}"
-    return f"{path}.{tag}={shown(context['tag'])} is not known; {hint}"
-
-
 def nearest(given: str, names: list[str]) -> str | None:
     """Return the name that was probably meant: one with the same words, a similar spelling, or the words' initials.
 
@@ -154,7 +149,7 @@ def nearest(given: str, names: list[str]) -> str | None:
         if name == "".join(word[:1] for word in words):
             return 1.0
         spelling = _ratio(given.lower(), name)
-        if spelling >= ONE_LETTER:  # max_turn means max_turns, although max_turn_tokens contains both words
+        if spelling >= 0.9:  # one letter differs; max_turn means max_turns, though max_turn_tokens has both words
             return 1.0 + spelling
         closest = [max(_ratio(word, part) for part in name.split("_")) for word in words]
         shared = sum(ratio for ratio in closest if ratio >= WORDS_ALIKE) / len(words)
@@ -162,7 +157,7 @@ def nearest(given: str, names: list[str]) -> str | None:
 
     # On a tie, the first one, because sections begin with their most important keys.
     best = max(names, key=likeness, default=None)
-    return best if best is not None and likeness(best) >= LIKELY else None
+    return best if best is not None and likeness(best) >= 0.5 else None
 
 
 def _ratio(one: str, other: str) -> float:

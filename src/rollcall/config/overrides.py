@@ -23,7 +23,11 @@ def apply_override(raw: dict[str, Any], override: str, *, root: type[BaseModel])
     key, equals, text = override.partition("=")
     if not equals or not key:
         raise ConfigError(f"override {shown(override)} is not of the form key=value; write for example actor.lr=1e-5")
-    value = _parse_value(text, override, is_text=_is_text(key, root))
+    annotation = _annotation(key, root)
+    kinds = {annotation, *get_args(annotation)}
+    # Whether the value is a string, or a string or null.
+    is_text = str in kinds and not kinds - {str, NoneType, str | None}
+    value = _parse_value(text, override, is_text=is_text)
     try:
         set_key(raw, key, value)
     except ConfigError as error:
@@ -77,13 +81,6 @@ def refuse_secret(override: str) -> None:
         raise ConfigError(
             f"{name} looks like a secret, and other users can see a command line; export {name} and list its name in cluster.env_pass"
         )
-
-
-def _is_text(key: str, root: type[BaseModel]) -> bool:
-    """Whether a key's value is a string, or a string or null."""
-    annotation = _annotation(key, root)
-    kinds = {annotation, *get_args(annotation)}
-    return str in kinds and not kinds - {str, NoneType, str | None}
 
 
 def _annotation(key: str, root: type[BaseModel]) -> Any:

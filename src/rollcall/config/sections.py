@@ -98,21 +98,16 @@ class ClusterSection(Section):
                 f"num_nodes={self.num_nodes} x num_gpus_per_node={self.num_gpus_per_node} give {slots:,} slots, but a cluster can "
                 f"have at most {MAX_SLOTS:,}"
             )
-        self._check_weights()
-        return self
-
-    def _check_weights(self) -> None:
         weights = self.node_weights
-        if weights is None:
-            return
-        if len(weights) != self.num_nodes:
+        if weights is not None and len(weights) != self.num_nodes:
             raise ValueError(
                 f"node_weights={weights} has {counted(len(weights), 'number')} for {counted(self.num_nodes, 'node')}; give one per node"
             )
-        if not all(0 <= weight < float("inf") for weight in weights) or not any(weights):
+        if weights is not None and (min(weights) < 0 or not any(weights)):
             raise ValueError(
                 f"node_weights={weights} must not contain negative numbers, and needs at least one above 0"
             )
+        return self
 
     @property
     def slots_per_node(self) -> list[int]:

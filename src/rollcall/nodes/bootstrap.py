@@ -47,7 +47,6 @@ from rollcall.nodes.state import (
 from rollcall.nodes.tls import write_certificates
 
 START_S = 180.0  # for starting Ray on this node, once the head is known
-SETTLE_S = 1.0  # long enough to see a second head that published itself at the same moment
 TAKEN_S = 15.0  # a head notices a killed node within 5 s; only then is the node's rank free
 
 
@@ -264,7 +263,7 @@ def _publish(request: NodeRequest, start: Start, record: NodeRecord, *, deadline
     rendezvous = Rendezvous(request.rendezvous, request.cluster)
     while True:
         rendezvous.publish(head, token=token)
-        time.sleep(SETTLE_S)
+        time.sleep(1.0)  # long enough to see a second head that published itself at the same moment
         seen = rendezvous.read()
         if seen is not None and seen.cluster_id != head.cluster_id:
             raise ClusterError(

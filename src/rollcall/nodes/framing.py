@@ -20,7 +20,6 @@ LENGTH = struct.Struct("<Q")
 HEAD = struct.Struct("<IB")  # call number, kind of message
 CALL, PART, DONE, RAISED = range(4)  # PART: a value that a call yields before it is done
 LONGEST = 1 << 40  # bytes in a message between our own processes
-LONGEST_JSON = 256 << 20  # bytes in a message from the network
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +86,7 @@ def read_frame(read: Callable[[int], bytes], *, longest: int = LONGEST) -> bytes
 
 
 def read_json_frame(read: Callable[[int], bytes]) -> Any:
-    return json.loads(read_frame(read, longest=LONGEST_JSON))
+    return json.loads(read_frame(read, longest=256 << 20))  # it may come from the network
 
 
 def read_exactly(read_some: Callable[[int], bytes], count: int) -> bytes:

@@ -35,7 +35,6 @@ from rollcall.nodes.framing import json_frame, read_exactly, read_json_frame
 
 GREET_S = 60.0  # members that greet are already connected, so a peer that is silent for this long is not a member
 SLICE_S = 1.0  # the longest single wait; between two waits, other threads of this process can use the connection
-ACCEPT_S = 0.5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,7 +64,7 @@ class MeetingServer:
 
     def _welcome(self) -> None:
         while not self._is_closed:
-            connection = self._door.accept(ACCEPT_S)
+            connection = self._door.accept(0.5)
             if connection is not None:
                 watch_peer(connection)
                 self._connections.append(connection)

@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import IO, Literal
+from typing import Literal
 
 from rollcall.base.atomic import take_lock, write_atomic
 from rollcall.base.errors import ClusterError
@@ -161,7 +161,10 @@ def not_here(cluster: str) -> str:
 def sole_owner(cluster: str) -> Iterator[None]:
     """Let only one command at a time start or stop this cluster on this node; a second command waits."""
     wait = Wait(OWNER_S)
-    while (file := _lock(cluster)) is None:
+    while True:
+        with suppress(FileNotFoundError):  # another command has just removed the folder
+            if (file := take_lock(state_dir(cluster) / "lock")) is not None:
+                break
         if wait.is_over:
             raise ClusterError(
                 f"another `rollcall node` or `rollcall down` of cluster {cluster!r} has been running on this node "
@@ -173,13 +176,6 @@ def sole_owner(cluster: str) -> Iterator[None]:
             yield
         finally:
             _leave_nothing(cluster)
-
-
-def _lock(cluster: str) -> IO[bytes] | None:
-    """Return the locked file, or `None` if another command has locked it or has just removed the folder."""
-    with suppress(FileNotFoundError):
-        return take_lock(state_dir(cluster) / "lock")
-    return None
 
 
 def _leave_nothing(cluster: str) -> None:
