@@ -21,7 +21,6 @@ from typing import Any
 
 from rollcall.base.atomic import replacing
 from rollcall.base.errors import CheckpointError
-from rollcall.base.patience import plain_disk_errors
 from rollcall.base.wait import warn
 from rollcall.model.stored.files import file_checksum
 from rollcall.model.stored.find import read_manifest
@@ -54,8 +53,7 @@ def name_of_run(checkpoints: Path, *, run: str) -> str:
 def names_of_run(checkpoints: Path) -> tuple[list[str], int | None]:
     """Return the folder names of this run and of the runs that it was copied from, and the inode that the name file records, if any."""
     path = checkpoints / FOLDER_NAME
-    with plain_disk_errors(path):
-        text = path.read_text(errors="replace")
+    text = path.read_text(errors="replace")
     lines = [line.split(" ") for line in text.splitlines()]
     if not lines or not all(_NAME.fullmatch(line[0]) for line in lines):
         raise CheckpointError(
@@ -69,8 +67,7 @@ def names_of_run(checkpoints: Path) -> tuple[list[str], int | None]:
 def folder_of(name: str) -> Path:
     """Return the run's folder on this node."""
     root = Path(tempfile.gettempdir()) / f"rollcall-{os.getuid()}"
-    with plain_disk_errors(root):
-        root.mkdir(mode=0o700, exist_ok=True)
+    root.mkdir(mode=0o700, exist_ok=True)
     return root / "parts" / name
 
 
@@ -106,10 +103,9 @@ def bring(directory: Path, files: Mapping[str, Mapping[str, Any]], *, copy: bool
     for name, facts in files.items():
         source, target = Path(facts["place"]), directory / name
         if copy:
-            with plain_disk_errors(target):
-                target.parent.mkdir(parents=True, exist_ok=True)
-                with source.open("rb") as file, replacing(target) as out:
-                    shutil.copyfileobj(file, out, 1 << 20)
+            target.parent.mkdir(parents=True, exist_ok=True)
+            with source.open("rb") as file, replacing(target) as out:
+                shutil.copyfileobj(file, out, 1 << 20)
         if file_checksum(target if copy else source) != facts["blake2b"]:
             if copy:
                 target.unlink()

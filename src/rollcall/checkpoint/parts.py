@@ -14,6 +14,7 @@ import os
 import socket
 import threading
 import weakref
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
@@ -26,7 +27,7 @@ import torch
 from torch import Tensor
 
 from rollcall.base.atomic import fsync
-from rollcall.base.patience import NodeDiskError, plain_disk_errors
+from rollcall.base.patience import NodeDiskError
 from rollcall.base.wait import warn
 from rollcall.checkpoint.store import Written
 from rollcall.learner.layout import Block
@@ -116,9 +117,8 @@ class PartWriter:
             is_part = not isinstance(file.content, bytes)
             path = (place if place is not None and is_part else folder) / file.name
             try:
-                with plain_disk_errors(path):
-                    path.parent.mkdir(parents=True, exist_ok=True)
-                    digest = write_image(image, path)
+                path.parent.mkdir(parents=True, exist_ok=True)
+                digest = write_image(image, path)
             except OSError as error:
                 if place is None or not is_part:
                     raise
@@ -173,13 +173,14 @@ def image_of(tensors: Sequence[PartTensor], memory: HostMemory) -> Tensor:
     """Build a safetensors file with these blocks in host memory."""
     # Widest dtype first, because tensors follow each other without gaps and each number must be aligned to its width.
     ordered = sorted(tensors, key=lambda tensor: -tensor.dtype.itemsize)
-    keys = _keys(ordered)
-    parts = {
-        key: {"name": tensor.name, "start": tensor.start, "shape": tensor.whole}
-        for key, tensor in zip(keys, ordered, strict=True)
-    }
+    keyed: dict[str, PartTensor] = {}  # by name, with a number added if the part contains several blocks of a tensor
+    seen = Counter[str]()
+    for one in ordered:
+        keyed[f"{one.name}#{seen[one.name]}" if seen[one.name] else one.name] = one
+        seen[one.name] += 1
+    parts = {key: {"name": one.name, "start": one.start, "shape": one.whole} for key, one in keyed.items()}
     head = io.BytesIO()
-    shapes = [(key, tensor.dtype, tensor.values.shape) for key, tensor in zip(keys, ordered, strict=True)]
+    shapes = [(key, one.dtype, one.values.shape) for key, one in keyed.items()]
     write_header(head, shapes, metadata={"format": "pt", "parts": json.dumps(parts, separators=(",", ":"))})
     begin = head.tell()
     sizes = [prod(tensor.values.shape) * tensor.dtype.itemsize for tensor in ordered]
@@ -192,16 +193,6 @@ def image_of(tensors: Sequence[PartTensor], memory: HostMemory) -> Tensor:
             target.copy_(tensor.values.to(tensor.dtype), non_blocking=True)
         begin += size
     return image
-
-
-def _keys(tensors: Sequence[PartTensor]) -> list[str]:
-    """Return each tensor's name, with a number added if the part contains several of its blocks."""
-    seen: dict[str, int] = {}
-    keys = []
-    for tensor in tensors:
-        number = seen[tensor.name] = seen.get(tensor.name, -1) + 1
-        keys.append(f"{tensor.name}#{number}" if number else tensor.name)
-    return keys
 
 
 def write_image(image: Tensor, path: Path) -> str:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,6 @@ import torch
 
 from rollcall.base.atomic import write_atomic
 from rollcall.base.errors import CheckpointError
-from rollcall.base.patience import plain_disk_errors
 from rollcall.checkpoint.probe import TrainedProbe, changed_config_files, read_probe
 from rollcall.checkpoint.store import describe_files
 from rollcall.config.yaml import read_small
@@ -99,7 +97,8 @@ def verify(model_dir: Path, probe: Path | None = None, *, dtype: str | None = No
             f"{model_dir} is not the model that was trained: {', '.join(other)} {'has' if len(other) == 1 else 'have'} changed since "
             "the run saved it. Merge the checkpoint again"
         )
-    _leave_mark(model_dir, result, recorded, files=before)
+    write_atomic(model_dir / PROBE, recorded.dump())
+    write_atomic(model_dir / VERIFIED, json.dumps({"format": 1, **asdict(result), "files": before}, indent=1))
     return result
 
 
@@ -123,12 +122,6 @@ def mark_of(model_dir: Path) -> dict[str, Any] | None:
         return found if sound else None
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return None
-
-
-def _leave_mark(model_dir: Path, result: Verified, probe: TrainedProbe, *, files: Mapping[str, Any]) -> None:
-    with plain_disk_errors(model_dir):
-        write_atomic(model_dir / PROBE, probe.dump())
-        write_atomic(model_dir / VERIFIED, json.dumps({"format": 1, **asdict(result), "files": files}, indent=1))
 
 
 def _refuse_other_dtype(stored: Stored, *, wanted: str, trained: str, model_dir: Path) -> None:
