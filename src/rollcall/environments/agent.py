@@ -25,7 +25,7 @@ from rollcall.base.words import visible
 from rollcall.config.environments import EnvironmentBase
 from rollcall.engine.protocol import Sampling
 from rollcall.environments.conversation import Conversations
-from rollcall.environments.endpoint import LOOPBACK, Caller, Endpoint, EndpointServer, in_loop, take_reward
+from rollcall.environments.endpoint import LOOPBACK, Caller, Endpoint, EndpointServer, Open, in_loop, take_reward
 from rollcall.environments.episode import LONGEST_ERROR, one_ends_within, row_of, turn_seed
 from rollcall.environments.histories import Histories, HistoryRow
 from rollcall.environments.program import KEY
@@ -71,14 +71,13 @@ class AgentEnvironments:
 
 
 @dataclass(slots=True, kw_only=True)
-class EpisodeRules:
-    """Limits what an episode's program may request."""
+class EpisodeRules(Open):
+    """Limits what an episode's program may request. ``default`` are the run's settings; its ``max_tokens`` limits the total over all
+    histories."""
 
     section: EnvironmentBase
-    base: Sampling  # the run's settings; max_tokens limits the total over all histories
     seed_of_attempt: int
     histories: Histories
-    model: str | None = None  # None because a program may use any model name
     num_turns: int = 0
     num_seeds: int = 0
     met: EndReason | None = None  # the limit that a request reached
@@ -86,13 +85,7 @@ class EpisodeRules:
     overruled: set[str] = field(default_factory=set)  # request parameters that the run overrides
 
     @property
-    def is_cut(self) -> bool:
-        """Whether the token limit cut the last answer short."""
-        rows = self.histories.rows
-        return self._used >= self.base.max_tokens and any(row.finish is FinishReason.LENGTH for row in rows)
-
-    @property
-    def _used(self) -> int:
+    def used(self) -> int:
         return sum(row.length for row in self.histories.rows)
 
     def admit(self, num_choices: int) -> None:
@@ -102,18 +95,19 @@ class EpisodeRules:
         self.num_turns += num_choices
 
     def sampling(self, wanted: Wanted, *, room: int, num_added: int) -> Sampling:
-        own = {"temperature": self.base.temperature, "top_p": self.base.top_p, "top_k": self.base.top_k, "seed": None}
+        base = self.default
+        own = {"temperature": base.temperature, "top_p": base.top_p, "top_k": base.top_k, "seed": None}
         self.overruled |= {name for name, value in own.items() if getattr(wanted, name) not in (None, value)}
-        left = self.base.max_tokens - num_added - self._used
+        left = base.max_tokens - num_added - self.used
         if left < 1:
-            text = f"{self.base.max_tokens} tokens (rollout.max_response_tokens)"
+            text = f"{base.max_tokens} tokens (rollout.max_response_tokens)"
             raise self._over(EndReason.TOKENS, text, code="token_limit")
         limits = (room, left, self.section.max_turn_tokens or left, wanted.token_limit or left)
         return replace(
-            self.base,
+            base,
             max_tokens=min(limits),
-            stop_token_ids=tuple(dict.fromkeys((*self.base.stop_token_ids, *wanted.stop_token_ids))),
-            stop_strings=tuple(dict.fromkeys((*self.base.stop_strings, *wanted.stop))),
+            stop_token_ids=tuple(dict.fromkeys((*base.stop_token_ids, *wanted.stop_token_ids))),
+            stop_strings=tuple(dict.fromkeys((*base.stop_strings, *wanted.stop))),
         )
 
     def seed(self, wanted: Wanted, place: int) -> int:
@@ -174,7 +168,8 @@ class AgentPlayer:
         self, host: ProgramHost, prompt: Prompt, seed: int, sampling: Sampling, session: str, sample: SampleTurn
     ) -> Completion:
         histories = Histories(self._conversations, name=session)
-        rules = EpisodeRules(section=self.section, base=sampling, seed_of_attempt=seed, histories=histories)
+        given: dict[str, Any] = {"section": self.section, "seed_of_attempt": seed, "histories": histories}
+        rules = EpisodeRules(model=None, default=sampling, **given)  # a program may use any model name
         caller = Caller(rules=rules, histories=histories, sample=sample, takes_reward=True)
         key = secrets.token_urlsafe(32)
         self._callers[key] = caller
@@ -225,7 +220,8 @@ class AgentPlayer:
                 refused = f"{caller.num_refused} of the program's requests were refused"
                 why = f"{refused}, and none was answered; the last refusal: {caller.last_refusal}"
             return EndReason.ERROR, why
-        return EndReason.TOKENS if rules.is_cut else EndReason.DONE, ""
+        is_cut = any(row.finish is FinishReason.LENGTH for row in caller.histories.rows)
+        return EndReason.TOKENS if is_cut and rules.used >= rules.default.max_tokens else EndReason.DONE, ""
 
 
 async def _run_within(

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import re
 import secrets
-from collections import OrderedDict
 from collections.abc import Sequence
 from typing import Any
 
@@ -43,8 +42,11 @@ class Conversations:
     def __init__(self, tokenizer: Any) -> None:
         self.tokenizer = tokenizer
         self._backend = _plain_backend(tokenizer)
-        self._special = _special_tokens(tokenizer)
-        self._known: OrderedDict[tuple[bytes, str], str] = OrderedDict()  # cache for why_not_after
+        added = (token.content for token in tokenizer.added_tokens_decoder.values() if token.special)
+        special = sorted({*tokenizer.all_special_tokens, *added}, key=len, reverse=True)
+        # (?!) matches nothing.
+        self._special = re.compile("|".join(re.escape(name) for name in special if len(name) > 1) or r"(?!)")
+        self._known: dict[tuple[bytes, str], str] = {}  # cache for why_not_after
         self._num_examined = 0
         self._cut = f"ROLLCALLCUT{secrets.token_hex(8)}"  # random, so no message contains it
 
@@ -116,13 +118,13 @@ class Conversations:
         each set of tools. ``key`` identifies the set of tools."""
         for role in sorted({message["role"] for message in messages}):
             if (key, role) not in self._known:
+                if len(self._known) >= 1000:
+                    self._known.clear()
                 try:
                     self.check_extension(tools=tools, role=role)
                     self._known[key, role] = ""
                 except ConfigError as error:
                     self._known[key, role] = str(error)
-                while len(self._known) > 1000:
-                    self._known.popitem(last=False)
             if why := self._known[key, role]:
                 return why
         return ""
@@ -176,9 +178,3 @@ def _plain_backend(tokenizer: Any) -> Any:
         return None
     tokenizer("")  # turns off truncation and padding, which its file may have turned on
     return tokenizer.backend_tokenizer
-
-
-def _special_tokens(tokenizer: Any) -> re.Pattern[str]:
-    added = (token.content for token in tokenizer.added_tokens_decoder.values() if token.special)
-    names = (name for name in {*tokenizer.all_special_tokens, *added} if len(name) > 1)
-    return re.compile("|".join(map(re.escape, sorted(names, key=len, reverse=True))) or r"(?!)")  # (?!) matches nothing

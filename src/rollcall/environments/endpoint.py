@@ -26,7 +26,7 @@ from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, S
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from importlib.util import find_spec
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -407,22 +407,9 @@ def in_loop(sample: SampleTurn, loop: asyncio.AbstractEventLoop) -> SampleTurn:
     return crossing
 
 
-class Rules(Protocol):
-    """Decides which of a caller's requests are allowed. A method refuses a request by raising ``Refused``."""
-
-    model: str | None  # the model name that requests may use; None allows any name
-
-    def sampling(self, wanted: Wanted, *, room: int, num_added: int) -> Sampling:
-        """``room``: how many tokens fit after the prompt. ``num_added``: how many of its tokens follow the answer that it extends."""
-        ...
-
-    def admit(self, num_choices: int) -> None: ...
-    def seed(self, wanted: Wanted, place: int) -> int: ...
-
-
 @dataclass(slots=True, kw_only=True, eq=False)
 class Caller:
-    rules: Rules
+    rules: Open
     histories: Histories
     sample: SampleTurn
     tasks: set[asyncio.Task[Any]] = field(default_factory=set)  # the open requests
@@ -445,13 +432,15 @@ class Caller:
 
 @dataclass(slots=True, kw_only=True)
 class Open:
-    """Lets each request choose its sampling parameters. ``default`` supplies the missing values."""
+    """Decides which of a caller's requests are allowed, and refuses the others by raising ``Refused``. This class lets each request
+    choose its sampling parameters. ``default`` supplies the missing values."""
 
-    model: str | None
+    model: str | None  # the model name that requests may use; None allows any name
     default: Sampling
     is_stopping: bool = False
 
     def sampling(self, wanted: Wanted, *, room: int, num_added: int) -> Sampling:
+        """``room``: how many tokens fit after the prompt. ``num_added``: how many of its tokens follow the answer that it extends."""
         default = self.default
         return Sampling(
             temperature=default.temperature if wanted.temperature is None else wanted.temperature,

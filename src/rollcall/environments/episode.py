@@ -66,9 +66,8 @@ class Player:
             try:
                 await within(one.run(host), limit_s, late)
             except EnvironmentLost:
-                if (
-                    task := asyncio.current_task()
-                ) is not None and task.cancelling():  # the environment was lost while it was being closed
+                task = asyncio.current_task()
+                if task is not None and task.cancelling():  # the environment was lost while it was being closed
                     raise asyncio.CancelledError from None
                 continue  # the loss was already reported; find_host gives up if no host comes back
             except TooLong as error:

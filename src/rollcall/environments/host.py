@@ -85,45 +85,36 @@ class EnvironmentHost:
         task.add_done_callback(self._serving.discard)
 
     async def _serve(self, connection: socket.socket) -> None:
+        """Do what a connection asks of the environment or program that it starts."""
         watch_peer(connection)
-        episode = _Episode(self._here)
-        try:
-            await answer_calls(connection, episode.do, dumps=_ANSWER.dump_json)
-        finally:
-            await episode.end()
+        here: Any = self._here  # the controller calls only the methods that this type has
+        playing: list[Environment] = []  # empty or one environment
+        stop = asyncio.Event()  # stops the program
+        is_broken, num_running = True, 0  # an environment is broken unless it is closed cleanly
 
-
-class _Episode:
-    """The environment or program that a connection started."""
-
-    def __init__(self, here: Any) -> None:
-        self._here = here  # the controller calls only the methods that this type has
-        self._environment: Environment | None = None
-        self._stop = asyncio.Event()  # stops its program
-        self._is_broken = True  # unless it is closed cleanly
-        self._num_running = 0
-
-    async def do(self, method: str, arguments: list[Any]) -> Any:
-        if method == "stop":
-            return self._stop.set()
-        if method == "close":
-            self._is_broken = arguments[0] or self._num_running > 0
-            return None
-        self._num_running += 1
-        try:
-            if method == "run":
-                return await self._here.run(*arguments, stop=self._stop)
-            if method == "start":
-                self._environment = await self._here.start(*arguments)
+        async def do(method: str, arguments: list[Any]) -> Any:
+            nonlocal is_broken, num_running
+            if method == "stop":
+                return stop.set()
+            if method == "close":
+                is_broken = arguments[0] or num_running > 0
                 return None
-            assert method in ("reset", "step", "reward", "attributes"), f"the controller asked for {method!r}"
-            return await getattr(self._environment, method)(*arguments)
-        finally:
-            self._num_running -= 1
+            num_running += 1
+            try:
+                if method == "run":
+                    return await here.run(*arguments, stop=stop)
+                if method == "start":
+                    return playing.append(await here.start(*arguments))
+                assert method in ("reset", "step", "reward", "attributes"), f"the controller asked for {method!r}"
+                return await getattr(playing[0], method)(*arguments)
+            finally:
+                num_running -= 1
 
-    async def end(self) -> None:
-        if self._environment is not None:
-            await self._environment.close(broken=self._is_broken)
+        try:
+            await answer_calls(connection, do, dumps=_ANSWER.dump_json)
+        finally:
+            for environment in playing:
+                await environment.close(broken=is_broken)
 
 
 def make_environments(section: EnvironmentSection, *, chat_template: str | None) -> Environments:

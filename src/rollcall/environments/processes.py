@@ -188,7 +188,7 @@ class Zygote:
     call at a time, while its children are called from the running event loop."""
 
     def __init__(self, setup: dict[str, Any], *, python: str | None, env: Sequence[str], output_fd: int) -> None:
-        self.pids: dict[int, int] = {}  # its children, by number
+        self.pids: set[int] = set()  # its children
         self._num_started = 0
         self._one_calls = threading.Lock()
         with ExitStack() as undo, ExitStack() as passed:
@@ -236,15 +236,15 @@ class Zygote:
             starting.add_done_callback(end)
             raise
 
-    def end(self, number: int) -> tuple[str, int | None]:
+    def end(self, pid: int) -> tuple[str, int | None]:
         """Kill a child and everything it started, unless it has exited. Return how it ended, in words and as a status."""
         with self._one_calls:
             try:
-                status = self.worker.ask("end", number, deadline_s=_END_S)
+                status = self.worker.ask("end", pid, deadline_s=_END_S)
             except (Lost, Raised):
                 return _GONE, None
             finally:
-                self.pids.pop(number, None)
+                self.pids.discard(pid)
         return how_it_ended(status), status
 
     def close(self) -> None:
@@ -277,15 +277,15 @@ class Zygote:
         try:
             with theirs, line.theirs, self._one_calls:
                 self._num_started += 1
-                number = self._num_started
                 socket.send_fds(self._control, [b"."], [theirs.fileno(), line.theirs.fileno()])
-                pid = self.pids[number] = self.worker.ask("start", number, kind, deadline_s=_END_S)
+                pid = self.worker.ask("start", kind, deadline_s=_END_S)
+                self.pids.add(pid)
         except (Lost, Raised, OSError) as error:
             ours.close()
             line.close()
             why = error.message if isinstance(error, Raised) else _GONE
             raise EnvironmentFailed(f"cannot start a process ({why})") from None
-        link = _ForkedLink(self, number, pid=pid, connection=ours)
+        link = _ForkedLink(self, pid=pid, connection=ours)
         longest = MAX_ANSWER_BYTES + 1024
         return Worker(link, name="its process", hears=JSON, answers=ANSWERS, line=line, longest=longest)
 
@@ -294,7 +294,7 @@ class Zygote:
         with suppress(ChildProcessError):  # its status was already collected
             os.waitid(os.P_PID, self.worker.pid, os.WEXITED | os.WNOWAIT)
         # While a child is alive, it is still the parent of processes that left its group.
-        started = descendants(*self.pids.values()) if self.pids else []
+        started = descendants(*self.pids) if self.pids else []
         os.close(self._lifeline_fd)
         signal_processes(started, signal.SIGKILL)
 
@@ -302,10 +302,9 @@ class Zygote:
 class _ForkedLink(SocketLink):
     """A link to a child of the zygote (``process.worker.Link``)."""
 
-    def __init__(self, zygote: Zygote, number: int, *, pid: int, connection: socket.socket) -> None:
+    def __init__(self, zygote: Zygote, *, pid: int, connection: socket.socket) -> None:
         super().__init__(connection)
-        self._zygote, self._number = zygote, number
-        self.pid = pid
+        self._zygote, self.pid = zygote, pid
         self.where = f"process {pid}"
 
     def end(self, *, grace_s: float, ask_stack: bool = False) -> Ending:
@@ -313,7 +312,7 @@ class _ForkedLink(SocketLink):
         while (is_alive := Process.of(self.pid) is not None) and time.monotonic() < until_s:
             time.sleep(0.005)
         self.connection.close()
-        how, status = self._zygote.end(self._number)
+        how, status = self._zygote.end(self.pid)
         if grace_s and is_alive and status is not None:
             how = "user code closed the connection; it must not touch file descriptors that it did not open"
         return Ending(how=how, status=status)

@@ -152,19 +152,16 @@ async def _keep_tail(stream: asyncio.StreamReader, tail: bytearray) -> None:
 
 def kill_leftovers(leader: int, mark: tuple[str, str]) -> None:
     """Kill everything left in this leader's session, and all processes whose environment contains this variable with this value."""
+    name, value = mark
     for _ in range(3):  # they may start new processes while they are being killed
-        if not (victims := _leftovers(leader, mark)):
+        parents = {process.pid: process.info["ppid"] for process in living()}
+        # These include processes whose parent has exited. What they started may be in other sessions.
+        found = {pid for pid in parents if session_of(pid) == leader or (environment_of(pid) or {}).get(name) == value}
+        while more := {pid for pid, parent in parents.items() if parent in found} - found:
+            found |= more
+        # The leader comes first, because a shell that outlives its command would exit by itself with the command's status.
+        processes = map(Process.of, sorted(found, key=lambda pid: (pid != leader, pid)))
+        victims = [process for process in processes if process is not None]
+        if not victims:
             break
         signal_processes(victims, signal.SIGKILL)
-
-
-def _leftovers(leader: int, mark: tuple[str, str]) -> list[Process]:
-    """Find the session's processes, including those whose parent has exited, and what they started in other sessions."""
-    name, value = mark
-    parents = {process.pid: process.info["ppid"] for process in living()}
-    found = {pid for pid in parents if session_of(pid) == leader or (environment_of(pid) or {}).get(name) == value}
-    while more := {pid for pid, parent in parents.items() if parent in found} - found:
-        found |= more
-    # The leader comes first, because a shell that outlives its command would exit by itself with the command's status.
-    processes = (Process.of(pid) for pid in sorted(found, key=lambda pid: (pid != leader, pid)))
-    return [process for process in processes if process is not None]

@@ -126,21 +126,17 @@ class TasksetServer:
             held.callback(self.worker.close, grace_s=END_TIMEOUT_S)
             try:
                 self.worker.ask("ready", deadline_s=START_TIMEOUT_S)
-            except (Lost, Raised) as error:
-                raise ConfigError(_why_not_ready(error)) from None
+            except Raised as raised:
+                raise ConfigError(f"verifiers refuses environment.config: {raised.kind}: {raised.message}") from None
+            except Lost as lost:
+                raise ConfigError(
+                    f"{lost.who} was not ready within {START_TIMEOUT_S:g} s"
+                    if lost.is_late
+                    else f"{lost.who} {lost.why} during startup; see its output above. environment.python must have verifiers 0.4 "
+                    "(scripts/setup_peers.sh DIR verifiers)"
+                ) from None
             self._held = held.pop_all()
 
     def close(self) -> None:
         """Stop the server's episodes. Then kill the remaining processes of the server and its harnesses."""
         self._held.close()
-
-
-def _why_not_ready(error: Lost | Raised) -> str:
-    if isinstance(error, Raised):
-        return f"verifiers refuses environment.config: {error.kind}: {error.message}"
-    if error.is_late:
-        return f"{error.who} was not ready within {START_TIMEOUT_S:g} s"
-    return (
-        f"{error.who} {error.why} during startup; see its output above. environment.python must have verifiers 0.4 "
-        "(scripts/setup_peers.sh DIR verifiers)"
-    )

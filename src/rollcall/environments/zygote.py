@@ -59,7 +59,7 @@ class Zygote:
         self._lifeline_fd = lifeline_fd
         self._line = ChildLine(line_fd, of="environment")
         self._kinds: dict[str, Player] = {}
-        self._pids: dict[int, int] = {}  # number -> process ID
+        self._pids: set[int] = set()
         self._examined = Examined()
 
     def load(self, setup: dict[str, Any]) -> dict[str, Any]:
@@ -86,10 +86,9 @@ class Zygote:
             fcntl.fcntl(own_fds()[1], fcntl.F_SETSIG, signal.SIGCONT)
         return {name: kind.schemas for name, kind in self._kinds.items()}
 
-    def start(self, number: int, kind: str) -> int:
+    def start(self, kind: str) -> int:
         """Fork a child and return its process ID."""
-        _, fds, _, _ = socket.recv_fds(self._control, 1, 2)
-        connection_fd, line_fd = fds
+        _, (connection_fd, line_fd), _, _ = socket.recv_fds(self._control, 1, 2)
         try:
             with warnings.catch_warnings(
                 action="ignore"
@@ -100,18 +99,17 @@ class Zygote:
         finally:
             os.close(connection_fd)
             os.close(line_fd)
-        self._pids[number] = pid
+        self._pids.add(pid)
         return pid
 
-    def end(self, number: int) -> int:
+    def end(self, pid: int) -> int:
         """Kill a child and everything it started, unless it has exited. Return its status."""
-        pid = self._pids.pop(number)
+        self._pids.remove(pid)
         _kill(pid)
         os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
         _kill(pid)  # kills what is left of its group
         status = os.waitpid(pid, 0)[1]
-        known = {*self._pids.values(), *self._not_ours}
-        while left := {*_children()} - known:  # processes that left its group were adopted here
+        while left := {*_children()} - self._pids - self._not_ours:  # processes that left its group were adopted here
             for each in left:
                 os.kill(each, signal.SIGKILL)
                 os.waitpid(each, 0)

@@ -210,7 +210,8 @@ def _bare(text: str) -> str:
     text = text.strip().strip("*").strip().rstrip(".,;").strip().strip("*")
     if wrapped := _WRAPPED.fullmatch(text):
         return next(part for part in wrapped.groups() if part is not None).strip().rstrip(".,;")
-    text = spell_out_money(text).replace("\\$", "")
+    money = _MONEY.sub(lambda match: f"{match['sign']}{match['amount']} {_CURRENCIES[match['currency']]}", text)
+    text = money.replace("\\$", "")  # \$5 is 5 dollars
     return text.replace("$", "") if text.count("$") == 1 else text
 
 
@@ -321,11 +322,6 @@ def with_inner_units(found: Quantity) -> Quantity:
         return replace(found, number=_MARKED.sub("", found.number))
     numbers = [re.sub(r"^\s*(?:,|and\b)?\s*", "", part) for part in _MARKED.split(found.number)[::2]]
     return Quantity(f"({', '.join(numbers)})", " ".join([*inner, found.unit]), is_sure=True)
-
-
-def spell_out_money(answer: str) -> str:
-    r"""Write ``\$5`` as ``5 dollars``."""
-    return _MONEY.sub(lambda match: f"{match['sign']}{match['amount']} {_CURRENCIES[match['currency']]}", answer)
 
 
 def _canonical(unit: str) -> str | None:

@@ -36,12 +36,6 @@ class UserFunction:
     needs: frozenset[str] = frozenset()  # the row's columns that it requires
     is_trl: bool = False  # called with lists, as in TRL
 
-    @property
-    def kind(self) -> str:
-        """Empty if it gets one completion at a time. "batched" or "async" if it gets all completions in a group. The calls to an async
-        function run concurrently."""
-        return "async" if self.is_async else "batched" if self.is_batched else ""
-
     def call_with_lists(self, lists: dict[str, Any]) -> Any:
         """Call the function as TRL does. Discard what the function passes to ``log_extra`` and ``log_metric``."""
         if missing := [name for name in self.needs if name not in lists]:

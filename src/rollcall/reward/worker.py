@@ -69,7 +69,7 @@ class Ready:
 class About:
     """How a user's function is called."""
 
-    kind: str  # "batched" or "async" if it takes groups, empty if it takes single completions
+    kind: str  # empty if it gets one completion at a time; "batched" or "async" (called concurrently) if it gets a whole group
     needs: list[str]  # required columns
     trl: list[str]  # for a TRL-style function, the arguments that it names
 
@@ -110,11 +110,11 @@ class RewardWorker:
                 self._loaded[index] = build_function(spec)
             except ValueError as error:
                 raise ValueError(f"reward.{index}.{error}") from None
-        functions = {
-            index: About(one.kind, sorted(one.needs), list(one.names) if one.is_trl else [])
-            for index, one in self._loaded.items()
-            if isinstance(one, UserFunction)
-        }
+        functions: dict[int, About] = {}
+        for index, one in self._loaded.items():
+            if isinstance(one, UserFunction):
+                kind = "async" if one.is_async else "batched" if one.is_batched else ""
+                functions[index] = About(kind, sorted(one.needs), list(one.names) if one.is_trl else [])
         return asdict(Ready(in_force, functions))
 
     def score(self, items: list[tuple[Item, float]]) -> Iterator[list[dict[str, Any]]]:
