@@ -68,11 +68,7 @@ class NativeEngine(BaseCore):
             from rollcall.engine.native.rows import RowRunner
 
             self.runner = RowRunner(
-                decoder,
-                max_running=max_running,
-                kv_tokens=kv_tokens,
-                compile=compile,
-                served=self.served,
+                decoder, max_running=max_running, kv_tokens=kv_tokens, compile=compile, served=self.served
             )
         self._weight_bytes = sum(each.numel() * each.element_size() for each in decoder.named_tensors().values())
         room, vocabulary = self.runner.room, len(decoder.embed)

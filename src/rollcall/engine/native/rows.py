@@ -25,16 +25,7 @@ from torch import Tensor
 
 from rollcall.engine.native.adapters import Served
 from rollcall.engine.native.fill import run_fills
-from rollcall.engine.native.kept_rows import (
-    Bundle,
-    KeptRow,
-    KeptRows,
-    Leaving,
-    Plane,
-    Returning,
-    bundle_of_all,
-    places,
-)
+from rollcall.engine.native.kept_rows import Bundle, KeptRow, KeptRows, Leaving, Plane, Returning, bundle_of_all, places
 from rollcall.engine.native.row_attention import ATTEND, AttendRows, hide_starts, plan_extensions
 from rollcall.engine.native.runner import Chunk, Fill, Kept, RowState, Sequence, in_parts, order_fills, plan_fills
 from rollcall.engine.native.sampler import sample, uniforms

@@ -32,12 +32,7 @@ class PartsReceiver(LineReceiver):
     """Receives full tensors from several senders. ``wanted`` contains their shapes, in the order in which they are sent."""
 
     def __init__(
-        self,
-        invitations: Sequence[Invitation],
-        *,
-        name: str,
-        wanted: Mapping[str, Sequence[int]],
-        device: torch.device,
+        self, invitations: Sequence[Invitation], *, name: str, wanted: Mapping[str, Sequence[int]], device: torch.device
     ) -> None:
         super().__init__(invitations, name=name, device=device)
         self._wanted = {key: tuple(shape) for key, shape in wanted.items()}

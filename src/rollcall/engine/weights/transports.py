@@ -32,13 +32,7 @@ def carrying_for(transport: WeightTransport, *, on_host: bool, on_gpu: bool) -> 
 
 
 def open_sender(
-    transport: WeightTransport,
-    *,
-    receivers: Mapping[str, bool],
-    name: str,
-    host: str,
-    on_gpu: bool,
-    folder: Path,
+    transport: WeightTransport, *, receivers: Mapping[str, bool], name: str, host: str, on_gpu: bool, folder: Path
 ) -> FanOut:
     """Open a sender for these receivers. Each value says whether the receiver is on this host.
 
