@@ -112,7 +112,9 @@ class GroupMaker:
         if not self._generates:
             raise NothingLeftError
         given = self._given(step, draw, prompt)
-        done = self._earlier_attempts(step=step, draw=draw, seeds=given["seeds"])
+        if step not in self._attempts:
+            self._attempts[step] = self._journal.read_attempts(step)
+        done = {place: one.completions[0] for place, one in self._attempts[step].pop(draw, {}).items()}
         self.open_groups.open(prompt, step=step, draw=draw, done=done)
         group = await self._rollouts.group(prompt, **given, done=done)
         if not all(map(is_finite, group.completions)):
@@ -140,17 +142,6 @@ class GroupMaker:
             self._config.run.seed, step, f"{prompt.id}#{draw}", self._config.rollout.samples_per_prompt
         )
         return {"step": step, "draw": draw, "seeds": seeds, "sampling": self._sampling, "scorer": self._scorer}
-
-    def _earlier_attempts(self, *, step: int, draw: int, seeds: tuple[int, ...]) -> dict[int, Completion]:
-        """Return the group's completions that an earlier process finished, by index."""
-        if step not in self._attempts:
-            self._attempts[step] = self._journal.read_attempts(step)
-        found = self._attempts[step].pop(draw, {})
-        return {
-            place: one.completions[0]
-            for place, one in found.items()
-            if place < len(seeds) and one.completions[0].seed == seeds[place]
-        }
 
 
 class OpenGroups:

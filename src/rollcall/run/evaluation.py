@@ -146,15 +146,9 @@ def run_evaluation(plan: ModelPlan, *, on_progress: OnProgress) -> EvalReport:
     started = time.perf_counter()
     path, tokenizer = open_model(config, plan.model_path, origin=plan.origin)
     rewards = judges_of(config.reward)
-    assert config.data.val is not None, "plan_evaluation refuses a run without data"
-    prompts = load_prompts(
-        config.data.val,
-        data=config.data,
-        tokenizer=tokenizer,
-        split="val",
-        limit=config.eval.max_prompts,
-        needs=columns_needed(rewards),
-    )
+    data, limit, needs = config.data, config.eval.max_prompts, columns_needed(rewards)
+    assert data.val is not None, "plan_evaluation refuses a run without data"
+    prompts = load_prompts(data.val, data=data, tokenizer=tokenizer, split="val", limit=limit, needs=needs)
     sampler = load_sampler(config.model, config.rollout, path, tokenizer, lora=plan.lora)
     room = sampler.engine.max_positions - max(len(prompt.token_ids) for prompt in prompts.prompts)
     # No completion can go past the model's last position. If there is no room for even one token, the engine refuses the prompt.

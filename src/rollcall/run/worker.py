@@ -361,22 +361,16 @@ class RoleWorker(Trained):
     def _own_parts(self) -> Parts:
         """Return the part of the policy that this process sends."""
         assert self.learner is not None
-        body = self.learner.body
+        body, named = self.learner.body, self.learner.body.named
         if self._sent_blocks is None:
-            self._sent_blocks = [(name, block) for name in body.named for block in body.layout(name).blocks(own=True)]
-        return Parts(
-            [
-                SentBlock(
-                    name=block.name,
-                    start=block.start,
-                    whole=block.whole,
-                    dtype=body.dtype,
-                    values=block.of(body.named[name]),
-                )
-                for name, block in self._sent_blocks
-            ],
-            device=body.device,
-        )
+            self._sent_blocks = [(name, block) for name in named for block in body.layout(name).blocks(own=True)]
+        sent = [
+            SentBlock(
+                name=block.name, start=block.start, whole=block.whole, dtype=body.dtype, values=block.of(named[name])
+            )
+            for name, block in self._sent_blocks
+        ]
+        return Parts(sent, device=body.device)
 
     def _whole_policy(self) -> Iterator[tuple[str, Tensor]]:
         """Yield all trained weights. If the learner only has parts, also copy them to the engine's model in this process."""

@@ -104,14 +104,9 @@ def _without_data(data: DataSection, tokenizer: Any, *, split: str, limit: int |
     system = [{"role": "system", "content": data.system}] if data.system is not None else []
     chat = {"prompt_messages": [*system, {"role": "user", "content": ""}]} if is_chat else {}
     first = 0 if split == "train" else NUM_ROWS
+    ids = np.zeros(1, dtype=np.int32)
     prompts = [
-        Prompt(
-            id=f"environment-{split}:{index}",
-            token_ids=np.zeros(1, dtype=np.int32),
-            text="",
-            answer="",
-            metadata={"index": index, **chat},
-        )
+        Prompt(id=f"environment-{split}:{index}", token_ids=ids, text="", answer="", metadata={"index": index, **chat})
         for index in range(first, first + (limit or (NUM_ROWS if split == "train" else NUM_ROWS // 8)))
     ]
     return PromptSet(prompts=prompts, num_overlong=0, source=NO_DATA)
