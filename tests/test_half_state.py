@@ -35,7 +35,7 @@ def test_the_weights_stay_close_to_those_of_float32_state() -> None:
 def test_a_change_smaller_than_bfloat16_shows_is_not_lost() -> None:
     """The second moment falls from 1 toward 0.01 by a thousandth of the difference a step; rounded to the nearest it would stay."""
     weight = torch.zeros(4096, requires_grad=True)
-    optimizer = HalfStateAdamW([weight], lr=0.0)
+    optimizer = HalfStateAdamW([weight], lr=0.0, betas=(0.9, 0.999), eps=1e-8)
     weight.grad = torch.full_like(weight, 0.1)
     optimizer.step()
     optimizer.state[weight]["exp_avg_sq"].fill_(1.0)

@@ -154,6 +154,7 @@ class Optimizer:
         """Return the optimizer's state for each weight. It is empty before the first update."""
         return {name: dict(self.adamw.state.get(self.targets[name], {})) for name in self.names}
 
+    @torch.no_grad()
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Load momentum, masters and the number of updates from the state. The settings come from the section.
 
@@ -162,9 +163,17 @@ class Optimizer:
         groups = self._groups_for(state)
         self.adamw.state.clear()  # a GPU may not have room for both the old and the new state
         self.adamw.load_state_dict({**state["adamw"], "param_groups": groups})
-        self._lay_out_states()
+        # The state may have been saved in a different memory layout than that of the weights, which would make the steps slow.
+        for weight, entry in self.adamw.state.items():
+            for key, value in entry.items():
+                if isinstance(value, Tensor) and value.shape == weight.shape and value.stride() != weight.stride():
+                    entry[key] = torch.empty_like(weight, dtype=value.dtype).copy_(value)
         self.num_updates = state["num_updates"]
-        self._take_masters(state["masters"])
+        masters: Mapping[str, Tensor] = state["masters"]
+        for name, target in self.targets.items():  # converted to the targets' precision
+            target.copy_(masters.get(name, self.named[name]))
+        if self.uses_masters:
+            self._publish_masters()
 
     def _groups_for(self, state: dict[str, Any]) -> list[dict[str, Any]]:
         """Return our own groups, with the saved groups' counters (keys that are not arguments of the optimizer)."""
@@ -192,23 +201,6 @@ class Optimizer:
             {**mine, **{key: value for key, value in theirs.items() if key not in arguments}}
             for mine, theirs in zip(own, saved, strict=True)
         ]
-
-    @torch.no_grad()
-    def _take_masters(self, masters: Mapping[str, Tensor]) -> None:
-        """Load the saved masters, converted to the targets' precision. Without saved masters, use the current parameters."""
-        for name, target in self.targets.items():
-            target.copy_(masters.get(name, self.named[name]))
-        if self.uses_masters:
-            self._publish_masters()
-
-    @torch.no_grad()
-    def _lay_out_states(self) -> None:
-        """Give the state the memory layout of the weights. It may have been saved in a different layout, which would make the steps
-        slow."""
-        for weight, entry in self.adamw.state.items():
-            for key, value in entry.items():
-                if isinstance(value, Tensor) and value.shape == weight.shape and value.stride() != weight.stride():
-                    entry[key] = torch.empty_like(weight, dtype=value.dtype).copy_(value)
 
     @torch.no_grad()
     def _publish_masters(self) -> None:
@@ -305,14 +297,7 @@ class HalfStateAdamW(torch.optim.Optimizer):
     https://arxiv.org/abs/2010.06192.
     """
 
-    def __init__(
-        self,
-        params: Any,
-        lr: float = 1e-3,
-        betas: tuple[float, float] = (0.9, 0.999),
-        eps: float = 1e-8,
-        weight_decay: float = 0.0,
-    ):
+    def __init__(self, params: Any, lr: float, betas: tuple[float, float], eps: float, weight_decay: float = 0.0):
         super().__init__(params, dict(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay))
 
     @torch.no_grad()

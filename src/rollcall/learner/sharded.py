@@ -162,10 +162,13 @@ class Sharded(BodyBase):
         if (split, kv_copies) not in gang.meshes:
             gang.meshes[split, kv_copies] = make_meshes(gang, split, device_type=device.type, kv_copies=kv_copies)
         meshes: Meshes = gang.meshes[split, kv_copies]
+        # A copy, because the model's weights may be freed. On the meta device, it is created from the config.
+        rotary: Any = decoder.rope.rotary
+        rotary = type(rotary)(rotary.config) if decoder.device.type == "meta" else copy.deepcopy(rotary)
         super().__init__(
             decoder,
             shape=replace(whole, heads=whole.heads // tensor, kv_heads=max(1, whole.kv_heads // tensor)),
-            rope=Rope(own_rotary(decoder).to(device), like=torch.empty(1, device=device, dtype=decoder.dtype)),
+            rope=Rope(rotary.to(device), like=torch.empty(1, device=device, dtype=decoder.dtype)),
             device=device,
             gang=gang,
             context=join_context(gang, size=split.context, tensor=tensor),
@@ -178,12 +181,12 @@ class Sharded(BodyBase):
         self.num_tensor = tensor
         self.kv_copies, self.meshes = kv_copies, meshes
         self.group = TensorGroup(
-            group=self.meshes.tensor.get_group(),
+            group=meshes.tensor.get_group(),
             rank=split.tensor_rank,
             size=tensor,
             sequence_parallel=section.sequence_parallel,
-            kv_group=self.meshes.kv_group,
-            kv_copies=self.kv_copies,
+            kv_group=meshes.kv_group,
+            kv_copies=kv_copies,
         )
         self._first_gives = any(gang.gather(decoder.device.type == "meta" and unread is None))
         if len({str(names) for names in gang.gather(list(decoder.named_tensors()))}) > 1:
@@ -380,9 +383,3 @@ class Sharded(BodyBase):
     def masters(self, optimizer: Optimizer) -> Mapping[str, Tensor]:
         """Return this rank's parts of the master weights."""
         return self.named if self.dtype != torch.float32 and self.section.master_weights else {}
-
-
-def own_rotary(decoder: Decoder) -> nn.Module:
-    """Return a copy of the rotary module, because the model's weights may be freed. On the meta device, create it from the config."""
-    rotary: Any = decoder.rope.rotary
-    return type(rotary)(rotary.config) if decoder.device.type == "meta" else copy.deepcopy(rotary)

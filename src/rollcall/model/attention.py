@@ -10,8 +10,9 @@ On a CPU there are two equivalent methods: batched products with the scores in m
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
@@ -117,21 +118,17 @@ def flash(
     q: Tensor, k: Tensor, v: Tensor, *, cu_q: Tensor, cu_k: Tensor, max_q: int, max_k: int, scale: float, window: int
 ) -> Tensor:
     """Compute causal attention of queries [Nq, H, D] to keys [Nk, Hkv, D] in packed segments, which end at the same token."""
-    from torch.nn.attention.varlen import varlen_attn
-
-    extra: dict[str, Any] = {"enable_gqa": True} if _asks_for_groups() else {}
     left = window - 1 if window else -1
-    out = varlen_attn(q, k, v, cu_q, cu_k, max_q, max_k, scale=scale, window_size=(left, 0), **extra)
-    assert isinstance(out, Tensor)
-    return out
+    return _varlen()(q, k, v, cu_q, cu_k, max_q, max_k, scale=scale, window_size=(left, 0))
 
 
 @cache
-def _asks_for_groups() -> bool:
-    """Return whether ``varlen_attn`` needs ``enable_gqa`` when several query heads share a key/value head, as in newer torch versions."""
+def _varlen() -> Callable[..., Tensor]:
+    """Return ``varlen_attn``. In newer torch versions, it must be told that several query heads may share a key/value head."""
     from torch.nn.attention.varlen import varlen_attn
 
-    return "enable_gqa" in inspect.signature(varlen_attn).parameters
+    asks = "enable_gqa" in inspect.signature(varlen_attn).parameters
+    return partial(varlen_attn, enable_gqa=True) if asks else varlen_attn  # type: ignore[return-value]
 
 
 def _bucketed(q: Tensor, k: Tensor, v: Tensor, layout: PackedLayout, scale: float, window: int) -> Tensor:

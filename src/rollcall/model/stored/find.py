@@ -20,7 +20,6 @@ from rollcall.model.stored.files import StoredError, StoredFile, plain_damage
 
 MANIFEST = "manifest.json"
 STEP_NAME = re.compile(r"step-(\d{6,})")
-_PART, _WHOLE = re.compile(r"model/part-\d+-of-\d+\.safetensors"), re.compile(r"model/[^/]+\.safetensors")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,16 +34,6 @@ class Manifest:
     def facts(self) -> dict[str, Any]:
         """Facts about the run: step, score, ..."""
         return {key: value for key, value in self.fields.items() if key != "files"}
-
-    @property
-    def is_sharded(self) -> bool:
-        return any(_PART.fullmatch(name) for name in self.files)
-
-    @property
-    def weights(self) -> dict[str, StoredFile]:
-        """The files with the model's weights."""
-        kind = _PART if self.is_sharded else _WHOLE
-        return {name: file for name, file in self.files.items() if kind.fullmatch(name)}
 
     @property
     def here(self) -> list[StoredFile]:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 from itertools import combinations
 from math import prod
 from pathlib import Path
@@ -82,10 +81,6 @@ class StoredTensor:
     shape: tuple[int, ...]
     pieces: tuple[Piece, ...]  # each element is in exactly one piece
 
-    @property
-    def num_bytes(self) -> int:
-        return prod(self.shape) * self.dtype.itemsize
-
 
 @dataclass(frozen=True, kw_only=True)
 class Stored:
@@ -101,10 +96,6 @@ class Stored:
     @property
     def types(self) -> dict[str, DType]:
         return {name: tensor.dtype for name, tensor in self.tensors.items()}
-
-    @cached_property
-    def num_bytes(self) -> int:
-        return sum(tensor.num_bytes for tensor in self.tensors.values())
 
     def read(
         self, name: str, *, start: Sequence[int] | None = None, shape: Sequence[int] | None = None
@@ -130,7 +121,7 @@ class Stored:
         first, *columns = [0] * len(tensor.shape) if start is None else start
         rows, *rest = tensor.shape if shape is None else shape
         # Stored rows are read with all their columns, even if the block needs only some of them.
-        step = max(1, PIECE_BYTES * tensor.shape[0] // max(tensor.num_bytes, 1))
+        step = max(1, PIECE_BYTES * tensor.shape[0] // max(prod(tensor.shape) * tensor.dtype.itemsize, 1))
         for begin in range(0, rows, step):
             count = min(step, rows - begin)
             yield begin, self.read(name, start=(first + begin, *columns), shape=(count, *rest))
