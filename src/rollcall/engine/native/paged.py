@@ -79,7 +79,8 @@ class PagedRunner:
         self.num_rows = 0
         self._fill_tokens = FILL_TOKENS
         self.ahead_from: float = AHEAD_ROWS
-        self._on_the_way: deque[_OnTheWay] = deque()
+        # Tokens and log-probs of chunks that the GPU is computing and will copy to the host, each with the event of its copy.
+        self._on_the_way: deque[tuple[list[Tensor], torch.cuda.Event]] = deque()
 
         self._rows = RowState(max_running, served=served)
         self._served = served
@@ -171,12 +172,19 @@ class PagedRunner:
             step()
         self._rows.position[:rows] = np.minimum(self._rows.position[:rows] + steps, self._rows.limit[:rows])
         self._rows.drawn[:rows] += steps
-        self._on_the_way.append(_OnTheWay.of(self._out_tokens[:steps, :rows], self._out_logprobs[:steps, :rows]))
+        made = [each[:steps, :rows] for each in (self._out_tokens, self._out_logprobs)]
+        here = [
+            torch.empty(each.shape, dtype=each.dtype, pin_memory=True).copy_(each, non_blocking=True) for each in made
+        ]
+        copied = torch.cuda.Event()
+        copied.record()
+        self._on_the_way.append((here, copied))
 
     def read(self) -> Chunk:
-        chunk = self._on_the_way.popleft().wait()
-        self._rows.next[: self.num_rows] = chunk.tokens[-1]
-        return chunk
+        (tokens, logprobs), copied = self._on_the_way.popleft()
+        copied.synchronize()
+        self._rows.next[: self.num_rows] = tokens[-1].numpy()
+        return Chunk(tokens=tokens.numpy(), logprobs=logprobs.numpy())
 
     def remove(self, row: int) -> None:
         last = self.num_rows - 1
@@ -395,28 +403,6 @@ class _DecodeOps:
 
     def add_product(self, x: Tensor, h: Tensor, layer: Layer, name: str) -> Tensor:
         return product(h, layer, name)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _OnTheWay:
-    """A chunk that the GPU is computing and will copy to the host."""
-
-    tokens: Tensor  # [steps, rows] on the host
-    logprobs: Tensor
-    copied: torch.cuda.Event
-
-    @classmethod
-    def of(cls, tokens: Tensor, logprobs: Tensor) -> _OnTheWay:
-        here = [torch.empty(each.shape, dtype=each.dtype, pin_memory=True) for each in (tokens, logprobs)]
-        for target, source in zip(here, (tokens, logprobs), strict=True):
-            target.copy_(source, non_blocking=True)
-        copied = torch.cuda.Event()
-        copied.record()
-        return cls(tokens=here[0], logprobs=here[1], copied=copied)
-
-    def wait(self) -> Chunk:
-        self.copied.synchronize()
-        return Chunk(tokens=self.tokens.numpy(), logprobs=self.logprobs.numpy())
 
 
 class BlockPool:

@@ -91,14 +91,28 @@ class VllmEngine(BaseCore):
                 f"request {request.id!r} names the adapter {request.adapter!r}, but vLLM has only the run's adapter; leave the adapter "
                 "out, or use rollout.engine=native"
             )
-        if 0 < request.sampling.temperature < LEAST_TEMPERATURE:
+        sampling = request.sampling
+        if 0 < sampling.temperature < LEAST_TEMPERATURE:
             raise Refused(
-                f"request {request.id!r} has temperature {request.sampling.temperature}, which vLLM would silently raise to "
+                f"request {request.id!r} has temperature {sampling.temperature}, which vLLM would silently raise to "
                 f"{LEAST_TEMPERATURE}; use 0 (greedy), at least {LEAST_TEMPERATURE}, or rollout.engine=native"
             )
         sequence = self._accept(request)
         self._rows[str(sequence.number)] = sequence
-        self._new.append(_row(sequence))
+        self._new.append(
+            {
+                "id": str(sequence.number),
+                "prompt": request.prompt_ids.tolist(),
+                "sampling": {
+                    "seed": vllm_seed(request.seed),
+                    "temperature": sampling.temperature,
+                    "top_p": sampling.top_p,
+                    "top_k": sampling.top_k,
+                    "max_tokens": sampling.max_tokens,
+                    "stop_token_ids": list(sampling.stop_token_ids),
+                },
+            }
+        )
 
     def step(self) -> dict[str, Completion]:
         if self._rows and self._advancing is None:
@@ -230,22 +244,6 @@ def in_parts(tensors: Iterable[tuple[str, Tensor]], *, num_bytes: int) -> Iterat
             part, size = [], 0
     if part:
         yield part
-
-
-def _row(sequence: Sequence) -> dict[str, Any]:
-    sampling = sequence.request.sampling
-    return {
-        "id": str(sequence.number),
-        "prompt": sequence.request.prompt_ids.tolist(),
-        "sampling": {
-            "seed": vllm_seed(sequence.request.seed),
-            "temperature": sampling.temperature,
-            "top_p": sampling.top_p,
-            "top_k": sampling.top_k,
-            "max_tokens": sampling.max_tokens,
-            "stop_token_ids": list(sampling.stop_token_ids),
-        },
-    }
 
 
 def vllm_seed(seed: int) -> int:
