@@ -54,18 +54,15 @@ def create_atomic(path: Path, data: bytes) -> bool:
         tmp.write_bytes(data)
         try:
             os.link(tmp, path)
-        except FileExistsError:
-            return False
         except OSError as error:
             if error.errno not in _NO_LINKS:
                 raise
             # The file system has no hard links, as is the case for some object store mounts.
-            try:
-                with path.open("xb") as file:
-                    file.write(data)
-            except FileExistsError:
-                return False
+            with path.open("xb") as file:
+                file.write(data)
         return True
+    except FileExistsError:
+        return False
     finally:
         tmp.unlink(missing_ok=True)
 

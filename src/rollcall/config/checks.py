@@ -101,24 +101,16 @@ def unused(config: Any, *, in_folder: bool = False) -> list[str]:
     """Return a sentence for each reason why keys that were set have no effect. ``in_folder`` means that the nodes share a folder
     (`--master`), so the run file's cluster does not decide where roles run."""
     algorithm, one_process = config.algorithm, config.cluster is None or config.cluster.num_slots == 1
-    ppo, native = algorithm.name == "ppo", config.rollout.engine == "native"
-    data = config.data
+    ppo, native, data = algorithm.name == "ppo", config.rollout.engine == "native", config.data
+    alone = one_process and not in_folder
+    one_slot = "the run has one slot, so everything runs in this process"
+    no_ray = "nodes that share a folder do not use Ray" if in_folder else one_slot
     cases = [
         ("critic", not ppo, f"algorithm.name={algorithm.name} has no critic (only ppo does)"),
         ("rollout.vllm", native, "rollout.engine is native, not vllm"),
-        (
-            "rollout.weights",
-            one_process and not in_folder,
-            "engine and learner are in one process and share the weights",
-        ),
-        ("trainer.elastic", one_process and not in_folder, "the run has only one node"),
-        (
-            "cluster.ray_address",
-            config.cluster is not None and (one_process or in_folder),
-            "nodes that share a folder do not use Ray"
-            if in_folder
-            else "the run has one slot, so everything runs in this process",
-        ),
+        ("rollout.weights", alone, "engine and learner are in one process and share the weights"),
+        ("trainer.elastic", alone, "the run has only one node"),
+        ("cluster.ray_address", config.cluster is not None and (one_process or in_folder), no_ray),
         ("data.split", not is_hub(data.train), "data.train is not a hub: dataset"),
         ("data.val_split", not is_hub(data.val), "data.val is not a hub: dataset"),
         ("data.subset", not is_hub(data.train) and not is_hub(data.val), "data.train is not a hub: dataset"),

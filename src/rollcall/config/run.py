@@ -152,10 +152,6 @@ class Config(Section):
             )
 
     @property
-    def needs_reference(self) -> bool:
-        return self.algorithm.kl_coef > 0
-
-    @property
     def completions_per_step(self) -> int:
         return self.data.prompts_per_step * self.rollout.samples_per_prompt
 

@@ -125,38 +125,38 @@ class MeetingStore(dist.Store):
         self._socket = _enter(place, timeout_s=timeout_s)
 
     def set(self, key: str, value: str | bytes) -> None:
-        self._ask("set", key, value)
+        self._ask("set", [key], value)
 
     def get(self, key: str) -> bytes:
         self.wait([key])
-        found = self._ask("get", key)
+        found = self._ask("get", [key])
         if found is None:
             raise dist.DistStoreError(f"{key} was deleted from the group's store ({self._where})")
         return base64.b64decode(found)
 
     def add(self, key: str, value: int) -> int:
-        return self._ask("add", key, add=value)
+        return self._ask("add", [key], add=value)
 
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
         seconds = self._timeout_s if timeout is None else timeout.total_seconds()
         ends = time.monotonic() + seconds
-        while not self._ask("wait", *keys, wait_s=max(min(SLICE_S, ends - time.monotonic()), 0.0)):
+        while not self._ask("wait", keys, wait_s=max(min(SLICE_S, ends - time.monotonic()), 0.0)):
             if time.monotonic() >= ends:
                 raise dist.DistStoreError(
                     f"Timed out waiting {seconds:g} s for {', '.join(keys)}: a member of the group did not connect to {self._where}"
                 )
 
     def check(self, keys: list[str]) -> bool:
-        return self._ask("wait", *keys)
+        return self._ask("wait", keys)
 
     def compare_set(self, key: str, expected: str | bytes, desired: str | bytes) -> bytes:
-        return base64.b64decode(self._ask("compare_set", key, expected, desired))
+        return base64.b64decode(self._ask("compare_set", [key], expected, desired))
 
     def delete_key(self, key: str) -> bool:
-        return self._ask("delete", key)
+        return self._ask("delete", [key])
 
     def num_keys(self) -> int:
-        return self._ask("count", "")
+        return self._ask("count", [])
 
     def set_timeout(self, timeout: timedelta) -> None:
         self._timeout_s = timeout.total_seconds()
@@ -175,14 +175,11 @@ class MeetingStore(dist.Store):
     def _where(self) -> str:
         return f"{self._place.address} port {self._place.port}"
 
-    def _ask(self, do: str, *words: str | bytes, **more: Any) -> Any:
-        num_keys = len(words) if do == "wait" else 1
-        values = [
-            base64.b64encode(word.encode() if isinstance(word, str) else word).decode() for word in words[num_keys:]
-        ]
+    def _ask(self, do: str, keys: list[str], *values: str | bytes, **more: Any) -> Any:
+        given = [base64.b64encode(value.encode() if isinstance(value, str) else value).decode() for value in values]
         with self._lock:
             try:
-                self._socket.sendall(json_frame({"do": do, "keys": list(words[:num_keys]), "values": values, **more}))
+                self._socket.sendall(json_frame({"do": do, "keys": list(keys), "values": given, **more}))
                 return read_json_frame(partial(read_exactly, self._socket.recv))
             except OSError as error:
                 raise dist.DistStoreError(

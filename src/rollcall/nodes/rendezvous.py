@@ -45,29 +45,15 @@ class Found:
     answer: HeadAnswer
 
 
-@dataclass(frozen=True, slots=True)
 class Rendezvous:
     """One cluster's folder under the shared ``root``."""
 
-    root: Path
-    cluster: str
-
-    @property
-    def folder(self) -> Path:
-        return self.root / self.cluster
-
-    @property
-    def head_file(self) -> Path:
-        return self.folder / "head.json"
-
-    @property
-    def token_file(self) -> Path:
-        return self.folder / "token"
-
-    @property
-    def reached_file(self) -> Path:
-        """The file with the progress of a run that was stopped (``launch/whole_run.py``)."""
-        return self.folder / "reached"
+    def __init__(self, root: Path, cluster: str) -> None:
+        self.root = root
+        self.folder = root / cluster
+        self.head_file = self.folder / "head.json"
+        self.token_file = self.folder / "token"
+        self.reached_file = self.folder / "reached"  # the progress of a run that was stopped (``launch/whole_run.py``)
 
     def publish(self, head: Head, *, token: str | None) -> None:
         """Publish the head. The token is written first, so that a node that sees the new address also sees its token. Without

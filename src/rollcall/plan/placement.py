@@ -163,7 +163,7 @@ def needed_roles(config: Config) -> frozenset[Role]:
     roles = {Role.ACTOR, Role.ROLLOUT}
     if config.algorithm.name == "ppo":
         roles.add(Role.CRITIC)
-    if config.needs_reference:
+    if config.algorithm.kl_coef > 0:
         roles.add(Role.REFERENCE)
     if any(reward.type == "model" for reward in config.reward):
         roles.add(Role.REWARD)
