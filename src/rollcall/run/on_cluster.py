@@ -183,10 +183,8 @@ def _start(config: Config, site: Site, *, inputs: Inputs, in_parts: frozenset[Ro
     members = {role: [place[process.slots] for process in plan.processes[role]] for role in plan.meshes}
     team = Team(group=group, members=members, together=roles_together(config, plan))
     meetings = team.meetings()
-    built = [
-        group.run_single_worker_single_data("build", worker, process.ranks, meetings)
-        for worker, process in enumerate(processes)
-    ]
+    run = group.run_single_worker_single_data
+    built = [run("build", worker, process.ranks, meetings) for worker, process in enumerate(processes)]
     facts: list[Facts] = group.get_all_worker_results(built)
     marks = {
         f"{process.kind} on node {one['node_rank']}": fact.tokenizer

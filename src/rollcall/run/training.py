@@ -203,11 +203,10 @@ class _Run:
 
     def _build(self) -> Workers:
         """Build all roles, in this process or on the cluster's slots. Reduced sizes apply only here, not in the run file."""
-        smaller = {
-            name: getattr(self.config, name).model_copy(update={"tokens_per_microbatch": tokens})
-            for name, tokens in self.smaller.items()
-        }
-        config = self.config.model_copy(update=smaller)
+        config = self.config
+        for name, tokens in self.smaller.items():
+            section = getattr(config, name).model_copy(update={"tokens_per_microbatch": tokens})
+            config = config.model_copy(update={name: section})
         if not _has_slots(config):
             return build_workers(config, is_bare=self.is_bare)
         from rollcall.run.on_cluster import build_workers_on_cluster

@@ -189,12 +189,7 @@ def _checked_messages(value: Any, row: Row) -> list[dict[str, Any]]:
         shown = "an empty list" if value == [] else f"{type(value).__name__} ({str(value)[:60]})"
         raise DataError(f"{row.where}: the prompt is {shown}; it must be {wanted}")
     for place, message in enumerate(value):
-        valid = (
-            isinstance(message, dict)
-            and isinstance(message.get("role"), str)
-            and isinstance(message.get("content"), str)
-        )
-        if not valid:
+        if not (isinstance(message, dict) and all(isinstance(message.get(key), str) for key in ("role", "content"))):
             raise DataError(f"{row.where}: message {place} is {str(message)[:80]}; the prompt must be {wanted}")
     if value[-1]["role"] == "assistant":
         raise DataError(
