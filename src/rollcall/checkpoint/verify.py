@@ -125,13 +125,10 @@ def mark_of(model_dir: Path) -> dict[str, Any] | None:
 
 
 def _refuse_other_dtype(stored: Stored, *, wanted: str, trained: str, model_dir: Path) -> None:
-    others = {
-        tensor.dtype.name: name
-        for name, tensor in stored.tensors.items()
-        if tensor.dtype.is_floating_point and tensor.dtype.name != wanted
-    }
-    if others:
-        other, name = next(iter(others.items()))
+    floats = {tensor.dtype.name: name for name, tensor in stored.tensors.items() if tensor.dtype.is_floating_point}
+    floats.pop(wanted, None)
+    if floats:
+        other, name = next(iter(floats.items()))
         why = f"it was trained in {trained}" if wanted == trained else f"it was supposed to be stored in {wanted}"
         raise VerifyError(
             f"{model_dir} stores {name} in {other}, but {why}; merge the checkpoint again, or accept this precision: "

@@ -36,18 +36,14 @@ def node(
     node_ip: Annotated[str | None, Option(help="This node's address. Default: the one that reaches the head.")] = None,
     interface: Annotated[str | None, Option(help="Use the address of this interface.")] = None,
     dashboard_host: Annotated[str, Option(help="Address on which the dashboard of rank 0 listens.")] = "127.0.0.1",
-    temp_dir: Annotated[
-        Path | None, Option(metavar="DIR", help="Ray's folder for sockets and logs: a short, local path.")
-    ] = None,
+    temp_dir: Annotated[Path | None, Option(metavar="DIR", help="Ray's sockets and logs: a short, local path.")] = None,
     tls: Annotated[
         bool, Option("--tls", help="Encrypt Ray's traffic. Set it on rank 0 or, with --head-address, on every node.")
     ] = False,
     cluster: Annotated[
         str | None, Option(metavar="NAME", help="Name of the cluster. Default: $ROLLCALL_CLUSTER, else `default`.")
     ] = None,
-    timeout: Annotated[
-        float | None, Option(min=0, help="Seconds to wait for rank 0. Default: 300, or 1800 with --run.")
-    ] = None,
+    timeout: Annotated[float | None, Option(min=0, help="Seconds to wait for rank 0: 300, or 1800 with --run.")] = None,
     block: Annotated[
         bool, Option("--block", help="Keep running until Ray on this node ends. SIGTERM, SIGHUP and Ctrl-C stop Ray.")
     ] = False,

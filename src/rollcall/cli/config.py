@@ -331,9 +331,8 @@ def _show_trial(trial: Trial) -> None:
     if trial.broken:
         console.print(f"\n{', '.join(trial.broken)} failed on every completion: training would stop in its first step")
     elif trial.gives_answers_nothing:
-        console.print(
-            "\nthe rows' own answers score 0 or less; check that the reward accepts answers in the form that your model writes"
-        )
+        advice = "check that the reward accepts answers in the form that your model writes"
+        console.print(f"\nthe rows' own answers score 0 or less; {advice}")
     elif trial.is_constant:
         console.print("\nevery completion gets the same score, so the model cannot learn anything; check the reward")
 

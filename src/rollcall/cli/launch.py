@@ -61,9 +61,7 @@ def _launch(
     from rollcall.launch.record import check_name, default_name
 
     if wait and as_json and not dry_run:
-        raise typer.BadParameter(
-            "--wait prints the run's log on stdout, where --json prints one object; use only one of these options"
-        )
+        raise typer.BadParameter("--wait prints the run's log on stdout, and --json one object; use only one of them")
     config = read_run(file, overrides)
     chosen = get_target(target)
     problems: list[str] | None = [] if dry_run else None

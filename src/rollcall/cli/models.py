@@ -126,9 +126,7 @@ def serve(
 
 
 def merge(
-    checkpoint: Annotated[
-        Path, Argument(metavar="CHECKPOINT", help="Run directory, or checkpoint of Rollcall, verl or PyTorch.")
-    ],
+    checkpoint: Annotated[Path, Argument(metavar="CHECKPOINT", help="Run or checkpoint of Rollcall, verl or PyTorch.")],
     out: Annotated[Path, Option(metavar="DIR", help="Model directory to write.")],
     dtype: Annotated[str, Option(help="Precision to write: keep (as stored), bf16, fp16 or fp32.")] = "keep",
     max_shard_size: Annotated[str, Option(metavar="SIZE", help="Largest file, such as 5GB or 512MiB.")] = "5GB",

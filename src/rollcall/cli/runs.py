@@ -17,6 +17,7 @@ from rollcall.cli import Json, RunDir, answer, print_rows
 if TYPE_CHECKING:
     from rich.table import Table
 
+    from rollcall.base.lease import Holder
     from rollcall.view.reader import RunState
     from rollcall.view.recover import RunReport
 
@@ -52,7 +53,7 @@ def recover(
 def show_run(run_dir: Path, *, as_json: bool) -> None:
     """Print a run's state and its last steps."""
     from rollcall.observe.events import read_phases
-    from rollcall.view.reader import describe_holder, holder_as_json, open_run
+    from rollcall.view.reader import holder_as_json, open_run
     from rollcall.view.summary import standing_rows
 
     run = open_run(run_dir)
@@ -73,13 +74,8 @@ def show_run(run_dir: Path, *, as_json: bool) -> None:
         }
         print(json.dumps(shown))
         return
-    rows = [
-        ("run", str(run_dir)),
-        ("held by", describe_holder(holder)),
-        ("last" if state.is_over else "now", _in_words(state)),
-        ("progress", ", ".join(f"{label} {text}".strip() for label, text in standing_rows(standing))),
-    ]
-    print_rows(rows, width=8)
+    progress = ", ".join(f"{label} {text}".strip() for label, text in standing_rows(standing))
+    print_rows([*_about(run_dir, holder, state), ("progress", progress)], width=8)
     for step in steps:
         print(f"step {step}")
         for event in (event for event in recent if event.step == step):
@@ -89,6 +85,13 @@ def show_run(run_dir: Path, *, as_json: bool) -> None:
             if took == "0.00 s" and not notes:
                 continue  # a phase with nothing to show, such as releasing an engine that needs no release
             print(f"  {event.phase:<20} {took:>10}  {'; '.join(notes)}".rstrip())
+
+
+def _about(run_dir: Path, holder: Holder | None, state: RunState) -> list[tuple[str, str]]:
+    from rollcall.view.reader import describe_holder
+
+    now = "last" if state.is_over else "now"
+    return [("run", str(run_dir)), ("held by", describe_holder(holder)), (now, _in_words(state))]
 
 
 def _in_words(state: RunState) -> str:
@@ -122,19 +125,15 @@ def _runs_of(groups: dict[int, int]) -> list[str]:
 
 
 def _show(report: RunReport) -> None:
-    from rollcall.view.reader import describe_holder
-
-    rows = [
-        ("run", str(report.run.dir)),
-        ("held by", describe_holder(report.holder)),
-        ("last" if report.state.is_over else "now", _in_words(report.state)),
-    ]
     whole = "none" if report.last is None else f"step {report.last.step}, all files unchanged since they were written"
-    rows.append(("checkpoint", whole))
-    rows += [("journal", text) for text in _runs_of(report.groups)]
-    rows += [("torn", f"{one.path}: {one.why}") for one in report.audit.torn]
     counts = ", ".join(f"{name.replace('_', ' ')} {count}" for name, count in report.audit.counts().items())
-    rows.append(("audit", counts))
+    rows = [
+        *_about(report.run.dir, report.holder, report.state),
+        ("checkpoint", whole),
+        *(("journal", text) for text in _runs_of(report.groups)),
+        *(("torn", f"{one.path}: {one.why}") for one in report.audit.torn),
+        ("audit", counts),
+    ]
     print_rows(rows, width=11)
     print("the next `rollcall train` would")
     for line in report.next():

@@ -50,9 +50,8 @@ def stacks(
 
     found = read_stacks(find_target(target, cluster=cluster), native=native, timeout_s=timeout)
     if not found.failed and not any(found.hosts.values()):
-        raise ValueError(
-            "no process of a run was found; check that the run is active (`rollcall status RUN_DIR`), and that you started it"
-        )
+        advice = "check that the run is active (`rollcall status RUN_DIR`), and that you started it"
+        raise ValueError(f"no process of a run was found; {advice}")
     answer(found, _show, as_json=as_json)
     if found.failed:
         raise typer.Exit(FAILED)
@@ -155,13 +154,11 @@ def _chosen(waiting: list[Waiting], number: int) -> Waiting:
         return found[0]
     if found:
         runs = ", ".join(one.run for one in found)
-        raise ClusterError(
-            f"processes with number {number} are waiting in several runs ({runs}); name one of them: rollcall debug RUN_DIR {number}"
-        )
+        what = f"processes with number {number} are waiting in several runs ({runs})"
+        raise ClusterError(f"{what}; name one of them: rollcall debug RUN_DIR {number}")
     there = ", ".join(str(one.number) for one in waiting) or "none"
-    raise ClusterError(
-        f"no process with number {number} is waiting; the waiting ones are: {there}. It may have continued or ended in the meantime"
-    )
+    what = f"no process with number {number} is waiting; the waiting ones are: {there}"
+    raise ClusterError(f"{what}. It may have continued or ended in the meantime")
 
 
 def _attach(waits: Waiting, *, where: str | None, typed: list[str]) -> None:

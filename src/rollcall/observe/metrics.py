@@ -37,7 +37,7 @@ METRICS: dict[str, tuple[str, str]] = {  # the unit and the meaning of each
     "train/value_explained_variance": ("", "Share of the returns' variance that the critic's old values explain."),
     "rollout/tokens": (
         "tokens",
-        "Sampled tokens in the step's groups, also from the journal; no environment's tokens.",
+        "Sampled tokens in the step's groups, also from the journal; none of environments.",
     ),
     "rollout/tokens_per_s": ("tokens/s", "Response tokens that this process generated, per second of generation."),
     "rollout/response_length_mean": ("tokens", "Mean sampled tokens per completion, in all its turns and branches."),

@@ -60,10 +60,8 @@ def write_samples(dir: Path, *, step: int, split: str, groups: Iterable[Group]) 
 
 def sample_rows(groups: Iterable[Group], *, limit: int) -> list[tuple[str, str, str, float]]:
     """Return (prompt, completion, answer, reward) for the first completion in each of the first groups, for the console."""
-    rows = [
-        (group.prompt, transcript(group.completions[0]), group.scores[0].value) for group in groups if group.completions
-    ]
-    return [(asked(one.text, one.metadata), text, one.answer, reward) for one, text, reward in rows[:limit]]
+    rows = [(one.prompt, transcript(one.completions[0]), one.scores[0].value) for one in groups if one.completions]
+    return [(asked(prompt.text, prompt.metadata), text, prompt.answer, reward) for prompt, text, reward in rows[:limit]]
 
 
 # Transcripts

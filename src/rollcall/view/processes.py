@@ -114,11 +114,6 @@ def _with_workers(nodes: dict[int, list[dict[str, Any]]], workers: list[dict[str
         addresses[node] = worker["address"] or addresses.get(node, "")
         for slot in worker["slots"]:
             slots.setdefault((node, slot), {"slot": slot, "roles": []})["lane"] = worker["lane"]
-    return [
-        {
-            "node": node,
-            "address": addresses.get(node, ""),
-            "slots": [slots[place] for place in sorted(slots) if place[0] == node],
-        }
-        for node in sorted({*nodes, *(node for node, _ in slots)})
-    ]
+    numbers = sorted({*nodes, *(node for node, _ in slots)})
+    own = {node: [slots[place] for place in sorted(slots) if place[0] == node] for node in numbers}
+    return [{"node": node, "address": addresses.get(node, ""), "slots": found} for node, found in own.items()]

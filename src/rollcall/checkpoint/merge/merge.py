@@ -283,7 +283,5 @@ def _refuse_changed(folder: Path) -> None:
         return
     for name, file in read_manifest(checkpoint).files.items():
         if name.startswith("model/") and (not file.path.is_file() or file_checksum(file.path) != file.blake2b):
-            raise StoredError(
-                f"{file} has changed since it was written (its checksum differs); copy it again from its source, or use another "
-                "checkpoint"
-            )
+            advice = "copy it again from its source, or use another checkpoint"
+            raise StoredError(f"{file} has changed since it was written (its checksum differs); {advice}")

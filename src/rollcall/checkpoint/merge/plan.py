@@ -256,19 +256,16 @@ class _Checks:
         assert not self._records, "a record was not read to its end"
 
     def _changed(self, what: str) -> StoredError:
-        return StoredError(
-            f"{self._file}: {what} changed since it was written (its checksum differs); copy it again from its source, or use "
-            "another checkpoint"
-        )
+        advice = "copy it again from its source, or use another checkpoint"
+        return StoredError(f"{self._file}: {what} changed since it was written (its checksum differs); {advice}")
 
 
 def _write(copy: Copy, data: memoryview, at: int, outs: Sequence[int]) -> None:
     """Write the bytes of a piece that begin at offset ``at`` in the stored file."""
     behind = at - copy.begin
     if behind % copy.stored.itemsize or len(data) % copy.stored.itemsize:
-        raise StoredError(
-            f"{copy.piece.file}: two tensors overlap at byte {at:,} in the middle of an element, so the file is damaged; restore it"
-        )
+        where = f"at byte {at:,} in the middle of an element"
+        raise StoredError(f"{copy.piece.file}: two tensors overlap {where}, so the file is damaged; restore it")
     first = behind // copy.stored.itemsize
     if copy.written != copy.stored:
         data = _converted(data, copy)
