@@ -287,13 +287,16 @@ class RowRunner:
         self._uniform[first : first + len(sequences), :width] = numbers.numpy()
 
     def _decode_step(self, rows: int) -> tuple[np.ndarray, np.ndarray]:
-        decoder = self.decoder
-        column, lead = self._column, int(self._rows.position[:rows].max())
-        seats, live = slice(rows * decoder.shape.kv_heads), slice(column - lead, column + 1)
-        masks = {window: self._mask(rows, lead, window) for window in {layer.window for layer in decoder.layers}}
+        decoder, heads, positions = self.decoder, self.decoder.shape.kv_heads, self._rows.position[:rows]
+        column, lead = self._column, int(positions.max())
+        seats, live = slice(rows * heads), slice(column - lead, column + 1)
+        masks: dict[int, Tensor | None] = {}
+        for window in {layer.window for layer in decoder.layers}:
+            past = positions.clip(max=window - 1) if window else positions
+            masks[window] = hide_starts((lead - past).repeat(heads), num_columns=lead + 1, way=self._way)
         step = Step(
             token_ids=torch.from_numpy(self._rows.next[:rows]),
-            positions=torch.from_numpy(self._rows.position[:rows]),
+            positions=torch.from_numpy(positions),
             keys=[keys[seats, :, live] for keys in self._keys],
             values=[values[seats, live] for values in self._values],
             masks=[masks[layer.window] for layer in decoder.layers],
@@ -317,13 +320,6 @@ class RowRunner:
             top_k=torch.from_numpy(top_k) if (top_k > 0).any() else None,
         )
         return tokens.numpy(), logprobs.numpy()
-
-    def _mask(self, rows: int, lead: int, window: int) -> Tensor | None:
-        """Return the entry of ``Step.masks`` for this window."""
-        past = self._rows.position[:rows]
-        if window:
-            past = past.clip(max=window - 1)
-        return hide_starts((lead - past).repeat(self.decoder.shape.kv_heads), num_columns=lead + 1, way=self._way)
 
     @torch.inference_mode()
     def _fill(self, fills: list[Fill]) -> None:

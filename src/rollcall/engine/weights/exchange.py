@@ -115,9 +115,10 @@ class StreamSender:
         """Make one attempt. Return the receivers that refused, each with its reason."""
         assert self._outlet is not None
         ready = hear_all(self._lines, deadline, waiting_for="first message")
-        changes = None
-        if isinstance(views, Views) and not in_full:
-            changes = self._changes(views, held=[word["version"] for word in ready.values()])
+        changes, base, held = None, self._base, {word["version"] for word in ready.values()}
+        if base is not None and isinstance(views, Views) and not in_full and held == {base.version}:
+            if base.layout == views.layout:
+                changes = delta.encode(views.layout, new=views.flat, base=base.flat)
         self._tell(
             {
                 "version": version,
@@ -140,18 +141,12 @@ class StreamSender:
         refused = self._refusals(deadline, waiting_for="confirmation")
         if refused or not self._changes_only or isinstance(views, Parts):
             self._base = None
-        elif changes is None or self._base is None:
+        elif changes is None or base is None:
             self._base = _Base(version, views.layout, [flat.clone() for flat in views.flat])
         else:
-            delta.apply(views.layout, changes, flat=self._base.flat)
-            self._base.version = version
+            delta.apply(views.layout, changes, flat=base.flat)
+            base.version = version
         return refused
-
-    def _changes(self, views: Views, *, held: Sequence[int | None]) -> delta.Delta | None:
-        base = self._base
-        if base is None or base.layout != views.layout or any(version != base.version for version in held):
-            return None
-        return delta.encode(views.layout, new=views.flat, base=base.flat)
 
     def _refusals(self, deadline: Wait, *, waiting_for: str) -> dict[str, str]:
         answers = hear_all(self._lines, deadline, waiting_for=waiting_for)
