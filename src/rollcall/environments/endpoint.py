@@ -22,7 +22,7 @@ import logging
 import secrets
 import socket
 import threading
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from importlib.util import find_spec
@@ -56,14 +56,7 @@ T = TypeVar("T")
 Message = dict[str, Any]
 Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Reply:
-    body: bytes
-    status: int = 200
-    events: Iterable[bytes] | None = None  # stream events that replace the body
-    closes: bool = False  # close the connection, because the rest of the request was not read
+Reply = dict[str, Any] | Iterator[bytes]  # a JSON object, or stream events
 
 
 class Endpoint:
@@ -90,6 +83,7 @@ class Endpoint:
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
         assert scope["type"] == "http", "the server does not support lifespan events or websockets"
         caller: Caller | None = None
+        status, closes = 200, False
         try:
             caller = self._caller_of(scope)
             reply = await self._reply(caller, scope, receive)
@@ -103,10 +97,10 @@ class Endpoint:
             elif caller is not None:
                 caller.num_refused += 1
                 caller.last_refusal = str(error)
+            reply, status = error.body(), error.status
             # If the body was not read, this connection cannot take another request.
-            closes = error.status in (401, 408, 413, 500)
-            reply = Reply(body=to_bytes(error.body()), status=error.status, closes=closes)
-        await _send(reply, send)
+            closes = status in (401, 408, 413, 500)
+        await _send(reply, send, status=status, closes=closes)
 
     # Callers and routing
 
@@ -127,8 +121,7 @@ class Endpoint:
         method, path = scope["method"], scope["path"]
         if path == "/v1/models" and method == "GET":
             model = {"id": self._name, "object": "model", "created": 0, "owned_by": "rollcall"}
-            data = [model | {"max_model_len": self._max_model_len}]
-            return Reply(body=to_bytes({"object": "list", "data": data}))
+            return {"object": "list", "data": [model | {"max_model_len": self._max_model_len}]}
         work = self._posts.get(path)
         if work is None or (path == "/v1/reward" and not caller.takes_reward):
             raise Refused(404, f"{method} {path[:200]} is not served", code="not_found")
@@ -214,11 +207,11 @@ class Endpoint:
         self._check_model(caller, request.model)
         asked = [self._by_ids(caller, request.token_ids)]
         answered = await self._sample(caller, asked, request.sampling_params, None)
-        return Reply(body=to_bytes(generate_body(answered, request)))
+        return generate_body(answered, request)
 
     async def _reward(self, caller: Caller, body: bytes) -> Reply:
         take_reward(caller, body)
-        return Reply(body=to_bytes({"reward": caller.reward}))
+        return {"reward": caller.reward}
 
     def _check_model(self, caller: Caller, name: str | None) -> None:
         if name is not None and caller.rules.model not in (None, name):
@@ -296,9 +289,7 @@ class Endpoint:
 
 
 def _reply_to(request: ChatRequest | TextRequest, body: dict[str, Any]) -> Reply:
-    if request.stream:
-        return Reply(body=b"", events=events_of(body, has_usage=request.stream_options.include_usage))
-    return Reply(body=to_bytes(body))
+    return events_of(body, has_usage=request.stream_options.include_usage) if request.stream else body
 
 
 def take_reward(caller: Caller, body: bytes) -> None:
@@ -338,17 +329,17 @@ async def _body(scope: Message, receive: Receive) -> bytes:
         raise Refused(408, f"the body did not arrive within {READ_TIMEOUT_S:g} s", code="too_slow") from None
 
 
-async def _send(reply: Reply, send: Send) -> None:
-    kind = b"application/json" if reply.events is None else b"text/event-stream"
+async def _send(reply: Reply, send: Send, *, status: int, closes: bool) -> None:
+    body, kind = (to_bytes(reply), b"application/json") if isinstance(reply, dict) else (b"", b"text/event-stream")
     headers = [(b"content-type", kind), (b"cache-control", b"no-store"), (b"x-content-type-options", b"nosniff")]
-    if reply.events is None:
-        headers.append((b"content-length", str(len(reply.body)).encode()))
-    if reply.closes:
+    if isinstance(reply, dict):
+        headers.append((b"content-length", str(len(body)).encode()))
+    if closes:
         headers.append((b"connection", b"close"))
-    await send({"type": "http.response.start", "status": reply.status, "headers": headers})
-    for event in reply.events or ():
+    await send({"type": "http.response.start", "status": status, "headers": headers})
+    for event in () if isinstance(reply, dict) else reply:
         await send({"type": "http.response.body", "body": event, "more_body": True})
-    await send({"type": "http.response.body", "body": reply.body})
+    await send({"type": "http.response.body", "body": body})
 
 
 # The thread
