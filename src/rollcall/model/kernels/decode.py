@@ -20,19 +20,9 @@ from rollcall.model.kernels.early import launch, wait_for_inputs
 
 @triton.jit
 def _rms_norm_kernel(
-    x_ptr,
-    residual_ptr,
-    weight_ptr,
-    out_ptr,
-    residual_out_ptr,
-    x_stride,
-    residual_stride,
-    num_columns,
-    eps,
-    HAS_RESIDUAL: tl.constexpr,
-    BLOCK: tl.constexpr,
-    EARLY: tl.constexpr,
-):
+    x_ptr, residual_ptr, weight_ptr, out_ptr, residual_out_ptr, x_stride, residual_stride, num_columns, eps,
+    HAS_RESIDUAL: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
     wait_for_inputs(EARLY)
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
@@ -67,50 +57,20 @@ def rms_norm(
         new_residual = x.new_empty(x.shape)
     block = triton.next_power_of_2(num_columns)
     _rms_norm_kernel[(num_rows,)](
-        x,
-        residual,
-        weight,
-        out,
-        new_residual,
-        x.stride(0),
-        0 if residual is None else residual.stride(0),
-        num_columns,
-        eps,
-        HAS_RESIDUAL=residual is not None,
-        BLOCK=block,
-        num_warps=min(max(block // 256, 1), 16),
-        **launch(x),
-    )
+        x, residual, weight, out, new_residual,
+        x.stride(0), 0 if residual is None else residual.stride(0), num_columns, eps,
+        HAS_RESIDUAL=residual is not None, BLOCK=block, num_warps=min(max(block // 256, 1), 16), **launch(x),
+    )  # fmt: skip
     return out, new_residual
 
 
 @triton.jit
 def _rope_cache_kernel(
-    qkv_ptr,
-    positions_ptr,
-    cos_sin_ptr,
-    q_norm_ptr,
-    k_norm_ptr,
-    k_cache_ptr,
-    v_cache_ptr,
-    block_tables_ptr,
-    q_out_ptr,
-    qkv_stride,
-    cos_sin_stride,
-    table_stride,
-    block_stride,
-    slot_stride,
-    head_stride,
-    eps,
-    NUM_HEADS: tl.constexpr,
-    NUM_KV_HEADS: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    HAS_NORM: tl.constexpr,
-    HEADS: tl.constexpr,
-    HALF: tl.constexpr,
-    EARLY: tl.constexpr,
-):
+    qkv_ptr, positions_ptr, cos_sin_ptr, q_norm_ptr, k_norm_ptr, k_cache_ptr, v_cache_ptr, block_tables_ptr, q_out_ptr,
+    qkv_stride, cos_sin_stride, table_stride, block_stride, slot_stride, head_stride, eps,
+    NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    HAS_NORM: tl.constexpr, HEADS: tl.constexpr, HALF: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
     """One program: HEADS neighbouring heads of one row, as two halves [HEADS, HALF] that rotate into each other."""
     wait_for_inputs(EARLY)
     row = tl.program_id(0).to(tl.int64)
@@ -195,32 +155,11 @@ def rope_cache(
     out = qkv.new_empty(num_rows, num_heads, head_dim)
     heads = 8
     _rope_cache_kernel[(num_rows, triton.cdiv(num_heads + 2 * num_kv_heads, heads))](
-        qkv,
-        positions,
-        cos_sin,
-        q_norm,
-        k_norm,
-        k_cache,
-        v_cache,
-        block_tables,
-        out,
-        qkv.stride(0),
-        cos_sin.stride(0),
-        block_tables.stride(0),
-        k_cache.stride(0),
-        k_cache.stride(1),
-        k_cache.stride(2),
-        eps,
-        NUM_HEADS=num_heads,
-        NUM_KV_HEADS=num_kv_heads,
-        HEAD_DIM=head_dim,
-        BLOCK_SIZE=block_size,
-        HAS_NORM=q_norm is not None,
-        HEADS=heads,
-        HALF=triton.next_power_of_2(head_dim // 2),
-        num_warps=2,
-        **launch(qkv),
-    )
+        qkv, positions, cos_sin, q_norm, k_norm, k_cache, v_cache, block_tables, out,
+        qkv.stride(0), cos_sin.stride(0), block_tables.stride(0), k_cache.stride(0), k_cache.stride(1), k_cache.stride(2),
+        eps, NUM_HEADS=num_heads, NUM_KV_HEADS=num_kv_heads, HEAD_DIM=head_dim, BLOCK_SIZE=block_size,
+        HAS_NORM=q_norm is not None, HEADS=heads, HALF=triton.next_power_of_2(head_dim // 2), num_warps=2, **launch(qkv),
+    )  # fmt: skip
     return out
 
 

@@ -85,20 +85,9 @@ def row_stats(logits: torch.Tensor, targets: torch.Tensor, *, scale: float = 1.0
 
 @triton.jit
 def _grad_logits_kernel(
-    logits_ptr,
-    out_ptr,
-    targets_ptr,
-    lse_ptr,
-    grad_logprob_ptr,
-    grad_entropy_ptr,
-    entropy_ptr,
-    row_stride,
-    out_stride,
-    vocab,
-    scale,
-    HAS_ENTROPY: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    logits_ptr, out_ptr, targets_ptr, lse_ptr, grad_logprob_ptr, grad_entropy_ptr, entropy_ptr,
+    row_stride, out_stride, vocab, scale, HAS_ENTROPY: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     ids = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = ids < vocab
@@ -135,21 +124,12 @@ def grad_logits(
     assert grad_entropy is None or entropy is not None
     out = torch.empty_like(logits, dtype=dtype)
     _grad_logits_kernel[(num_rows, triton.cdiv(vocab, GRAD_BLOCK))](
-        logits,
-        out,
-        targets,
-        lse,
+        logits, out, targets, lse,
         grad_logprobs.contiguous(),  # autograd may pass expanded scalars
         None if grad_entropy is None else grad_entropy.contiguous(),
-        entropy,
-        logits.stride(0),
-        out.stride(0),
-        vocab,
-        float(scale),
-        HAS_ENTROPY=grad_entropy is not None,
-        BLOCK=GRAD_BLOCK,
-        num_warps=GRAD_WARPS,
-    )
+        entropy, logits.stride(0), out.stride(0), vocab, float(scale),
+        HAS_ENTROPY=grad_entropy is not None, BLOCK=GRAD_BLOCK, num_warps=GRAD_WARPS,
+    )  # fmt: skip
     return out
 
 

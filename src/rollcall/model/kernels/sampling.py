@@ -44,16 +44,9 @@ def _first_equal(values, wanted, places, COUNT: tl.constexpr):
 
 @triton.jit
 def _block_stats_kernel(
-    logits_ptr,
-    temperatures_ptr,
-    best_ptr,
-    sum_ptr,
-    row_stride,
-    vocab,
-    num_blocks,
-    BLOCK: tl.constexpr,
-    EARLY: tl.constexpr,
-):
+    logits_ptr, temperatures_ptr, best_ptr, sum_ptr, row_stride, vocab, num_blocks,
+    BLOCK: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
     wait_for_inputs(EARLY)
     row = tl.program_id(0).to(tl.int64)
     index = tl.program_id(1)
@@ -68,20 +61,9 @@ def _block_stats_kernel(
 
 @triton.jit
 def _pick_kernel(
-    logits_ptr,
-    uniforms_ptr,
-    temperatures_ptr,
-    best_ptr,
-    sum_ptr,
-    tokens_ptr,
-    logprobs_ptr,
-    row_stride,
-    vocab,
-    num_blocks,
-    BLOCK: tl.constexpr,
-    BLOCKS: tl.constexpr,
-    EARLY: tl.constexpr,
-):
+    logits_ptr, uniforms_ptr, temperatures_ptr, best_ptr, sum_ptr, tokens_ptr, logprobs_ptr, row_stride, vocab, num_blocks,
+    BLOCK: tl.constexpr, BLOCKS: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
     """One program: one row."""
     wait_for_inputs(EARLY)
     row = tl.program_id(0).to(tl.int64)
@@ -128,33 +110,13 @@ def sample(
     tokens = logits.new_empty(num_rows, dtype=torch.int64)
     logprobs = logits.new_empty(num_rows, dtype=torch.float32)
     _block_stats_kernel[(num_rows, num_blocks)](
-        logits,
-        temperatures,
-        bests,
-        sums,
-        logits.stride(0),
-        vocab,
-        num_blocks,
-        BLOCK=SAMPLE_BLOCK,
-        num_warps=SAMPLE_WARPS,
-        **launch(logits),
-    )
+        logits, temperatures, bests, sums, logits.stride(0), vocab, num_blocks,
+        BLOCK=SAMPLE_BLOCK, num_warps=SAMPLE_WARPS, **launch(logits),
+    )  # fmt: skip
     _pick_kernel[(num_rows,)](
-        logits,
-        uniforms,
-        temperatures,
-        bests,
-        sums,
-        tokens,
-        logprobs,
-        logits.stride(0),
-        vocab,
-        num_blocks,
-        BLOCK=SAMPLE_BLOCK,
-        BLOCKS=triton.next_power_of_2(num_blocks),
-        num_warps=SAMPLE_WARPS,
-        **launch(logits),
-    )
+        logits, uniforms, temperatures, bests, sums, tokens, logprobs, logits.stride(0), vocab, num_blocks,
+        BLOCK=SAMPLE_BLOCK, BLOCKS=triton.next_power_of_2(num_blocks), num_warps=SAMPLE_WARPS, **launch(logits),
+    )  # fmt: skip
     return tokens, logprobs
 
 
