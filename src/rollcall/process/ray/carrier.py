@@ -68,10 +68,12 @@ class OnRay(Carrier):
             placement_group_bundle_index=spec.node.bundles[spec.slots[0]],
             placement_group_capture_child_tasks=False,
         )
-        runtime_env: dict[str, Any] = {"env_vars": {**for_ray(spec.env), GROUP_MARK: self._mark}}
+        variables = {**for_ray(spec.env), GROUP_MARK: self._mark}
+        runtime_env: dict[str, Any] = {"env_vars": variables}
         if self._may_fork:
             module = str(self._target).rpartition(".")[0]
-            runtime_env = zygote.runtime_env(module, self._mark, runtime_env["env_vars"])
+            variables |= {zygote.MODULES: f"ray._private.worker {module}", zygote.GROUP: self._mark}
+            runtime_env["py_executable"] = zygote.COMMAND
         # Ray counts a process with several slots only on its first slot; the virtual cluster keeps other workers off its other slots.
         return (
             ray.remote(Host)

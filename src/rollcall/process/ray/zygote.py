@@ -24,7 +24,6 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Mapping
 from contextlib import suppress
 from functools import partial
 from typing import Any, NoReturn
@@ -39,12 +38,6 @@ ANSWER_S = 240.0  # ray_start.TUNED: Ray gives up on a worker that has not regis
 IDLE_S = 120.0
 LOOK_S = 0.1  # between two checks for workers that have exited
 FORKED = b"f"  # the first byte of the zygote's answer; the second is the worker's exit status
-
-
-def runtime_env(module: str, group: str, env_vars: Mapping[str, str]) -> dict[str, Any]:
-    """Return Ray's runtime environment for workers that are forked from a zygote with this module."""
-    variables = {**env_vars, MODULES: f"ray._private.worker {module}", GROUP: group}
-    return {"py_executable": COMMAND, "env_vars": variables}
 
 
 def main(arguments: list[str]) -> int:
