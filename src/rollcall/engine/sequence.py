@@ -93,9 +93,11 @@ class BaseCore:
         self._num_submitted += 1
         return sequence
 
-    def _take_new(self, sequence: Sequence, before: int) -> bool:
-        """Record the version of the tokens after the first ``before``, and whether the sequence has ended. Return whether it was cut at a
-        stop string."""
+    def _take_new(self, sequence: Sequence, tokens: list[int], logprobs: list[float]) -> bool:
+        """Append new tokens to a sequence. Return whether it was then cut at a stop string."""
+        before = len(sequence.token_ids)
+        sequence.token_ids += tokens
+        sequence.logprobs += logprobs
         has_stops = bool(sequence.request.sampling.stop_strings)
         is_cut = has_stops and cut_at_stop_string(sequence, before, self.tokenizer)
         num_new = len(sequence.token_ids) - before

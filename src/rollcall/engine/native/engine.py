@@ -206,9 +206,14 @@ class NativeEngine(BaseCore):
         for sequence, new_tokens, new_logprobs in zip(rows, tokens, logprobs, strict=True):
             if sequence.finish is not None:
                 continue
-            before = len(sequence.token_ids)
-            _extend(sequence, new_tokens, new_logprobs)
-            self._take_new(sequence, before)
+            # Keep the tokens up to a stop token or the limit.
+            room = sequence.limit - sequence.length
+            if len(new_tokens) >= room:
+                new_tokens, sequence.finish = new_tokens[:room], FinishReason.LENGTH
+            ends = [new_tokens.index(stop) for stop in sequence.request.sampling.stop_token_ids if stop in new_tokens]
+            if ends:
+                new_tokens, sequence.finish = new_tokens[: min(ends) + 1], FinishReason.STOP
+            self._take_new(sequence, new_tokens, new_logprobs[: len(new_tokens)])
 
     def _remove_finished(self) -> None:
         kept = {row: sequence for row, sequence in enumerate(self._running) if _leaves_kv(sequence)}
@@ -228,16 +233,3 @@ class NativeEngine(BaseCore):
 
 def _leaves_kv(sequence: Sequence) -> bool:
     return sequence.request.session is not None and sequence.finish not in (None, FinishReason.ABORT)
-
-
-def _extend(sequence: Sequence, tokens: list[int], logprobs: list[float]) -> None:
-    """Append tokens up to a stop token or the limit. Record which of the two ended the sequence."""
-    stops = sequence.request.sampling.stop_token_ids
-    room = sequence.limit - sequence.length
-    if len(tokens) >= room:
-        tokens, sequence.finish = tokens[:room], FinishReason.LENGTH
-    ends = [tokens.index(stop) for stop in stops if stop in tokens]
-    if ends:
-        tokens, sequence.finish = tokens[: min(ends) + 1], FinishReason.STOP
-    sequence.token_ids += tokens
-    sequence.logprobs += logprobs[: len(tokens)]

@@ -208,12 +208,9 @@ class VllmEngine(BaseCore):
         cut: list[str] = []
         for name, tokens, logprobs, finish in answer["rows"]:
             sequence = self._rows[name]
-            before = len(sequence.token_ids)
-            sequence.token_ids += tokens
-            sequence.logprobs += logprobs
             if finish is not None:
                 sequence.finish = FinishReason(finish)
-            if self._take_new(sequence, before) and finish is None:
+            if self._take_new(sequence, tokens, logprobs) and finish is None:
                 cut.append(name)
         self._rows = {name: sequence for name, sequence in self._rows.items() if sequence.finish is None or name in cut}
         self._drop(cut)
