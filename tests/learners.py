@@ -264,7 +264,7 @@ def make_engine(
     with mock.patch("rollcall.engine.native.rows.cpu_way", lambda: way or attention.cpu_way()):
         engine = NativeEngine(model, tokenizer, max_running=max_running, kv_tokens=kv_tokens, **settings)
     if ahead_from is not None:
-        engine.runner.ahead_from = ahead_from  # type: ignore[misc]
+        engine.runner.ahead_from = ahead_from
     return engine
 
 

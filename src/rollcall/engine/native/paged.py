@@ -74,6 +74,7 @@ class PagedRunner:
         shape = (layers, 2, num_blocks, BLOCK, decoder.shape.kv_heads, decoder.shape.head_dim)
         self._cache = torch.zeros(shape, dtype=decoder.dtype, device=device)
         self._pool = BlockPool(num_blocks)
+        self.room = num_blocks * BLOCK
         self._blocks: list[list[int]] = []  # per row
         self._kept: dict[str | None, Kept[list[int]]] = {}  # by session, least recently used first
         self.num_rows = 0
@@ -97,10 +98,6 @@ class PagedRunner:
         self._cos_sin = torch.empty(0)
         self._graphs: dict[tuple[int, bool], torch.cuda.CUDAGraph] = {}
         self._graph_pool = torch.cuda.graph_pool_handle()
-
-    @property
-    def room(self) -> int:
-        return self._pool.num_blocks * BLOCK
 
     def steps(self, remaining: list[int]) -> int:
         """Continue until the last row ends: reading results costs a round trip, while decoding past a row's end costs almost nothing."""
@@ -409,7 +406,6 @@ class BlockPool:
     """Counts the users of each block. A block without users is free."""
 
     def __init__(self, num_blocks: int):
-        self.num_blocks = num_blocks
         self._free = list(range(num_blocks))
         self._users = np.zeros(num_blocks, dtype=np.int64)
 

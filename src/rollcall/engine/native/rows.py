@@ -54,6 +54,7 @@ class RowRunner:
         self._logits = compiled_logits if compile else next_logits
         self.max_running = max_running
         self.kv_tokens = kv_tokens
+        self.room = kv_tokens if kv_tokens is not None else decoder.max_positions
         self.num_rows = 0
         self._capacity = (0, 0)  # rows, columns
         self._keys = _nothing(decoder)  # per layer [rows * Hkv, D, columns]
@@ -66,10 +67,6 @@ class RowRunner:
         self._kept = KeptRows()
         self._has_sessions = False
         self._broken = np.zeros(max_running, dtype=np.bool_)  # rows that had a non-finite log-prob
-
-    @property
-    def room(self) -> int:
-        return self.kv_tokens if self.kv_tokens is not None else self.decoder.max_positions
 
     def steps(self, remaining: list[int]) -> int:
         """Stop as soon as a row must end: compute is scarce on a CPU, so no row should be decoded past its end."""

@@ -25,13 +25,11 @@ class Chunk:
 class Runner(Protocol):
     """Rows 0..n-1 are the running sequences. The engine has its own list of rows and makes every change there as well."""
 
+    room: int  # the maximum number of KV tokens that a single sequence can have
+    ahead_from: float  # with at least this many rows, the engine starts the next chunk before it reads the results of the last one
+
     def steps(self, remaining: list[int]) -> int:
         """Return how many steps to decode before the results are read. ``remaining``: how many more tokens each row may get."""
-        ...
-
-    @property
-    def room(self) -> int:
-        """The maximum number of KV tokens that a single sequence can have."""
         ...
 
     def admit(self, sequences: list[Sequence]) -> int:
@@ -40,11 +38,6 @@ class Runner(Protocol):
 
     def reserve(self, steps: int) -> bool:
         """Make room for this many more tokens in every row (not past its limit). Return whether there was room."""
-        ...
-
-    @property
-    def ahead_from(self) -> float:
-        """With at least this many rows, the engine starts the next chunk before it reads the results of the last one."""
         ...
 
     def carry(self, ended: list[int]) -> bool:
