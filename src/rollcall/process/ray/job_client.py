@@ -94,10 +94,9 @@ class HttpClient(JobSubmissionClient):
             file.flush()
             return self.submit_job(runtime_env={**runtime_env, "working_dir": file.name}, **options)
 
-    def read(self, job_id: str, skip: int) -> tuple[str, bool]:
-        """Return the log without its first ``skip`` characters, and whether the job was over before the log was read."""
-        is_over = self.get_job_status(job_id).is_terminal()
-        return self.get_job_logs(job_id)[skip:], is_over
+    def read(self, job_id: str, skip: int) -> str:
+        """Return the log without its first ``skip`` characters."""
+        return self.get_job_logs(job_id)[skip:]
 
     def tail(self, job_id: str, *, skip: int, take: Callable[[str], None]) -> str:
         """Pass a log to ``take`` as it grows, without its first ``skip`` characters. Return "" at the log's end, or why this
@@ -178,17 +177,13 @@ class RelayClient:
         return answer
 
     def tail(self, job_id: str, *, skip: int, take: Callable[[str], None]) -> str:
-        while True:
-            try:
-                text, is_over = self.call("read", job_id, skip)
-            except Unreachable as error:
-                return str(error)
-            if text:
-                take(text)
-                skip += len(text)
-            if is_over:
-                return ""
-            time.sleep(LOOK_EVERY_S)
+        """Pass what is new in the log to ``take``, and wait a moment. Return "", or why the log cannot be read."""
+        try:
+            take(self.call("read", job_id, skip))
+        except Unreachable as error:
+            return str(error)
+        time.sleep(LOOK_EVERY_S)
+        return ""
 
 
 JobClient = HttpClient | RelayClient
