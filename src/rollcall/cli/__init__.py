@@ -86,14 +86,15 @@ def reported(command: Callable[..., None]) -> Callable[..., None]:
     return run
 
 
-def answer(found: Any, show: Callable[[Any], None], *, as_json: bool) -> None:
-    """Print a command's result: as one JSON object, or as ``show`` formats it for a person."""
+def answer(found: Any, show: Callable[[Any], None], *, as_json: bool, failed: object = False) -> None:
+    """Print a command's result: as one JSON object, or as ``show`` formats it for a person. If it ``failed``, end the command."""
     if not as_json:
         show(found)
-        return
-    if not isinstance(found, dict):
-        found = getattr(found, "as_json", partial(asdict, found))()
-    print(json.dumps(found, default=str))
+    else:
+        fields = found if isinstance(found, dict) else getattr(found, "as_json", partial(asdict, found))()
+        print(json.dumps(fields, default=str))
+    if failed:
+        raise typer.Exit(FAILED)
 
 
 def print_table(rows: list[tuple[str, ...]]) -> None:

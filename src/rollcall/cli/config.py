@@ -107,9 +107,7 @@ def plan(
         raise
     from rollcall.plan.draw import draw_text, make_console
 
-    answer(run, lambda _: make_console().print(draw_text(run)), as_json=as_json)
-    if run.problems:
-        raise typer.Exit(FAILED)
+    answer(run, lambda _: make_console().print(draw_text(run)), as_json=as_json, failed=run.problems)
 
 
 def simulate(file: RunFile = None, overrides: Overrides = None, as_json: Json = False) -> None:
@@ -128,9 +126,7 @@ def simulate(file: RunFile = None, overrides: Overrides = None, as_json: Json = 
     from rollcall.run.simulate import simulate as rehearse
 
     verdict = rehearse(config)
-    answer(verdict, _show_verdict, as_json=as_json)
-    if not verdict.ok:
-        raise typer.Exit(FAILED)
+    answer(verdict, _show_verdict, as_json=as_json, failed=not verdict.ok)
 
 
 def _show_verdict(verdict: Verdict) -> None:
@@ -220,9 +216,7 @@ def doctor(
         report = examine_machine(config)
     else:
         report = examine(find_cluster(cluster, ray_address=address), config=config, quick=quick)
-    answer(report, show, as_json=as_json)
-    if report.breaks:
-        raise typer.Exit(FAILED)
+    answer(report, show, as_json=as_json, failed=report.breaks)
 
 
 def data(
@@ -307,9 +301,7 @@ def test_reward(
     from rollcall.run.reward_trial import try_run
 
     trial = try_run(read_run(file, overrides), num_rows=rows)
-    answer(trial, _show_trial, as_json=as_json)
-    if trial.broken:
-        raise typer.Exit(FAILED)
+    answer(trial, _show_trial, as_json=as_json, failed=trial.broken)
 
 
 def _show_trial(trial: Trial) -> None:

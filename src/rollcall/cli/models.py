@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
@@ -16,6 +15,7 @@ from rollcall.cli import Json, Overrides, answer, calm_libraries, print_rows, pr
 
 if TYPE_CHECKING:
     from rollcall.checkpoint.merge.merge import Merged
+    from rollcall.checkpoint.verify import Verified
     from rollcall.run.evaluation import EvalReport
 
 
@@ -165,23 +165,19 @@ def merge(
             )
     with progress_bar("merge") as progress:
         merged = merge_stored(checkpoint, out, dtype=dtype, max_shard_size=max_shard_size, base=base, progress=progress)
-    if not verify:
-        answer(merged, _show_merged, as_json=as_json)
-        return
-    say(f"loading {merged.out} to verify it")
-    calm_libraries()
-    from rollcall.checkpoint.verify import verify as compare
+    verified: Verified | None = None
+    if verify:
+        say(f"loading {merged.out} to verify it")
+        calm_libraries()
+        from rollcall.checkpoint.verify import verify as compare
 
-    wanted = DTYPES.get(dtype)
-    verified = compare(merged.out, dtype=None if wanted is None else wanted.name)
-    if as_json:
-        print(json.dumps(merged.as_json() | {"verified": asdict(verified)}, default=str))
-        return
-    _show_merged(merged)
-    print(f"verified {verified.words}")
+        wanted = DTYPES.get(dtype)
+        verified = compare(merged.out, dtype=None if wanted is None else wanted.name)
+    found = merged.as_json() | ({} if verified is None else {"verified": asdict(verified)})
+    answer(found, lambda _: _show_merged(merged, verified), as_json=as_json)
 
 
-def _show_merged(merged: Merged) -> None:
+def _show_merged(merged: Merged, verified: Verified | None) -> None:
     rate, before = round(merged.num_bytes / max(merged.duration_s, 1e-9)), merged.continued_bytes
     took = f"{merged.duration_s:.1f} s ({size(rate)}/s)"
     tensors, files = counted(merged.num_tensors, "tensor"), counted(merged.num_files, "file")
@@ -191,5 +187,6 @@ def _show_merged(merged: Merged) -> None:
         ("model", f"{merged.out}: {tensors}, {size(merged.num_bytes)} in {files}, {took}"),
         ("", f"{size(before)} had already been written by an earlier attempt" if before else ""),
         *(("note", note) for note in merged.notes),
+        ("verified", "" if verified is None else verified.words),
     ]
     print_rows([(label, text) for label, text in rows if text], width=8)

@@ -52,9 +52,7 @@ def stacks(
     if not found.failed and not any(found.hosts.values()):
         advice = "check that the run is active (`rollcall status RUN_DIR`), and that you started it"
         raise ValueError(f"no process of a run was found; {advice}")
-    answer(found, _show, as_json=as_json)
-    if found.failed:
-        raise typer.Exit(FAILED)
+    answer(found, _show, as_json=as_json, failed=found.failed)
 
 
 def _show(found: Answers) -> None:
@@ -97,9 +95,7 @@ def profile(
         raise ValueError(f"--format {form} is not known; use {', '.join(Format)}")
     where = find_target(target, cluster=cluster)
     found = profile_role(where, role=role, seconds=seconds, kind=Format(form), out=out)
-    answer(found, _show_files, as_json=as_json)
-    if found.failed:
-        raise typer.Exit(FAILED)
+    answer(found, _show_files, as_json=as_json, failed=found.failed)
 
 
 def _show_files(found: Result) -> None:

@@ -133,7 +133,7 @@ class Run:
     @property
     def checkpoints(self) -> list[SavedCheckpoint]:
         """The checkpoints on disk, oldest first. Reading this property verifies the checksum of every file."""
-        found = self._reader.checkpoints()
+        found = store_of(self.dir).inspect()
         return [SavedCheckpoint(step=one.step, path=one.path, problem=one.reason) for one in found]
 
     @property

@@ -26,6 +26,7 @@ from rollcall.base.errors import ConfigError
 from rollcall.base.redact import redact
 from rollcall.base.types import Group
 from rollcall.checkpoint.run_dir import is_run
+from rollcall.checkpoint.store import store_of
 from rollcall.config import public_dump
 from rollcall.view import curves, samples
 from rollcall.view.compare import differing_settings
@@ -295,7 +296,7 @@ class Api:
                 "saved_s": one.path.stat().st_mtime,
                 "whole": not one.reason,
             }
-            for one in run.checkpoints(checksums=False)
+            for one in store_of(run.dir).inspect(checksums=False)
         ]
         shown = show_cluster(run.dir, run.config, marks=run.events.marks())
         about = {"state": run.state().word, "sizes": run.sizes(), "checkpoints": checkpoints, "now_s": time.time()}

@@ -19,7 +19,6 @@ from rollcall.base.errors import ConfigError
 from rollcall.base.lease import WATCH_S, Heartbeat, Holder, read_holder
 from rollcall.base.redact import redact
 from rollcall.checkpoint.run_dir import RUN_FILE, is_run, read_summary
-from rollcall.checkpoint.store import Checkpoint, store_of
 from rollcall.config import Config, load_saved_run
 from rollcall.config.yaml import read_yaml
 from rollcall.observe.events import EVENTS, Mark, PhaseEvent
@@ -173,10 +172,6 @@ class RunReader:
             with suppress(OSError):
                 moved.append((self.dir / name).stat().st_mtime)
         return max(moved, default=None)
-
-    def checkpoints(self, *, checksums: bool = True) -> list[Checkpoint]:
-        """Return the kept checkpoints, oldest first. ``checksums`` reads every byte, which is slow."""
-        return store_of(self.dir).inspect(checksums=checksums)
 
 
 def open_run(run_dir: Path) -> RunReader:

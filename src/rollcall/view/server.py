@@ -17,7 +17,6 @@ import threading
 import time
 import webbrowser
 from collections.abc import Callable
-from contextlib import suppress
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -149,8 +148,7 @@ class PageServer:
         return f"http://{HOST}:{self.port}{OPEN}{self.keys.new()}"
 
     def run(self) -> None:
-        with suppress(OSError):  # if this is not allowed, keep the normal priority
-            os.nice(10)  # a run on the same machine has priority
+        os.nice(10)  # a run on the same machine has priority
         self._server.run(sockets=[self._socket])
 
     def stop(self) -> None:
