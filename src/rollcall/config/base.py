@@ -10,13 +10,15 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterator
-from typing import Any, get_args
+from typing import Annotated, Any, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 LARGEST_INT = 2**53  # above it, JSON readers that use floats lose digits
 SMALLEST_FLOAT, LARGEST_FLOAT = 1e-30, 1e9  # 0 is allowed too; results computed from such values stay finite in float32
 LONGEST_S = 1e9  # seconds; the operating system still accepts such a long wait
+Seconds = Annotated[float, Field(ge=0.001, le=LONGEST_S)]
+OptionalCount = Annotated[int | None, Field(ge=1)]
 NOT_FOR_FILES = re.compile("[\0\ud800-\udfff]")  # NUL, and lone surrogates, which UTF-8 cannot encode
 
 

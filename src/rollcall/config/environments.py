@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal, Union
 
 from pydantic import Field, model_validator
 
-from rollcall.config.base import LONGEST_S, KeyProblem, Section, field
+from rollcall.config.base import KeyProblem, OptionalCount, Seconds, Section, field
 from rollcall.config.rewards import FunctionReward, Reward, VariableName
 
 Treatment = Literal["keep", "mask", "drop"]
@@ -18,20 +18,14 @@ class EnvironmentBase(Section):
     """The keys that all environments share. An environment runs in separate processes, one for each running episode."""
 
     max_turns: int = field(8, "Maximum number of turns in an episode.", ge=1)
-    max_turn_tokens: int | None = field(
+    max_turn_tokens: OptionalCount = field(
         None,
         "Maximum number of tokens that the model may write in one turn. `null`: as many as are left of `rollout.max_response_tokens`, "
         "which limits all tokens of an episode after its prompt.",
-        ge=1,
     )
-    call_timeout_s: float = field(
-        30.0, "Time limit for one call of the environment, in seconds.", ge=0.001, le=LONGEST_S
-    )
-    episode_timeout_s: float = field(
-        3600.0,
-        "Time limit for one episode, in seconds, including the time that it waits for the engine.",
-        ge=0.001,
-        le=LONGEST_S,
+    call_timeout_s: Seconds = field(30.0, "Time limit for one call of the environment, in seconds.")
+    episode_timeout_s: Seconds = field(
+        3600.0, "Time limit for one episode, in seconds, including the time that it waits for the engine."
     )
     max_running: int = field(256, "Maximum number of episodes that run at the same time.", ge=1)
     truncated: Treatment = field(

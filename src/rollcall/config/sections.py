@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from rollcall.base.words import counted
-from rollcall.config.base import LONGEST_S, KeyProblem, Section, field
+from rollcall.config.base import LONGEST_S, KeyProblem, OptionalCount, Section, field
 from rollcall.config.checks import check_directory, check_home, check_section, check_stops, check_variables, lift_kwargs
 from rollcall.config.lora import LoraSection
 
@@ -227,12 +227,11 @@ class RolloutSection(Section):
         "Ids of additional tokens that end a completion, besides the model's own. The exported model stops at them too.",
     )
     max_running: int = field(512, "Maximum number of completions that an engine decodes at once.", ge=1)
-    kv_tokens: int | None = field(
+    kv_tokens: OptionalCount = field(
         None,
         "Size of the KV cache, in tokens. It must have room for the longest prompt plus the longest completion. `null`: on CUDA, "
         "determined by `kv_memory_fraction`; on a CPU, enough for `max_running` completions and for twice as many conversations that are "
         "between two turns (with vLLM, at most 1 GiB).",
-        ge=1,
     )
     kv_memory_fraction: Annotated[float, Field(gt=0, lt=1)] | Auto = field(
         "auto",
@@ -287,25 +286,20 @@ class OptimizerSection(Section):
         "which the run measures at the start; 16384 on a CPU. If a micro-batch does not fit after all, it is split, and the smaller "
         "size is used from then on.",
     )
-    train_micro_batch_size: int | None = field(
+    train_micro_batch_size: OptionalCount = field(
         None,
         "Maximum number of completions in one forward pass of an update; `null`: as many as `tokens_per_microbatch` allows.",
-        ge=1,
     )
-    logprob_batch_size: int | None = field(
+    logprob_batch_size: OptionalCount = field(
         None,
         "Maximum number of completions in one forward pass without gradients (log-probs, values); `null`: limited by tokens only.",
-        ge=1,
     )
-    train_global_batch_size: int | None = field(
+    train_global_batch_size: OptionalCount = field(
         None,
         "Completions in one update. It must equal prompts_per_step x samples_per_prompt / minibatches, which is what `null` means.",
-        ge=1,
     )
-    max_total_sequence_length: int | None = field(
-        None,
-        "Maximum number of tokens in prompt and completion together; `null`: as many as data and rollout allow.",
-        ge=1,
+    max_total_sequence_length: OptionalCount = field(
+        None, "Maximum number of tokens in prompt and completion together; `null`: as many as data and rollout allow."
     )
     minibatches: int = field(1, "Optimizer updates per pass over a step's samples.", ge=1)
     epochs: int = field(1, "Passes over a step's samples.", ge=1)
@@ -322,11 +316,10 @@ class OptimizerSection(Section):
         "`replicate`: every data rank has all weights, gradients and optimizer state. `fsdp`: they are split across the "
         "data ranks (FSDP2). `hsdp`: they are split within a group of ranks, and every group has a copy.",
     )
-    sharding_group_size: int | None = field(
+    sharding_group_size: OptionalCount = field(
         None,
         "Number of data ranks in one `hsdp` group; `null`: the data ranks on one node. Each rank of a context group counts as a "
         "data rank.",
-        ge=1,
     )
     tensor_parallel_size: int = field(
         1, "Number of processes across which the heads and MLP columns of a layer are split.", ge=1
@@ -422,5 +415,5 @@ class EvalSection(Section):
     samples_per_prompt: int = field(
         1, "Completions per prompt. More than one gives pass@k and needs a temperature above 0.", ge=1
     )
-    max_prompts: int | None = field(None, "Evaluate on the first N rows only; `null`: on all.", ge=1)
+    max_prompts: OptionalCount = field(None, "Evaluate on the first N rows only; `null`: on all.")
     threshold: float = field(1.0, "A completion is correct if its first reward is at least this.")
