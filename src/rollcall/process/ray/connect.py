@@ -65,16 +65,13 @@ def init_ray(*, num_gpus: int | None = None, backend: Literal["ray", "local"] | 
 
     from rollcall.process.ray.reserve import RayBackend
 
-    if ray.is_initialized():
-        use_by_default(RayBackend())
-        return
-    cluster = wished_cluster()
+    cluster = None if ray.is_initialized() else wished_cluster()
     use_by_default(RayBackend(cluster))
     if cluster is not None:
         connect(cluster)
-        return
-    # Without an explicit address, Ray would join any Ray that runs on this machine.
-    ray.init(address="local", num_gpus=num_gpus, include_dashboard=False, logging_level=logging.WARNING)
+    elif not ray.is_initialized():
+        # Without an explicit address, Ray would join any Ray that runs on this machine.
+        ray.init(address="local", num_gpus=num_gpus, include_dashboard=False, logging_level=logging.WARNING)
 
 
 def connect(cluster: Cluster | None = None, *, ray_address: str | None = None, log_to_driver: bool = True) -> Cluster:

@@ -101,16 +101,12 @@ def choose_nodes(ask: Ask, nodes: Sequence[RayNode]) -> list[RayNode] | None:
     """Return a node for each entry: the named nodes, or the first in rank order with enough free slots; None if there are too few."""
     if ask.node_ranks is not None:
         by_rank = {node.rank: node for node in nodes}
-        named = [by_rank.get(rank) for rank in ask.node_ranks]
-        return [node for node in named if node is not None] if all(named) else None
-    chosen: list[RayNode] = []
-    left = iter(nodes)
-    for count in ask.slots_per_node:
-        node = next((node for node in left if node.free.get(ask.resource, 0) >= count), None)
-        if node is None:
-            return None
-        chosen.append(node)
-    return chosen
+        found = [by_rank.get(rank) for rank in ask.node_ranks]
+    else:
+        left, counts = iter(nodes), ask.slots_per_node
+        found = [next((node for node in left if node.free.get(ask.resource, 0) >= count), None) for count in counts]
+    chosen = [node for node in found if node is not None]
+    return chosen if len(chosen) == len(found) else None
 
 
 def _may_fork(nodes: Sequence[RayNode]) -> bool:

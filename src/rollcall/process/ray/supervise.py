@@ -171,9 +171,7 @@ class Supervisor:
             except RayError as error:
                 warn(f"cannot monitor the workers: {error}")
                 continue
-            with self._lock:
-                silent = self._silent_nodes & {seats[loss.rank].spec.node.node_id for loss in losses}
-            for node_id in silent:
+            for node_id in self._silent_nodes & {seats[loss.rank].spec.node.node_id for loss in losses}:
                 suspect(node_id)  # no run is placed on it until it answers again
             with self._lock:  # a worker that was replaced in the meantime is not lost
                 current = {
