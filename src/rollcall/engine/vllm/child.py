@@ -45,15 +45,11 @@ class Child:
         self.memory = SharedMemory()
         env = child_environment(num_threads=num_threads)
         link = LinkHere([python, str(SERVER)], env=env, fds=(self.memory.fd,))
-        self.log_tail = link.log_tail
+        self.log_tail, self.pid = link.log_tail, link.pid
         # Use JSON, because the child's Python does not have our classes. Its answers are trusted.
         self._worker = Worker(link, name="vLLM", hears=JSON, answers=defaultdict(lambda: json.loads))
         self._start = self._last = self.begin("version", deadline_s=START_S)
         self._finalizer = weakref.finalize(self, self._worker.close)
-
-    @property
-    def pid(self) -> int:
-        return self._worker.pid
 
     def wait_until_ready(self) -> str:
         """Wait until vLLM has been imported, and return its version."""

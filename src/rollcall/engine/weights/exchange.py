@@ -61,14 +61,10 @@ class StreamSender:
         self._timeout_s = timeout_s
         self._changes_only = changes_only
         self._desk = Desk(sender=name, receivers=receivers, carrying=carrying, host=host, timeout_s=timeout_s)
-        self._receivers = tuple(receivers)
+        self.invitations = dict.fromkeys(receivers, self._desk.invitation)
         self._lines: dict[str, Line] = {}
         self._base: _Base | None = None
         self._is_closed = False
-
-    @property
-    def invitations(self) -> Mapping[str, Invitation]:
-        return dict.fromkeys(self._receivers, self._desk.invitation)
 
     def send(self, tensors: Mapping[str, Tensor] | Parts, *, version: int) -> None:
         if self._is_closed:

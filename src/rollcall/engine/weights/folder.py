@@ -41,7 +41,6 @@ LOOK_S = 0.1
 class FolderSender:
     def __init__(self, folder: Path, *, name: str, receivers: Sequence[str], timeout_s: float) -> None:
         self._folder = folder.resolve()
-        self._receivers = tuple(receivers)
         self._invitation = Invitation(
             sender=name,
             carrying="file",
@@ -51,12 +50,9 @@ class FolderSender:
             secret=secrets.token_hex(8),
             timeout_s=timeout_s,
         )
+        self.invitations = dict.fromkeys(receivers, self._invitation)
         self._folder.mkdir(parents=True, exist_ok=True)
         self._clear()  # remove the files of a sender that was killed
-
-    @property
-    def invitations(self) -> Mapping[str, Invitation]:
-        return dict.fromkeys(self._receivers, self._invitation)
 
     def send(self, tensors: Mapping[str, Tensor], *, version: int) -> None:
         views = view(tensors)

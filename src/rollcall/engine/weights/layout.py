@@ -136,14 +136,8 @@ class Views:
                 self._apart.append((tensor, copy))
                 tensor = copy
             self.flat.append(tensor.reshape(-1).view(torch.uint8))
-
-    @property
-    def device(self) -> torch.device:
-        return self.flat[0].device
-
-    @property
-    def has_copies(self) -> bool:
-        return bool(self._apart)
+        self.device = self.flat[0].device
+        self.has_copies = bool(self._apart)
 
     def read(self) -> None:
         """Update the copies from their tensors."""

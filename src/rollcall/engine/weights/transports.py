@@ -72,11 +72,9 @@ class FanOut:
 
     def __init__(self, senders: Sequence[StreamSender] | Sequence[FolderSender]) -> None:
         self._senders: list[Any] = list(senders)  # only some kinds of sender accept Parts
-
-    @property
-    def invitations(self) -> Mapping[str, Invitation]:
-        """The invitations, by receiver."""
-        return {name: invitation for sender in self._senders for name, invitation in sender.invitations.items()}
+        self.invitations: Mapping[str, Invitation] = {  # by receiver
+            name: invitation for sender in senders for name, invitation in sender.invitations.items()
+        }
 
     def send(self, tensors: Mapping[str, Tensor] | Parts, *, version: int) -> None:
         """Send these tensors to every receiver. Return when all receivers have applied and checked them."""
