@@ -13,7 +13,6 @@ Who waits for whom: a ``get`` waits until another member has ``set`` its key, at
 
 from __future__ import annotations
 
-import base64
 import hashlib
 import hmac
 import secrets
@@ -51,7 +50,7 @@ class MeetingServer:
 
     def __init__(self, listener: socket.socket, *, secret: str) -> None:
         self._door = Door(listener, secret=secret)
-        self._values: dict[str, bytes] = {}
+        self._values: dict[str, str] = {}  # each character is one byte of the value
         self._changed = threading.Condition()
         self._connections: list[socket.socket] = []
         self._is_closed = False
@@ -81,28 +80,27 @@ class MeetingServer:
             connection.close()
 
     def _do(self, *, do: str, keys: list[str], values: Sequence[str] = (), add: int = 0, wait_s: float = 0) -> Any:
-        given = [base64.b64decode(value) for value in values]
         with self._changed:
             match do:
                 case "set":
-                    self._values[keys[0]] = given[0]
+                    self._values[keys[0]] = values[0]
                     self._changed.notify_all()
                     return None
                 case "add":
-                    total = int(self._values.get(keys[0], b"0")) + add
-                    self._values[keys[0]] = b"%d" % total
+                    total = int(self._values.get(keys[0], "0")) + add
+                    self._values[keys[0]] = str(total)
                     self._changed.notify_all()
                     return total
                 case "wait":
                     return self._changed.wait_for(lambda: all(key in self._values for key in keys), wait_s)
                 case "get":
-                    return base64.b64encode(self._values[keys[0]]).decode() if keys[0] in self._values else None
+                    return self._values.get(keys[0])
                 case "compare_set":
                     held = self._values.get(keys[0])
-                    if held == given[0] or (held is None and not given[0]):
-                        held = self._values[keys[0]] = given[1]
+                    if held == values[0] or (held is None and not values[0]):
+                        held = self._values[keys[0]] = values[1]
                         self._changed.notify_all()
-                    return base64.b64encode(given[0] if held is None else held).decode()
+                    return values[0] if held is None else held
                 case "delete":
                     return self._values.pop(keys[0], None) is not None
                 case "count":
@@ -132,7 +130,7 @@ class MeetingStore(dist.Store):
         found = self._ask("get", [key])
         if found is None:
             raise dist.DistStoreError(f"{key} was deleted from the group's store ({self._where})")
-        return base64.b64decode(found)
+        return found.encode("latin-1")
 
     def add(self, key: str, value: int) -> int:
         return self._ask("add", [key], add=value)
@@ -150,7 +148,7 @@ class MeetingStore(dist.Store):
         return self._ask("wait", keys)
 
     def compare_set(self, key: str, expected: str | bytes, desired: str | bytes) -> bytes:
-        return base64.b64decode(self._ask("compare_set", [key], expected, desired))
+        return self._ask("compare_set", [key], expected, desired).encode("latin-1")
 
     def delete_key(self, key: str) -> bool:
         return self._ask("delete", [key])
@@ -176,7 +174,7 @@ class MeetingStore(dist.Store):
         return f"{self._place.address} port {self._place.port}"
 
     def _ask(self, do: str, keys: list[str], *values: str | bytes, **more: Any) -> Any:
-        given = [base64.b64encode(value.encode() if isinstance(value, str) else value).decode() for value in values]
+        given = [(value.encode() if isinstance(value, str) else value).decode("latin-1") for value in values]
         with self._lock:
             try:
                 self._socket.sendall(json_frame({"do": do, "keys": list(keys), "values": given, **more}))
