@@ -39,7 +39,8 @@ def _attention_kernel(
     q_ptr, k_cache_ptr, v_cache_ptr, block_tables_ptr, lengths_ptr, out_ptr, partial_ptr, lse_ptr,
     scale_log2, num_splits, table_stride, block_stride, slot_stride, head_stride,
     NUM_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, TILES_PER_BLOCK: tl.constexpr,
-    WINDOW: tl.constexpr, SPLIT: tl.constexpr, TILE: tl.constexpr, GROUP_ROWS: tl.constexpr, DIMS: tl.constexpr, EARLY: tl.constexpr,
+    WINDOW: tl.constexpr, SPLIT: tl.constexpr, TILE: tl.constexpr, GROUP_ROWS: tl.constexpr, DIMS: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
     """One program: the GROUP query heads of one KV head, over one split of one sequence's live keys."""
     wait_for_inputs(EARLY)

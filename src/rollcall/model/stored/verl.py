@@ -31,13 +31,24 @@ Mesh = tuple[tuple[int, int], ...]  # for each dimension, its size and one proce
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Cut:
-    """How a tensor is sharded across a mesh, as one process sees it."""
+class _Local:
+    """One process's share of a tensor. The mesh of a plain tensor has no dimensions."""
 
+    rank: int
+    tensor: TorchTensor
+    shape: tuple[int, ...]  # of the full tensor
     mesh: Mesh
     # For each mesh dimension, the tensor dimension and the split factor (1: none), or None if the tensor is replicated.
     cuts: tuple[tuple[int, int] | None, ...]
-    shape: tuple[int, ...]  # of the full tensor
+
+    @property
+    def layout(self) -> Any:
+        """The properties on which all processes must agree."""
+        return self.tensor.dtype, [size for size, _ in self.mesh], self.cuts, self.shape
+
+    def __str__(self) -> str:
+        mesh = f"mesh {[size for size, _ in self.mesh]}, whole shape {list(self.shape)}" if self.mesh else "no mesh"
+        return f"{self.tensor.dtype} {list(self.tensor.shape)}, {mesh}"
 
     def block(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Return the start and the shape of the process's block.
@@ -57,28 +68,6 @@ class _Cut:
                 start[dim] += begin
                 shape[dim] = min(each, shape[dim] - begin)
         return tuple(start), tuple(shape)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Local:
-    """One process's share of a tensor. ``cut`` is None for a plain tensor."""
-
-    rank: int
-    tensor: TorchTensor
-    cut: _Cut | None
-
-    @property
-    def layout(self) -> Any:
-        """The properties on which all processes must agree."""
-        if self.cut is None:
-            return self.tensor.dtype, self.tensor.shape
-        return self.tensor.dtype, [size for size, _ in self.cut.mesh], self.cut.cuts, self.cut.shape
-
-    def __str__(self) -> str:
-        cut = "no mesh"
-        if self.cut is not None:
-            cut = f"mesh {[size for size, _ in self.cut.mesh]}, whole shape {list(self.cut.shape)}"
-        return f"{self.tensor.dtype} {list(self.tensor.shape)}, {cut}"
 
 
 def open_verl(folder: Path) -> Stored:
@@ -144,30 +133,31 @@ def _locals(file: TorchFile, content: Any, *, rank: int) -> Iterable[tuple[str, 
             )
         if isinstance(value, int | float | str | type(None)):
             continue  # not a tensor, so not a weight
-        cut = None
+        whole, mesh, cuts = None, (), ()
         with plain_damage(f"{file.path}: the layout of {name} cannot be read"):
             if is_named(value, "_rebuild_from_type_v2") and is_named(value.args[1], "DTensor"):
                 _, _, (_, _, shape, *_), state = value.args
                 fields = attributes(state)
                 spec, value = fields["_spec"].fields, fields["_local_tensor"]
-                mesh = spec["mesh"]
-                if (own := mesh.fields.get("_rank", rank)) != rank:
+                pickled = spec["mesh"]
+                if (own := pickled.fields.get("_rank", rank)) != rank:
                     raise StoredError(
                         f"{file.path} should contain the shard of rank {rank}, but contains that of rank {own}; restore the correct file"
                     )
-                if id(mesh) not in meshes:
-                    meshes[id(mesh)] = _mesh_of(mesh.fields, rank=rank, file=file)
-                cut = _cut(spec["placements"], meshes[id(mesh)], shape=whole_numbers(shape))
+                if id(pickled) not in meshes:
+                    meshes[id(pickled)] = _mesh_of(pickled.fields, rank=rank, file=file)
+                whole, mesh = whole_numbers(shape), meshes[id(pickled)]
+                cuts = _cuts(spec["placements"], mesh, num_dims=len(whole))
             tensor = file.tensor(value, name=name)
         if tensor is None:
             raise StoredError(f"{file.path}: {name} is neither a tensor nor a DTensor; use the model's shards")
-        yield name, _Local(rank=rank, tensor=tensor, cut=cut)
+        shape = tensor.shape if whole is None else whole
+        yield name, _Local(rank=rank, tensor=tensor, shape=shape, mesh=mesh, cuts=cuts)
 
 
 def _joined(name: str, locals_: list[_Local]) -> StoredTensor:
     """Join the processes' blocks into one tensor."""
     first = locals_[0]
-    shape = first.tensor.shape if first.cut is None else first.cut.shape
     taken: dict[tuple[int, ...], tuple[_Local, Piece]] = {}
     for one in locals_:
         if one.layout != first.layout:
@@ -175,7 +165,7 @@ def _joined(name: str, locals_: list[_Local]) -> StoredTensor:
                 f"{first.tensor.file} and {one.tensor.file} do not belong to the same checkpoint: {name} is {first} in the first and "
                 f"{one} in the second"
             )
-        start, wanted = ((0,) * len(shape), shape) if one.cut is None else one.cut.block()
+        start, wanted = one.block()
         if wanted != one.tensor.shape:
             raise StoredError(
                 f"{one.tensor.file}: its share of {name} has shape {list(one.tensor.shape)}, but rank {one.rank} of its mesh should have "
@@ -191,7 +181,7 @@ def _joined(name: str, locals_: list[_Local]) -> StoredTensor:
                 "to the same checkpoint"
             )
     pieces = tuple(piece for _, piece in taken.values())
-    return StoredTensor(name=name, dtype=first.tensor.dtype, shape=shape, pieces=pieces)
+    return StoredTensor(name=name, dtype=first.tensor.dtype, shape=first.shape, pieces=pieces)
 
 
 def _mesh_of(mesh: dict[str, Any], *, rank: int, file: TorchFile) -> Mesh:
@@ -228,9 +218,9 @@ def _pairs(shape: Any, stride: Any) -> tuple[tuple[int, int], ...]:
     return ((shape, stride),)
 
 
-def _cut(placements: Any, mesh: Mesh, *, shape: tuple[int, ...]) -> _Cut:
-    """Build the cut from pickled ``placements``. Placements that cannot be read may raise any kind of error."""
-    cuts = tuple(_placement(one, num_dims=len(shape)) for one in placements)
+def _cuts(placements: Any, mesh: Mesh, *, num_dims: int) -> tuple[tuple[int, int] | None, ...]:
+    """Convert pickled ``placements``. Placements that cannot be read may raise any kind of error."""
+    cuts = tuple(_placement(one, num_dims=num_dims) for one in placements)
     if len(cuts) != len(mesh):
         raise ValueError(f"there are {len(cuts)} placements, but the mesh has {len(mesh)} dimensions")
     for number, cut in enumerate(cuts):
@@ -241,7 +231,7 @@ def _cut(placements: Any, mesh: Mesh, *, shape: tuple[int, ...]) -> _Cut:
                 raise ValueError(
                     f"the split factor is {cut[1]}, but the later mesh dimensions split the tensor into {parts} parts"
                 )
-    return _Cut(mesh=mesh, cuts=cuts, shape=shape)
+    return cuts
 
 
 def _placement(placement: Any, *, num_dims: int) -> tuple[int, int] | None:
