@@ -27,9 +27,7 @@ def node(
     rank: Annotated[int | None, Option(min=0, help="Rank of this node. Rank 0 starts the head.")] = None,
     num_nodes: Annotated[int | None, Option(min=1, help="Number of nodes in the cluster.")] = None,
     rendezvous: Annotated[Path | None, Option(metavar="DIR", help="Shared folder where nodes find the head.")] = None,
-    head_address: Annotated[
-        str | None, Option(metavar="HOST:PORT", help="Address on which rank 0 listens. Needs ROLLCALL_TOKEN.")
-    ] = None,
+    head_address: Annotated[str | None, Option(metavar="HOST:PORT", help="Rank 0 listens here. Needs a token.")] = None,
     master: Annotated[bool, Option("--master", help="The same as --rank 0.")] = False,
     worker: Annotated[int | None, Option(metavar="R", min=0, help="The same as --rank R.")] = None,
     slots: Annotated[int | None, Option(min=1, help="Slots on this node. Default: its number of GPUs.")] = None,
@@ -40,12 +38,10 @@ def node(
     tls: Annotated[
         bool, Option("--tls", help="Encrypt Ray's traffic. Set it on rank 0 or, with --head-address, on every node.")
     ] = False,
-    cluster: Annotated[
-        str | None, Option(metavar="NAME", help="Name of the cluster. Default: $ROLLCALL_CLUSTER, else `default`.")
-    ] = None,
+    cluster: Annotated[str | None, Option(metavar="NAME", help="Default: $ROLLCALL_CLUSTER, else `default`.")] = None,
     timeout: Annotated[float | None, Option(min=0, help="Seconds to wait for rank 0: 300, or 1800 with --run.")] = None,
     block: Annotated[
-        bool, Option("--block", help="Keep running until Ray on this node ends. SIGTERM, SIGHUP and Ctrl-C stop Ray.")
+        bool, Option("--block", help="Run until Ray ends here. Ctrl-C, SIGTERM or SIGHUP end it.")
     ] = False,
     save_wait: Annotated[
         float, Option(min=0, help="With --block or --run: seconds that a run on this node has to save after SIGTERM.")

@@ -16,9 +16,7 @@ if TYPE_CHECKING:
     from rollcall.launch.finish.gather import Gathered
     from rollcall.launch.finish.upload import Uploaded
 
-Hosts = Annotated[
-    str | None, Option(metavar="HOST,HOST", help="Hosts to ask over ssh. Default: those of the cluster or ssh launch.")
-]
+Hosts = Annotated[str | None, Option(metavar="HOST,HOST", help="Hosts for ssh. Default: of the cluster or launch.")]
 
 
 def gather(

@@ -24,9 +24,7 @@ if TYPE_CHECKING:
     from rollcall.launch.processes import NodeView
 
 Address = Annotated[str | None, Option(metavar="URL", help="Dashboard of a cluster. Default: of this node's cluster.")]
-Meeting = Annotated[
-    Path | None, Option("--rendezvous", metavar="DIR", help="Shared folder of the cluster, with its address and token.")
-]
+Meeting = Annotated[Path | None, Option("--rendezvous", metavar="DIR", help="Shared folder with address and token.")]
 JobId = Annotated[str, Argument(metavar="[ID|latest]", help="A job. Default: the newest unfinished, else the newest.")]
 
 

@@ -50,9 +50,7 @@ def _launch(
     target: str,
     file: RunFile = None,
     overrides: Overrides = None,
-    dry_run: Annotated[
-        bool, Option("--dry-run", help="Start nothing; print the files, the commands and what prevents a start.")
-    ] = False,
+    dry_run: Annotated[bool, Option("--dry-run", help="Start nothing; print files, commands and problems.")] = False,
     wait: Annotated[bool, Option("--wait", help="Follow the run's log and exit with its status.")] = False,
     name: Annotated[str | None, Option(metavar="NAME", help="Name of this launch. Default: the run's name.")] = None,
     as_json: Json = False,
@@ -189,9 +187,7 @@ def logs(
 
 def ssh(
     where: Annotated[str, Argument(metavar="all|HOST", help="All hosts of the launch, or one of them.")],
-    command: Annotated[
-        list[str], Argument(metavar="COMMAND", help="After `--`: a command with arguments, or one line of shell.")
-    ],
+    command: Annotated[list[str], Argument(metavar="COMMAND", help="After `--`: a command, or one line of shell.")],
     name: Annotated[str | None, Option(metavar="NAME", help="The launch's name. Default: the only ssh launch.")] = None,
 ) -> None:
     """Run a command on one host of a launch, or on all of its hosts at once.

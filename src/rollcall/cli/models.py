@@ -130,12 +130,8 @@ def merge(
     out: Annotated[Path, Option(metavar="DIR", help="Model directory to write.")],
     dtype: Annotated[str, Option(help="Precision to write: keep (as stored), bf16, fp16 or fp32.")] = "keep",
     max_shard_size: Annotated[str, Option(metavar="SIZE", help="Largest file, such as 5GB or 512MiB.")] = "5GB",
-    base: Annotated[
-        Path | None, Option(metavar="DIR", help="Directory with config and tokenizer, if the weights have none.")
-    ] = None,
-    verify: Annotated[
-        bool, Option("--verify", help="Then load it with transformers and compare log-probs with the trained model.")
-    ] = False,
+    base: Annotated[Path | None, Option(metavar="DIR", help="Config and tokenizer, for weights without them.")] = None,
+    verify: Annotated[bool, Option("--verify", help="Then compare its log-probs with the trained model's.")] = False,
     as_json: Json = False,
 ) -> None:
     """Merge a checkpoint into one directory that transformers and vllm can open.

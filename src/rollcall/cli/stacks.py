@@ -28,7 +28,7 @@ Where = Annotated[
 def stacks(
     target: Where = None,
     native: Annotated[
-        bool, Option("--native", help="Show the frames of C++ and CUDA too. Pauses each process for a moment.")
+        bool, Option("--native", help="Also show C++ and CUDA frames. Pauses processes briefly.")
     ] = False,
     timeout: Annotated[float, Option(min=1, help="Seconds that each node has to answer.")] = 60.0,
     cluster: Cluster = None,
@@ -109,9 +109,7 @@ def debug(
     where: Annotated[
         str | None, Argument(metavar="[RUN_DIR|CLUSTER]", help="A run or a cluster. Default: this node's cluster.")
     ] = None,
-    number: Annotated[
-        int | None, Argument(metavar="[NUMBER]", help="Attach this terminal to the process with this number.")
-    ] = None,
+    number: Annotated[int | None, Argument(metavar="[NUMBER]", help="Attach to the process with this number.")] = None,
     go_on: Annotated[bool, Option("--continue", help="Let it continue. Without NUMBER: all that are waiting.")] = False,
     as_json: Json = False,
 ) -> None:

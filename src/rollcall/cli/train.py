@@ -53,15 +53,9 @@ def train(
         ),
     ] = None,
     eval_interval: Annotated[int | None, Option(metavar="N", min=0, help="The same as trainer.eval_every=N.")] = None,
-    master: Annotated[
-        bool, Option("--master", help="For nodes that share only a folder: this is node 0, which trains.")
-    ] = False,
-    worker: Annotated[
-        int | None, Option(metavar="R", help="For nodes that share only a folder: this is node R, which samples.")
-    ] = None,
-    num_nodes: Annotated[
-        int | None, Option(metavar="N", help="With --master or --worker: number of nodes, including the master.")
-    ] = None,
+    master: Annotated[bool, Option("--master", help="If nodes share only a folder: be node 0, which trains.")] = False,
+    worker: Annotated[int | None, Option(metavar="R", help="Like --master, but for node R, which samples.")] = None,
+    num_nodes: Annotated[int | None, Option(metavar="N", help="For --master, --worker: number of all nodes.")] = None,
     rank_weights: Annotated[
         str | None, Option(metavar="W0,W1,..", help="The nodes' shares of the rollouts. Default: by measured speed.")
     ] = None,
