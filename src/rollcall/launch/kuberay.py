@@ -165,16 +165,11 @@ def _job(request: LaunchRequest, section: KuberaySection, *, name: str) -> dict[
 
 
 def _cluster(request: LaunchRequest, section: KuberaySection) -> dict[str, Any]:
-    sizes = sorted(set(request.cluster.slots_per_node))
-    if len(sizes) > 1:
-        raise LaunchError(
-            f"cluster.nodes has nodes with {' and '.join(map(str, sizes))} slots; KubeRay's pods have no order, so all nodes must have "
-            "the same number of slots: set num_nodes and num_gpus_per_node instead"
-        )
+    num_slots = request.even_slots("KubeRay's pods have no order, so all nodes must have the same number of slots")
     if section.image is None:
         raise LaunchError("launch.kuberay.image is missing; name an image that contains Rollcall and Ray")
     # Logical slots are GPUs that Ray counts but the pods do not have.
-    start = {"num-gpus": str(sizes[0])} if request.cluster.accelerator == "cpu" else {}
+    start = {"num-gpus": str(num_slots)} if request.cluster.accelerator == "cpu" else {}
     spec: dict[str, Any] = {
         "rayVersion": section.ray_version,
         # KubeRay creates the token; without a token, anyone who can reach a port can run code.

@@ -16,7 +16,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from importlib.resources import files
 from pathlib import Path
@@ -72,7 +72,7 @@ class Slurm(ToolTarget):
             words = ("bash", script)
             what = f"start the nodes inside job {section.attach} in the background, and write their output to {log}"
         command = Command(words=words, what=what)
-        return Rendered(files=files, commands=(command,), notes=_notes(request, section))
+        return Rendered(files=files, commands=(command,), notes=tuple(_notes(request, section)))
 
     def validate(self, rendered: Rendered) -> None:
         words = rendered.commands[0].words
@@ -288,13 +288,7 @@ def _gpus(request: LaunchRequest, section: SlurmSection) -> str | None:
         return section.gpus_per_node
     if request.cluster.accelerator == "cpu" or any(map(GPU_OPTION.match, section.options)):
         return None
-    sizes = set(request.cluster.slots_per_node)
-    if len(sizes) > 1:
-        raise LaunchError(
-            "cluster.nodes has nodes of different sizes, but a Slurm job requests the same number of GPUs on each node; set "
-            "num_nodes and num_gpus_per_node instead"
-        )
-    return str(sizes.pop())
+    return str(request.even_slots("a Slurm job requests the same number of GPUs on each node"))
 
 
 def _srun(request: LaunchRequest, section: SlurmSection) -> str:
@@ -350,12 +344,9 @@ def _node(request: LaunchRequest, section: SlurmSection) -> str:
     return "\n".join(["#!/bin/bash", *lines, ""])
 
 
-def _notes(request: LaunchRequest, section: SlurmSection) -> tuple[str, ...]:
-    notes = [f"all nodes read {request.folder}, so it must be in a folder that they share (set ROLLCALL_LAUNCHES)"]
-    if section.cpus_per_task is None and section.attach is None and "--exclusive" not in section.options:
-        notes.append(
-            "launch.slurm.cpus_per_task is not set: Slurm gives each node one CPU, unless the partition says otherwise"
-        )
+def _notes(request: LaunchRequest, section: SlurmSection) -> Iterator[str]:
+    yield f"all nodes read {request.folder}, so it must be in a folder that they share (set ROLLCALL_LAUNCHES)"
     if section.attach is not None:
-        notes.append(f"job {section.attach} is not requeued; run the same command again to resume the run")
-    return tuple(notes)
+        yield f"job {section.attach} is not requeued; run the same command again to resume the run"
+    elif section.cpus_per_task is None and "--exclusive" not in section.options:
+        yield "launch.slurm.cpus_per_task is not set: Slurm gives each node one CPU, unless the partition says otherwise"

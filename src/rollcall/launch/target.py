@@ -112,6 +112,15 @@ class LaunchRequest:
         words = container.run(["sh", "-c", "\n".join([*activated, command])], variables=names)
         return [*lines, *container.before(), *container.exports(names), f"exec {shlex.join(words)}"]
 
+    def even_slots(self, why: str) -> int:
+        """Return the number of slots on each node. ``why`` says why all nodes need the same number."""
+        sizes = set(self.cluster.slots_per_node)
+        if len(sizes) > 1:
+            raise LaunchError(
+                f"cluster.nodes has nodes of different sizes, but {why}; set num_nodes and num_gpus_per_node instead"
+            )
+        return sizes.pop()
+
     def unlike_slots(self, asked: object, *, key: str) -> Iterator[str]:
         """Yield a note if a number of GPUs such as ``H100:8`` differs from the number of slots on each node."""
         found, sizes = re.search(r"(?:^|:)(\d+)$", str(asked)), set(self.cluster.slots_per_node)

@@ -62,10 +62,6 @@ class KvNeed:
     least: int  # for one sequence
     most: int  # for ``max_running`` sequences
 
-    def first(self, room: int) -> int:
-        """Return the bytes to set aside before micro-batches are sized."""
-        return min(self.most, max(self.least, int(room * KV_SHARE)))
-
     def of(self, room: int) -> int:
         return min(self.most, max(self.least, room))
 
@@ -80,7 +76,7 @@ def choose(
     longest row; rows are never split."""
     given, wanted = section.tokens_per_microbatch, section.activation_checkpointing
     enough = max(ENOUGH_TOKENS, longest) if given == "auto" else given
-    left = room - kv.first(room)
+    left = room - kv.of(int(room * KV_SHARE))
     recompute = Recompute.of(wanted)
     if wanted == "auto" and passes(recompute).tokens_in(left) < enough:
         recompute = Recompute.YES

@@ -173,23 +173,24 @@ def _apart(config: Config, plan: Plan) -> Iterator[str]:
         )
 
 
-def _width_problems(role: Role, width: int, rollout: RolloutSection) -> list[str]:
+def _width_problems(role: Role, width: int, rollout: RolloutSection) -> Iterator[str]:
     """Check a role that samples or scores with ``width`` GPUs per process. Logical slots have no such limit."""
     has = f"{role} has {counted(width, 'slot')} per process"
     if role is Role.ROLLOUT and rollout.engine == "vllm":
         size = rollout.vllm.tensor_parallel_size
-        if size == width:
-            return []
-        return [
-            f"{has}, but rollout.vllm.tensor_parallel_size={size} splits an engine across {counted(size, 'slot')}; make the two equal (a placement "
-            f'of "0-{4 * size - 1}:0-3" gives {size} to each of 4 processes)'
-        ]
-    if width == 1:
-        return []
-    who, more = "it", ""
-    if role is Role.ROLLOUT:
-        who, more = "the native engine", f", or set rollout.engine=vllm and rollout.vllm.tensor_parallel_size={width}"
-    return [f"{has}, but {who} uses one slot per process; give it one process per slot{more}"]
+        if size != width:
+            yield (
+                f"{has}, but rollout.vllm.tensor_parallel_size={size} splits an engine across {counted(size, 'slot')}; make the two equal "
+                f'(a placement of "0-{4 * size - 1}:0-3" gives {size} to each of 4 processes)'
+            )
+    elif width > 1:
+        who, more = "it", ""
+        if role is Role.ROLLOUT:
+            who, more = (
+                "the native engine",
+                f", or set rollout.engine=vllm and rollout.vllm.tensor_parallel_size={width}",
+            )
+        yield f"{has}, but {who} uses one slot per process; give it one process per slot{more}"
 
 
 def _unreachable(config: Config, plan: Plan) -> Iterator[str]:

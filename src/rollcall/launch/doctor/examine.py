@@ -291,19 +291,15 @@ def _facts(node: NodeFacts) -> str:
     )
 
 
-def _measured(diagnosis: Diagnosis) -> list[str]:
-    lines = []
+def _measured(diagnosis: Diagnosis) -> Iterator[str]:
     if diagnosis.shared is not None:
-        lines.append(f"shared folder {diagnosis.shared}: every node sees the other nodes' files")
+        yield f"shared folder {diagnosis.shared}: every node sees the other nodes' files"
     if diagnosis.bytes_per_s is not None:
-        lines.append(f"all-reduce between nodes ({diagnosis.backend}): {diagnosis.bytes_per_s / 1e9:.2f} GB/s")
+        yield f"all-reduce between nodes ({diagnosis.backend}): {diagnosis.bytes_per_s / 1e9:.2f} GB/s"
     if diagnosis.firewall is not None:
-        lines.append(
-            f"firewall rule, to be set on each node as root (or start the nodes with --tls): {diagnosis.firewall}"
-        )
+        yield f"firewall rule, to be set on each node as root (or start the nodes with --tls): {diagnosis.firewall}"
     confined = ", ".join(f"{thing}: {state}" for thing, state in diagnosis.rewards.items())
-    lines.append(f"built-in rewards on this machine run with {confined}")
-    return lines
+    yield f"built-in rewards on this machine run with {confined}"
 
 
 def _verdict(diagnosis: Diagnosis) -> Text:

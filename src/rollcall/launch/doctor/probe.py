@@ -76,7 +76,6 @@ class Probe:
         for rank, address, port in targets:
             try:
                 with socket.create_connection((address, port), timeout=timeout_s) as connection:
-                    connection.settimeout(timeout_s)
                     if connection.recv(2) != b"ok":
                         failed.append((rank, port, "another program answers at this port"))
             except OSError as error:

@@ -79,8 +79,8 @@ class Job:
         return "was stopped" if self.status == "STOPPED" else f"is {self.status}"
 
     def as_json(self) -> dict[str, Any]:
-        ended = self.ended.isoformat() if self.ended else None
-        return {**asdict(self), "message": redact(self.message), "started": self.started.isoformat(), "ended": ended}
+        times = {"started": self.started.isoformat(), "ended": self.ended and self.ended.isoformat()}
+        return {**asdict(self), "message": redact(self.message), **times}
 
 
 class Jobs:
