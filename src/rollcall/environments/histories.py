@@ -46,9 +46,8 @@ class Row:
     def add_sampled(self, turn: Completion, calls: tuple[ToolCall, ...] = ()) -> None:
         self._append(turn.token_ids, turn.logprobs, turn.mask, turn.segments)
         self.finish, count = turn.finish, len(turn.token_ids)
-        self.turns.append(
-            Turn(num_sampled=count, num_observed=0, text=turn.text, observation="", calls=calls, reward=None)
-        )
+        made = Turn(num_sampled=count, num_observed=0, text=turn.text, observation="", calls=calls, reward=None)
+        self.turns.append(made)
 
     def add_observed(self, ids: Ints, text: str) -> None:
         if len(ids):
@@ -249,9 +248,8 @@ class Histories:
     # Inside
 
     def _opened(self, ids: Ints, **given: Any) -> Asked:
-        return Asked(
-            prompt_ids=ids, session=self.new_session(), behind=None, added=np.zeros(0, dtype=np.int32), **given
-        )
+        nothing = np.zeros(0, dtype=np.int32)
+        return Asked(prompt_ids=ids, session=self.new_session(), behind=None, added=nothing, **given)
 
     def _extended(self, answer: _Answer, added: Ints, **given: Any) -> Asked:
         self._answers.move_to_end(id(answer))

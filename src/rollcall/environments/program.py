@@ -22,7 +22,7 @@ from rollcall.config.environments import AgentEnvironment
 from rollcall.environments.protocol import Ended, EnvironmentFailed, Programs
 from rollcall.nodes.processes import signal_processes
 from rollcall.process.here import exited, how_it_ended
-from rollcall.reward.confine import environment, make_folder, remove_folder, sweep_folders
+from rollcall.reward.confine import environment, make_folder, refuse_unset, remove_folder, sweep_folders
 
 MAX_TAIL_BYTES = 1 << 16
 LONGEST_VARIABLE = 120_000  # in bytes; Linux limits a variable to 128 KiB
@@ -38,7 +38,8 @@ exec 3<&-
 
 def variables_of(env: Sequence[str]) -> dict[str, str]:
     """Return the environment variables for a process that plays episodes: the usual ones and those named in `environment.env`."""
-    return environment(env, folder=tempfile.gettempdir(), key="environment.env")
+    refuse_unset(env, key="environment.env")
+    return environment(env, folder=tempfile.gettempdir())
 
 
 class ProgramsHere(Programs):

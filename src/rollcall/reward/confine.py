@@ -85,12 +85,11 @@ def confinement_of(spec: Mapping[str, Any]) -> Confinement:
 # The parent's side
 
 
-def environment(env: Sequence[str], *, folder: str, key: str, own_home: bool = False) -> dict[str, str]:
+def environment(env: Sequence[str], *, folder: str, own_home: bool = False) -> dict[str, str]:
     """Return a worker's environment variables: those in ``_KEPT``, those in ``env``, and thread counts, which default to 1.
 
-    Prevent the worker from reading this process's secrets in ``/proc``. Raise ConfigError if a variable that ``key`` names is not set.
+    Prevent the worker from reading this process's secrets in ``/proc``.
     """
-    refuse_unset(env, key=key)
     environ = os.environ
     hide_from_proc(name for name in environ if is_secret(name) or name in env)
     found = {name: value for name, value in environ.items() if name in _KEPT or name.startswith("LC_")}

@@ -72,9 +72,8 @@ def math_equal(prompt: str, completion: str, answer: str, metadata: dict[str, An
         raise ValueError(f"the row's answer {answer[:80]!r} is empty or too long; check data.answer_key")
     if given is None:
         return 0.0
-    is_product = _UNKNOWNS.fullmatch(wanted) or (
-        _WRAPPED.fullmatch(_final(answer).strip()) and not _SHAPE.match(wanted)
-    )
+    is_formula = _WRAPPED.fullmatch(_final(answer).strip()) and not _SHAPE.match(wanted)
+    is_product = _UNKNOWNS.fullmatch(wanted) or is_formula
     if is_word(wanted) and not is_product:
         within = [match[0].strip("$") for match in _MATH_WITHIN.finditer(given)]
         words = plain_words(wanted)
@@ -293,9 +292,8 @@ def split_unit(answer: str) -> Quantity | None:
     >>> split_unit(r"10\text{ cm}^2"), split_unit("2ab")
     (Quantity(number='10', unit='cm^2', is_sure=True), None)
     """
-    text = _TEMPERATURE.sub(
-        lambda match: " celsius" if match[1] else " fahrenheit", _UNIT_TEXT.sub(r" \1", answer).rstrip()
-    )
+    text = _UNIT_TEXT.sub(r" \1", answer).rstrip()
+    text = _TEMPERATURE.sub(lambda match: " celsius" if match[1] else " fahrenheit", text)
     for sign, plain in _SIGNS:
         text = text.replace(sign, plain)
     found = _UNIT.search(text)

@@ -98,6 +98,12 @@ class _Crew:
     seats: list[_Seat] = field(default_factory=list)
     num_starts_lost: int = 0
 
+    def serve(self) -> None:
+        """Start a task for each worker that does not have one."""
+        for seat in self.seats:
+            if seat.task is None:
+                seat.task = asyncio.get_running_loop().create_task(seat.serve())
+
     def take(self) -> deque[_Task]:
         """Take a chunk for one worker. Chunks are large while the queue is long and shrink to single items near its end, so that a slow
         item delays few others. All items in a chunk have the same limit."""
@@ -162,7 +168,7 @@ class RewardPool(AbstractContextManager["RewardPool"]):
         asked = _Asked(asyncio.get_running_loop().create_future(), [[]] * len(items), len(items))
         crew = self._crew_of[items[0].reward]
         crew.queue.extend(_Task(item, timeout_s, asked, place) for place, item in enumerate(items))
-        _serve(crew)
+        crew.serve()
         return asked.done
 
     def close(self) -> None:
@@ -172,13 +178,6 @@ class RewardPool(AbstractContextManager["RewardPool"]):
             for seat in crew.seats:
                 seat.close()
         self._prints.close()
-
-
-def _serve(crew: _Crew) -> None:
-    """Start a task for each worker that does not have one."""
-    for seat in crew.seats:
-        if seat.task is None:
-            seat.task = asyncio.get_running_loop().create_task(seat.serve())
 
 
 class _Seat:
@@ -202,9 +201,7 @@ class _Seat:
                 self.worker: Worker = spawn(
                     "rollcall.reward.worker:RewardWorker",
                     name=f"reward worker {self._number}",
-                    env=environment(
-                        confinement.env, folder=self._folder, key="env of a reward", own_home=confinement.own_files
-                    ),
+                    env=environment(confinement.env, folder=self._folder, own_home=confinement.own_files),
                     cwd=self._folder if confinement.own_files else None,
                     fds=(line.theirs.fileno(),),
                     output=self._output_fd,
@@ -300,7 +297,7 @@ class _Seat:
         chunk.clear()
         if error is not None or last is None:
             self._replace()
-            _serve(self._crew)
+            self._crew.serve()
 
     def _replace(self) -> None:
         self._end()

@@ -247,9 +247,8 @@ def why_unscored(groups: Sequence[Group], *, reward: str, scorer: Scorer) -> str
     scores = [score for group in groups for score in group.scores]
     told = scores[0].errors[reward]
     # An evaluation may have failed earlier in a different way.
-    first = next(
-        (one.why for one in scorer.failures if one.reward == reward and _short(one.kind, one.why) == told), told
-    )
+    same = (one.why for one in scorer.failures if one.reward == reward and _short(one.kind, one.why) == told)
+    first = next(same, told)
     kinds = Counter(score.errors[reward].partition(":")[0] for score in scores)
     how = ", ".join(f"{count} {kind}" for kind, count in kinds.most_common())
     lines = first.strip().splitlines()

@@ -185,16 +185,13 @@ class Judge:
 
     def questions(self, prompt: Prompt, completions: tuple[Completion, ...]) -> list[Question]:
         """Return one question per completion, in order."""
-        return [
-            Question(count=1, body=self._body(prompt, transcript(completion)), read=self._read)
-            for completion in completions
-        ]
-
-    def _body(self, prompt: Prompt, completion: str) -> bytes:
-        text = ask(self._section, prompt=asked_text(prompt), completion=completion, answer=prompt.answer)
-        message = {"role": "user", "content": text}
-        body = {**self._section.options, "model": self._section.model, "messages": [message]}
-        return json.dumps(body).encode()
+        found: list[Question] = []
+        for text in map(transcript, completions):
+            message = ask(self._section, prompt=asked_text(prompt), completion=text, answer=prompt.answer)
+            body = {"model": self._section.model, "messages": [{"role": "user", "content": message}]}
+            body = json.dumps({**self._section.options, **body}).encode()
+            found.append(Question(count=1, body=body, read=self._read))
+        return found
 
     def _read(self, said: bytes) -> list[RewardResult]:
         try:
