@@ -66,10 +66,8 @@ def _show_evaluation(report: EvalReport) -> None:
     evaluation, section = report.evaluation, report.plan.config.eval
     how = "greedy" if section.temperature == 0 else f"temperature {section.temperature:g}"
     means = f"   (share with a first reward of at least {section.threshold:g})" if report.headline is REWARD else ""
-    accuracy = [
-        ("accuracy", f"{evaluation.accuracy:.3f}{means}"),
-        *((f"pass@{k}", f"{value:.3f}") for k, value in evaluation.pass_at.items() if k > 1),
-    ]
+    at_k = [(f"pass@{k}", f"{value:.3f}") for k, value in evaluation.pass_at.items() if k > 1]
+    accuracy = [("accuracy", f"{evaluation.accuracy:.3f}{means}"), *at_k]
     reward = [("mean reward", f"{evaluation.reward_mean:.3f}")]
     prompts = counted(len(evaluation.groups), "prompt")
     limit, cut_off = f"at most {report.max_response_tokens:,}", evaluation.truncated_fraction

@@ -42,12 +42,9 @@ def recover(
 
     moved = set_aside(run_dir) if repair else []
     report = look(run_dir)
-    if as_json:
-        print(json.dumps(report.as_json() | {"set_aside": [str(path) for path in moved]}))
-        return
-    if repair and not moved:
+    if repair and not moved and not as_json:
         print("nothing to repair")
-    _show(report)
+    answer(report.as_json() | {"set_aside": moved}, lambda _: _show(report), as_json=as_json)
 
 
 def show_run(run_dir: Path, *, as_json: bool) -> None:

@@ -171,7 +171,7 @@ def _on_a_folder(
     num_nodes: int | None,
     log_path: Path | None,
     fresh: bool,
-    own: Mapping[str, object],
+    own: Mapping[str, Any],
 ) -> Callable[..., dict[str, Any] | None] | None:
     """Return the function that trains on nodes that share only a folder, or None for other runs. ``own`` contains the options that a
     worker compares with the master's."""
@@ -187,8 +187,7 @@ def _on_a_folder(
         raise typer.BadParameter("--fresh is for the master; leave it out with --worker")
     from rollcall.run.train_in_folder import read_weights, serve_as_worker, train_as_master
 
-    shares = own["--rank-weights"]
-    weights = read_weights(None if shares is None else str(shares))
+    weights = read_weights(own["--rank-weights"])
     given = {name: str(value) for name, value in own.items() if value is not None}
     if weights is not None:
         given["--rank-weights"] = ",".join(f"{weight:g}" for weight in weights)

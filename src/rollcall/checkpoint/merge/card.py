@@ -114,12 +114,9 @@ def run_facts(stored: Stored) -> dict[str, str]:
             found[label] = str(facts[key])
     scores = facts.get("scores") or ({"score": facts["score"]} if facts.get("score") is not None else {})
     if isinstance(scores, Mapping):
-        found |= {
-            str(key): f"{value:.4g}"
-            for key, value in scores.items()
-            if isinstance(value, float)
-            or (isinstance(value, int) and abs(value) < 10**15)  # larger integers cannot be formatted like this
-        }
+        # Larger integers cannot be formatted like this.
+        small = {key: value for key, value in scores.items() if isinstance(value, int | float) and abs(value) < 10**15}
+        found |= {str(key): f"{value:.4g}" for key, value in small.items()}
     return found
 
 
@@ -128,10 +125,8 @@ def _run_file(origin: Path) -> dict[str, Any]:
     path = origin.absolute()
     if (checkpoint := checkpoint_of(path)) is not None:
         path = checkpoint.parent.parent if checkpoint.parent.name == "checkpoints" else checkpoint
-    elif (
-        path.name == "model" and (path.parent / "metrics.jsonl").is_file()
-    ):  # else run.yaml may belong to something else
-        path = path.parent
+    elif path.name == "model" and (path.parent / "metrics.jsonl").is_file():
+        path = path.parent  # without metrics, run.yaml may belong to something else
     try:
         fields = read_yaml(path / "run.yaml", what="run file")
         return {key: value for key, value in fields.items() if isinstance(value, dict)}
