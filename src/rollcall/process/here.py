@@ -119,7 +119,7 @@ class LinkHere(SocketLink):
         self.where = f"process {self.pid}"
 
     def log_tail(self, lines: int) -> str:
-        if self._log is None or self._log.closed:
+        if self._log is None:
             return ""
         fd = self._log.fileno()
         data = os.pread(fd, _LOG_BYTES, max(0, os.fstat(fd).st_size - _LOG_BYTES))

@@ -6,7 +6,6 @@ workers get an empty part. They are still called because every worker has to tak
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -113,7 +112,6 @@ class Route:
     drop: Drop
 
 
-@functools.lru_cache(maxsize=256)  # a group repeats the same few calls
 def routes(
     sharding: NamedSharding,
     *,

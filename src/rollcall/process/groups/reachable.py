@@ -203,15 +203,11 @@ def _complaint(stderr: str) -> str:
 
 def as_text(threads: Sequence[Thread]) -> str:
     """Format each thread with its frames, innermost first."""
-    return "\n".join(
-        "\n".join(
-            [
-                f"Thread {thread.thread}",
-                *(f"    {one.function} ({one.file}{f':{one.line}' if one.line else ''})" for one in thread.frames),
-            ]
-        )
-        for thread in threads
-    )
+    lines: list[str] = []
+    for thread in threads:
+        lines.append(f"Thread {thread.thread}")
+        lines += [f"    {one.function} ({one.file}{f':{one.line}' if one.line else ''})" for one in thread.frames]
+    return "\n".join(lines)
 
 
 def py_spy() -> str:
@@ -231,8 +227,7 @@ def _name(process: Process) -> str:
 def serve_profiles() -> None:
     """Answer requests for profiles in a thread. If it may not create sockets, this process still runs but cannot be profiled."""
     own = Process.of(os.getpid())
-    if own is None:
-        return
+    assert own is not None
     server = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         server.bind(_name(own))
