@@ -168,20 +168,19 @@ class Learner:
 
     def _loss(self, batch: MicroBatch) -> tuple[Tensor, dict[str, Tensor]]:
         stats = self.body.stats(batch, temperature=self.temperature, recompute=self.fit.recompute)
-        behaviour = self._tensor(batch.behaviour_logprobs)
+        given: dict[str, Any] = {}
+        for name in ("behaviour_logprobs", "old_logprobs", "reference_logprobs", "advantages", "weights"):
+            array = getattr(batch, name)
+            given[name] = None if array is None else on_device(array, self.body.device)
         result = policy_loss(
             self.algorithm,
             logprobs=stats.logprobs,
-            old_logprobs=self._tensor(batch.old_logprobs),
-            behaviour_logprobs=behaviour,
-            reference_logprobs=self._tensor(batch.reference_logprobs),
-            advantages=self._tensor(batch.advantages),
-            weights=self._tensor(batch.weights),
+            **given,
             attempt=on_device(batch.attempt[batch.row], self.body.device),
             num_attempts=batch.num_attempts,
             entropy=stats.entropy if self.algorithm.entropy_coef > 0 else stats.entropy.detach(),
         )
-        difference = (stats.logprobs.detach() - behaviour).abs()
+        difference = (stats.logprobs.detach() - given["behaviour_logprobs"]).abs()
         extra = {
             "loss": result.loss.detach(),
             "mismatch": difference.sum(),
@@ -189,9 +188,6 @@ class Learner:
             "tokens": torch.tensor(float(len(batch.targets))),
         }
         return result.loss, {**result.metrics, **extra}
-
-    def _tensor(self, array: Any) -> Any:
-        return None if array is None else on_device(array, self.body.device)
 
 
 class Critic:

@@ -135,9 +135,7 @@ def _noted(folder: Path, *, where: str) -> Mapping[str, str]:
         base = found.get("base") or {}
         if isinstance(base, str):  # an earlier version's checksum, which ignored the order
             base = {}
-        if found["dtype"] not in _DTYPES or not all(
-            kind in _DTYPES and isinstance(one, str) for kind, one in base.items()
-        ):
+        if not {found["dtype"], *base} <= _DTYPES.keys() or not all(isinstance(one, str) for one in base.values()):
             raise ValueError("its dtype or its fingerprints are not valid")
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ModelFilesError(

@@ -11,8 +11,6 @@ what a layer computes.
 
 from __future__ import annotations
 
-import os
-import shutil
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from functools import partial
@@ -27,11 +25,6 @@ from rollcall.model.low_rank import PATHS, LayerAdapter, a_of, b_of
 
 SUPPORTED = ("llama", "mistral", "qwen2", "qwen3")
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")  # only types whose angles do not depend on the sequence length
-
-
-def has_compiler() -> bool:
-    """Return whether there is a C++ compiler, which torch needs to compile for a CPU."""
-    return shutil.which(os.environ.get("CXX", "g++")) is not None
 
 
 class UnsupportedModel(ValueError):

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import shutil
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -34,7 +35,7 @@ from rollcall.learner.learner import Learner
 from rollcall.loop.data.load import PromptSet, load_prompts
 from rollcall.loop.samples import ScoreSamples
 from rollcall.model.adapter import Adapter, add_to_weights
-from rollcall.model.decoder import Decoder, has_compiler
+from rollcall.model.decoder import Decoder
 from rollcall.model.files import resolve_model
 from rollcall.model.load import (
     WholeOnly,
@@ -197,7 +198,7 @@ def build_adapter(config: Config, model: Any, *, device: torch.device) -> Adapte
 
 def check_compiler(key: str) -> None:
     """Raise an error if torch cannot compile for this CPU, rather than fail at the first call."""
-    if not has_compiler():
+    if shutil.which(os.environ.get("CXX", "g++")) is None:
         raise ConfigError(
             f"on a CPU, {key}: true needs a C++ compiler, but {os.environ.get('CXX', 'g++')!r} was not found; install g++, set CXX to "
             f"another compiler, or leave the key out"

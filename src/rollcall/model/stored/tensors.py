@@ -169,9 +169,8 @@ def refuse_gaps(tensor: StoredTensor, *, origin: str) -> None:
         raise StoredError(f"{origin}: no file contains {tensor.name}; a file is missing")
     for piece in tensor.pieces:
         rank_fits = len(piece.start) == len(piece.shape) == len(tensor.shape)
-        if not rank_fits or any(
-            a < 0 or n < 0 or a + n > whole for a, n, whole in zip(piece.start, piece.shape, tensor.shape, strict=True)
-        ):
+        bounds = zip(piece.start, piece.shape, tensor.shape, strict=False)
+        if not rank_fits or any(a < 0 or n < 0 or a + n > whole for a, n, whole in bounds):
             raise StoredError(
                 f"{piece.file}: its block of {tensor.name} has shape {list(piece.shape)} at {list(piece.start)}, which is outside "
                 f"the tensor's {list(tensor.shape)}, so the file belongs to another model or checkpoint"

@@ -104,9 +104,8 @@ class _Unpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) == ("collections", "OrderedDict"):
             return OrderedDict
-        if name in _ALLOWED.get(module, ()) or (
-            module.startswith("torch.distributed.") and name in _ALLOWED_DISTRIBUTED
-        ):
+        is_distributed = module.startswith("torch.distributed.") and name in _ALLOWED_DISTRIBUTED
+        if is_distributed or name in _ALLOWED.get(module, ()):
             return _stub_class(name)
         raise StoredError(
             f"{self._what} refers to {module}.{name}, but only tensors are read from a pickle. No code was run. Save the file again with "
@@ -185,13 +184,9 @@ def open_torch_file(path: Path, *, offset: int = 0, length: int | None = None) -
     """Open a ``torch.save`` file, possibly inside a larger file. Return it with its unpickled content."""
     what = str(path) if length is None else f"{path} (bytes {offset:,} to {offset + length:,})"
     refuse_pipe(path)
-    with (
-        plain_damage(
-            f"{what} is not a complete torch.save file in the zip format",
-            advice="it is truncated or has a different format; restore the file",
-        ),
-        path.open("rb") as file,
-    ):
+    broken = f"{what} is not a complete torch.save file in the zip format"
+    advice = "it is truncated or has a different format; restore the file"
+    with plain_damage(broken, advice=advice), path.open("rb") as file:
         size = os.fstat(file.fileno()).st_size
         if offset < 0 or offset + (length or 0) > size:
             raise StoredError(f"{path} has {size:,} bytes, too few: it is truncated; restore the file")
