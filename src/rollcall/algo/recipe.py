@@ -312,8 +312,6 @@ def _batch_advantages(
         adv.token_rewards(reward, kl_T, kl_coef=algorithm.kl_coef, mask_T=mask_T, along=parts)
         for reward, kl_T, mask_T, parts in zip(flat_rewards, flat_kl, flat_masks, along, strict=True)
     ]
-    raw: list[Doubles]
-    returns: list[Floats | None]
     if isinstance(algorithm, Ppo):
         assert values is not None, "ppo needs the critic's values"
         flat_values = [values_T for values_G in values for values_T in values_G]

@@ -291,22 +291,18 @@ class Reload:
     def _run(self) -> None:
         import torch
 
+        model, loaded, load_weights = self._model, self._loaded, self._model.load_weights
+        model.load_weights = lambda weights: loaded.update(load_weights(weights)) or loaded
         try:
             if self._worker.device.type == "cuda":
                 torch.cuda.set_device(self._worker.device)  # for this thread
             with torch.no_grad():
-                self._reload()
+                self._worker.reload_weights(weights_iterator=self._stream())
         except BaseException as error:  # noqa: BLE001 - raised where the next part arrives
             self._error = error
-        self._asked.put("done")
-
-    def _reload(self) -> None:
-        model, loaded, load_weights = self._model, self._loaded, self._model.load_weights
-        model.load_weights = lambda weights: loaded.update(load_weights(weights)) or loaded
-        try:
-            self._worker.reload_weights(weights_iterator=self._stream())
         finally:
             del model.load_weights  # restore the class's own method
+        self._asked.put("done")
 
     def _stream(self) -> Any:
         import torch

@@ -26,7 +26,7 @@ from rollcall.base.wait import Wait
 from rollcall.engine.weights import delta, shared_memory
 from rollcall.engine.weights.broadcast import BroadcastInlet, BroadcastOutlet
 from rollcall.engine.weights.carrier import Inlet, Outlet, visible_gpus
-from rollcall.engine.weights.layout import Layout, Parts, Views, cut, fit, view
+from rollcall.engine.weights.layout import Layout, Parts, Views, cut, view
 from rollcall.engine.weights.line import Desk, Line, call, hear_all
 from rollcall.engine.weights.protocol import Carrying, Invitation, RefusedUpdateError, refuse_stale
 from rollcall.model.checksum import checksum
@@ -255,18 +255,17 @@ class StreamReceiver(LineReceiver):
         self._tensors = dict(tensors)
         device = next(iter(self._tensors.values())).device
         super().__init__([invitation], name=name, device=device)
-        self._views: Views | None = None
 
     def receive(self, *, version: int) -> None:
         self._update(version)
 
     def _fit(self, headers: Sequence[Header]) -> None:
         (header,) = headers
-        self._views = fit(header["layout"], self._tensors)
+        Layout.parse(header["layout"]).check(self._tensors)
 
     def _apply(self, headers: Sequence[Header], deadline: Wait) -> list[list[int]]:
-        (header,), ((_, inlet),), views = headers, self._ends, self._views
-        assert views is not None
+        (header,), ((_, inlet),) = headers, self._ends
+        views = Views(self._tensors, Layout.parse(header["layout"]))
         buckets = views.buckets(inlet.bucket_size)
         counts = header["counts"]
         if counts is None:

@@ -26,7 +26,7 @@ from torch import Tensor
 from rollcall.base.atomic import TEMPORARY, replacing
 from rollcall.base.errors import MissingPeerError
 from rollcall.base.wait import Wait
-from rollcall.engine.weights.layout import BucketSize, Entry, Layout, Views, fit, view
+from rollcall.engine.weights.layout import BucketSize, Entry, Layout, Views, view
 from rollcall.engine.weights.protocol import Invitation, RefusedUpdateError, refuse_stale
 from rollcall.model.checksum import checksum
 from rollcall.model.stored.files import StoredError
@@ -116,7 +116,9 @@ class FolderReceiver:
             except (StoredError, ValueError, KeyError, TypeError) as error:
                 raise RefusedUpdateError(f"{path} is not a weight file ({type(error).__name__}: {error})") from None
             if views is None:
-                views = fit(layout, self._tensors)
+                sent = Layout.parse(layout)
+                sent.check(self._tensors)
+                views = Views(self._tensors, sent)
                 parts = _parts_of(views)
             with path.open("rb", buffering=0) as file:
                 file.seek(min(entry.offset for entry in entries.values()))

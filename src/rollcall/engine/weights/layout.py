@@ -161,13 +161,6 @@ def view(tensors: Mapping[str, Tensor]) -> Views:
     return views
 
 
-def fit(text: str, tensors: Mapping[str, Tensor]) -> Views:
-    """Return views of the tensors in the order of a layout that was sent."""
-    layout = Layout.parse(text)
-    layout.check(tensors)
-    return Views(tensors, layout)
-
-
 def cut(flat: Tensor, size: BucketSize) -> list[list[Tensor]]:
     """Split a flat tensor into buckets."""
     return [[flat[start : start + size.num_bytes]] for start in range(0, len(flat), size.num_bytes)]
