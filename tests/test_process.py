@@ -24,8 +24,8 @@ from process_targets import Own
 import rollcall
 from rollcall.nodes.framing import DONE, HEAD, JSON, PART, PICKLE, Frames, frame
 from rollcall.process.child import serve
-from rollcall.process.here import LinkHere, SocketLink, spawn
-from rollcall.process.worker import Ending, Lost, Raised, Worker
+from rollcall.process.here import LinkHere, spawn
+from rollcall.process.worker import Ending, Link, Lost, Raised, Worker
 
 WAIT_S = 600.0
 HERE = Path(__file__).parent
@@ -249,7 +249,7 @@ def test_an_ended_process_leaves_no_open_file(start: Call, way: str) -> None:
 # A worker that somebody else has started
 
 
-class Forked(SocketLink):
+class Forked(Link):
     """A process that is forked with what it runs, as a zygote does it."""
 
     where = "a forked process"

@@ -24,8 +24,7 @@ from rollcall.environments.protocol import Ended, Environment, EnvironmentFailed
 from rollcall.environments.zygote import MAX_ANSWER_BYTES
 from rollcall.nodes.door import enter
 from rollcall.nodes.framing import JSON
-from rollcall.process.here import SocketLink
-from rollcall.process.worker import Ending, Lost, Raised, Worker, reader
+from rollcall.process.worker import Ending, Link, Lost, Raised, Worker, reader
 
 CONNECT_S = 20.0
 ANSWER_S = 15.0
@@ -130,8 +129,8 @@ class HostedEnvironments:
         self._changed.set()
 
 
-class _Connection(SocketLink):
-    """A link to a host (``process.worker.Link``)."""
+class _Connection(Link):
+    """A link to a host."""
 
     pid = 0
 

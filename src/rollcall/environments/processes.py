@@ -40,8 +40,8 @@ from rollcall.nodes.framing import JSON
 from rollcall.nodes.processes import signal_processes
 from rollcall.observe.logs import ChildPrints
 from rollcall.process.debug.here import POST_MORTEM, DebugLine
-from rollcall.process.here import LinkHere, SocketLink, how_it_ended
-from rollcall.process.worker import Ending, Lost, Raised, Worker, reader
+from rollcall.process.here import LinkHere, how_it_ended
+from rollcall.process.worker import Ending, Link, Lost, Raised, Worker, reader
 from rollcall.reward.confine import ROOT
 
 START_TIMEOUT_S = 120.0
@@ -299,8 +299,8 @@ class Zygote:
         signal_processes(started, signal.SIGKILL)
 
 
-class _ForkedLink(SocketLink):
-    """A link to a child of the zygote (``process.worker.Link``)."""
+class _ForkedLink(Link):
+    """A link to a child of the zygote."""
 
     def __init__(self, zygote: Zygote, *, pid: int, connection: socket.socket) -> None:
         super().__init__(connection)

@@ -25,7 +25,7 @@ from rollcall.base.words import visible
 from rollcall.nodes.framing import LONGEST
 from rollcall.nodes.processes import signal_processes
 from rollcall.process.child import STACK_SIGNAL
-from rollcall.process.worker import Ending, Reader, Worker
+from rollcall.process.worker import Ending, Link, Reader, Worker
 
 if TYPE_CHECKING:
     from rollcall.process.debug.here import DebugLine
@@ -61,24 +61,7 @@ def spawn(
     return Worker(link, name=name, answers=answers, longest=longest, line=line)
 
 
-class SocketLink:
-    """Sends and receives over a connection: a socket pair, or a socket through a door (nodes/door.py)."""
-
-    def __init__(self, connection: socket.socket) -> None:
-        self.connection = connection
-        connection.setblocking(False)
-
-    def fileno(self) -> int:
-        return self.connection.fileno()
-
-    def send(self, data: memoryview) -> int:
-        return self.connection.send(data)
-
-    def receive(self, most: int) -> bytes:
-        return self.connection.recv(most)
-
-
-class LinkHere(SocketLink):
+class LinkHere(Link):
     """A child of this process. ``output`` is the file descriptor that its output goes to; without it, the output goes to a log."""
 
     def __init__(

@@ -20,10 +20,12 @@ from __future__ import annotations
 
 import asyncio
 import select
+import socket
 import threading
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from pydantic import ConfigDict, TypeAdapter
 
@@ -68,29 +70,28 @@ class Ending:
     stack: str = ""  # dumped by the process
 
 
-class Link(Protocol):
-    """A connection to a process: it carries ordered bytes in both directions, stops the process, and reports why it
-    ended. Only ``end`` blocks."""
+class Link(ABC):
+    """A connection to a process: a socket pair, or a socket through a door (nodes/door.py). It also stops the process, and reports why
+    it ended. Only ``end`` blocks."""
 
     pid: int
     where: str  # for messages
 
-    def fileno(self) -> int:
-        """Return a descriptor that is readable when there is data."""
-        ...
+    def __init__(self, connection: socket.socket) -> None:
+        self.connection = connection
+        connection.setblocking(False)
 
-    def send(self, data: memoryview) -> int:
-        """Return how many bytes were accepted. Raises BlockingIOError if none can be accepted now."""
-        ...
+    def fileno(self) -> int:
+        return self.connection.fileno()
 
     def receive(self, most: int) -> bytes:
         """Return the received bytes, or no bytes at the end of the stream. Raises BlockingIOError if nothing has arrived yet."""
-        ...
+        return self.connection.recv(most)
 
+    @abstractmethod
     def end(self, *, grace_s: float, ask_stack: bool = False) -> Ending:
         """Hang up, wait ``grace_s`` for the process to exit, then kill it and all processes that it started. With ``ask_stack``, first
         make it dump its stack."""
-        ...
 
 
 class Call:
@@ -287,7 +288,7 @@ class Worker:
         try:
             while self._outbox:
                 with memoryview(self._outbox) as data:
-                    count = self.link.send(data)
+                    count = self.link.connection.send(data)
                 del self._outbox[:count]
         except BlockingIOError:
             pass
