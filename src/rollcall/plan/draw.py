@@ -130,9 +130,8 @@ def _abbreviated(plan: Plan) -> Table:
 
 
 def _meshes(plan: Plan) -> Table:
-    axes = (
-        ("data", "context", "tensor") if any(mesh.context > 1 for mesh in plan.meshes.values()) else ("data", "tensor")
-    )
+    has_context = any(mesh.context > 1 for mesh in plan.meshes.values())
+    axes = ("data", "context", "tensor") if has_context else ("data", "tensor")
     table = _table("role", "slots", "processes", f"mesh ({' x '.join(axes)})", "shares its processes with")
     for role in plan.roles:
         mesh = plan.meshes.get(role)

@@ -163,9 +163,7 @@ def role_problems(config: Config, cluster: ClusterSection | None, plan: Plan) ->
 
 def _apart(config: Config, plan: Plan) -> Iterator[str]:
     """Report actor and inference slots that overlap only in part, because inference would need all of the actor's processes."""
-    actor, inference = (
-        set(plan.role_slots(role)) if role in plan.processes else set() for role in (Role.ACTOR, Role.INFERENCE)
-    )
+    actor, inference = set(plan.role_slots(Role.ACTOR)), set(plan.role_slots(Role.INFERENCE))
     if actor & inference and actor != inference and Role.ACTOR in roles_together(config, plan):
         yield (
             f"inference has slots {ranges(plan.role_slots(Role.INFERENCE))} and the actor has slots {ranges(plan.role_slots(Role.ACTOR))}, but "

@@ -439,10 +439,8 @@ class _Job:
         )
 
     def _engine(self, mesh: Mesh) -> EngineNeeds:
-        sizes = self.sizes
-        return EngineNeeds(
-            config=self.config, sizes=sizes, positions=sizes.positions, width=self.width, tensor=mesh.tensor
-        )
+        config, sizes = self.config, self.sizes
+        return EngineNeeds(config=config, sizes=sizes, positions=sizes.positions, width=self.width, tensor=mesh.tensor)
 
     def _kv(self, engine: EngineNeeds, room: int | None) -> int:
         rollout, data = self.config.rollout, self.config.data

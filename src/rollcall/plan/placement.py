@@ -141,7 +141,7 @@ class Plan:
         return self.slots[start : start + self.slots_per_node[node_rank]]
 
     def role_slots(self, role: Role) -> tuple[int, ...]:
-        return tuple(slot for process in self.processes[role] for slot in process.slots)
+        return tuple(slot for process in self.processes.get(role, ()) for slot in process.slots)
 
 
 def plan_for(config: Config, cluster: ClusterSection) -> Plan:

@@ -140,9 +140,7 @@ def judge_versions(nodes: Sequence[NodeFacts]) -> Iterator[Finding]:
         for node in nodes:
             version = node.packages[name]
             if version is None or version != usual:
-                what = (
-                    "is not installed" if version is None else f"is version {version}, but the other nodes have {usual}"
-                )
+                what = f"is version {version}, but the other nodes have {usual}" if version else "is not installed"
                 wanted = f"{name}=={usual}" if usual else name
                 yield find(node, f"{name} {what}; run `{node.executable} -m pip install '{wanted}'` on that node")
     usual = _majority(nodes, lambda node: node.torch_build)

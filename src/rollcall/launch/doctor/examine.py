@@ -210,9 +210,7 @@ class _Examination:
             seen = self._ask_all(what, "see", lambda rank: [folder, written, 10.0])
         finally:
             self._ask_all("clean up", "remove", lambda rank: [folder, names[rank]])
-        unseen = {
-            rank: {ranks[name]: why for name, why in missing.items()} for rank, missing in seen.items() if missing
-        }
+        unseen = {rank: {ranks[name]: why for name, why in lost.items()} for rank, lost in seen.items() if lost}
         self.findings += checks.judge_shared(nodes, folder, wrote=wrote, unseen=unseen)
         return None if unseen else folder
 

@@ -51,13 +51,7 @@ class FinishedRun:
 
     def as_json(self) -> dict[str, Any]:
         steps = {step.name: {"state": step.state, "words": step.words} for step in self.steps}
-        return {
-            "run_dir": str(self.run_dir),
-            "checkpoint": str(self.checkpoint),
-            "model": str(self.model),
-            "steps": steps,
-            "uploaded": None if self.uploaded is None else asdict(self.uploaded),
-        }
+        return {**asdict(self), "steps": steps}
 
 
 def checkpoint_at(path: Path) -> Path:
@@ -102,9 +96,8 @@ class _Work:
             self.notes = {}
 
     def gather(self) -> FinishStep:
-        missing = [
-            part for part in parts_elsewhere(self.checkpoint, kinds=("weights",)) if not is_here(self.checkpoint, part)
-        ]
+        parts = parts_elsewhere(self.checkpoint, kinds=("weights",))
+        missing = [part for part in parts if not is_here(self.checkpoint, part)]
         if not missing:
             return FinishStep(name="gather", state="was done", words=f"all weights are in {self.checkpoint}")
         nodes = ", ".join(sorted({f"{part.node} ({part.host})" for part in missing}))

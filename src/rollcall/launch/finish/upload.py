@@ -91,9 +91,7 @@ def upload(model_dir: Path, repo: str, *, private: bool = False, revision: str |
                 f"{repo} has {sizes.get(name, 'nothing')} for {name}, but the local file has {here}; upload it again, and check "
                 "whether the repository's .gitignore lists it"
             )
-    return Uploaded(
-        repo=repo, revision=branch, commit=str(commit.oid), url=str(commit.commit_url), num_files=len(names)
-    )
+    return Uploaded(repo=repo, revision=branch, commit=commit.oid, url=commit.commit_url, num_files=len(names))
 
 
 def verified_files(model_dir: Path) -> list[str]:
