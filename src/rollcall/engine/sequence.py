@@ -63,7 +63,7 @@ class BaseCore:
         return len(self._requests)
 
     def _accept(self, request: Request) -> Sequence:
-        """Refuse a request that this engine could never finish."""
+        """Return a sequence for this request. Refuse a request that this engine could never finish."""
         if request.id in self._requests:
             raise Refused(f"request {request.id!r} is already running; give each request its own id")
         num_prompt, num_new = len(request.prompt_ids), request.sampling.max_tokens

@@ -180,8 +180,9 @@ class PagedRunner:
     def read(self) -> Chunk:
         (tokens, logprobs), copied = self._on_the_way.popleft()
         copied.synchronize()
-        self._rows.next[: self.num_rows] = tokens[-1].numpy()
-        return Chunk(tokens=tokens.numpy(), logprobs=logprobs.numpy())
+        chunk = Chunk(tokens=tokens.numpy(), logprobs=logprobs.numpy())
+        self._rows.next[: self.num_rows] = chunk.tokens[-1]
+        return chunk
 
     def remove(self, row: int) -> None:
         last = self.num_rows - 1
