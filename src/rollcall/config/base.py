@@ -57,17 +57,7 @@ class Section(BaseModel):
             # Numbers in other fields may be passed to the user's own code.
             is_setting = _takes_numbers_alone(info.annotation)
             for where, value in _leaves(getattr(self, key), key):
-                _check_leaf(where, value)
-                if (
-                    is_setting
-                    and isinstance(value, float)
-                    and value
-                    and not SMALLEST_FLOAT <= abs(value) <= LARGEST_FLOAT
-                ):
-                    bounds = f"between {SMALLEST_FLOAT:g} and {LARGEST_FLOAT:g}"
-                    raise KeyProblem(
-                        where, f"={value:g} is out of range; use 0, or a number whose absolute value is {bounds}"
-                    )
+                _check_leaf(where, value, is_setting=is_setting)
         return self
 
 
@@ -94,13 +84,16 @@ def _leaves(value: Any, where: str) -> Iterator[tuple[str, Any]]:
         yield where, value
 
 
-def _check_leaf(where: str, value: Any) -> None:
+def _check_leaf(where: str, value: Any, *, is_setting: bool) -> None:
     if isinstance(value, int) and abs(value) > LARGEST_INT:
         raise KeyProblem(
             where, f" is an integer with {value.bit_length()} bits; the largest allowed value is {LARGEST_INT}"
         )
     if isinstance(value, float) and not math.isfinite(value):
         raise KeyProblem(where, f"={value} is not finite; use a finite number")
+    if is_setting and isinstance(value, float) and value and not SMALLEST_FLOAT <= abs(value) <= LARGEST_FLOAT:
+        bounds = f"between {SMALLEST_FLOAT:g} and {LARGEST_FLOAT:g}"
+        raise KeyProblem(where, f"={value:g} is out of range; use 0, or a number whose absolute value is {bounds}")
     if (isinstance(value, str) or hasattr(value, "__fspath__")) and NOT_FOR_FILES.search(str(value)):
         raise KeyProblem(
             where, " contains a NUL character or half a surrogate pair, which cannot be written to a file; remove it"

@@ -185,9 +185,7 @@ def target(annotation: Any) -> tuple[type[BaseModel] | None, dict[str, type[Base
     """Return the section class behind a field, or a union's variants by tag."""
     variants = section_classes(annotation)
     tagged = {tag: variant for variant in variants for tag in _tags(variant)}
-    if tagged:
-        return None, tagged
-    return (variants[0] if variants else None), {}
+    return (variants[0] if variants and not tagged else None), tagged
 
 
 def section_classes(annotation: Any) -> list[type[BaseModel]]:

@@ -9,6 +9,7 @@ import errno
 import ipaddress
 import random
 import socket
+from contextlib import suppress
 from itertools import chain, islice
 
 from rollcall.base.errors import ClusterError
@@ -53,12 +54,10 @@ def is_wildcard(host: str) -> bool:
 
 def is_own(address: str) -> bool:
     """Return whether the address belongs to this node."""
-    with socket.socket(_family(address), socket.SOCK_STREAM) as probe:
-        try:
-            probe.bind((address, 0))
-        except OSError:
-            return False
-    return True
+    with suppress(OSError), socket.socket(_family(address), socket.SOCK_STREAM) as probe:
+        probe.bind((address, 0))
+        return True
+    return False
 
 
 def own_address(*, toward: str | None, node_ip: str | None, interface: str | None) -> str:
@@ -78,8 +77,7 @@ def own_address(*, toward: str | None, node_ip: str | None, interface: str | Non
     if interface is not None:
         return _of_interface(interface, toward=toward)
     if toward is not None:
-        found = _by_route(toward)
-        if found is None:
+        if (found := _by_route(toward)) is None:
             raise ClusterError(f"this node has no route to {toward} (its addresses: {_listed()})")
         return found
     routed = filter(None, map(_by_route, FAR_AWAY))
@@ -115,11 +113,9 @@ def leaves_loopback(host: str) -> bool:
 
 def listens(address: str, *, timeout_s: float) -> bool:
     """Return whether the address accepts connections."""
-    try:
-        with socket.create_connection(split_address(address), timeout=timeout_s):
-            return True
-    except OSError:
-        return False
+    with suppress(OSError), socket.create_connection(split_address(address), timeout=timeout_s):
+        return True
+    return False
 
 
 def _family(address: str) -> socket.AddressFamily:
@@ -128,12 +124,10 @@ def _family(address: str) -> socket.AddressFamily:
 
 def _by_route(host: str) -> str | None:
     address = resolve(host)
-    with socket.socket(_family(address), socket.SOCK_DGRAM) as probe:
-        try:
-            probe.connect((address, 9))
-        except OSError:
-            return None
+    with suppress(OSError), socket.socket(_family(address), socket.SOCK_DGRAM) as probe:
+        probe.connect((address, 9))
         return str(probe.getsockname()[0])
+    return None
 
 
 def _of_interface(name: str, *, toward: str | None) -> str:
