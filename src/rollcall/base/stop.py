@@ -7,8 +7,7 @@ main thread, whatever it is doing, except within ``shielded``, where weights or 
 the process at once. Ctrl-C is different: it ends a run without saving (``noting_interrupts``).
 
 Signal handlers are per process and run in the main thread, so there is only one ``Stop``: ``heed`` installs it, ``heeded`` returns it. If
-the main thread already has an event loop (a notebook), another thread does the work, and the main one forwards signals
-(``outside_loop``).
+the main thread already has an event loop (a notebook), another thread does the work, and the main one forwards signals (``outside_loop``).
 """
 
 from __future__ import annotations

@@ -246,8 +246,7 @@ def dump_config(config: Config) -> str:
 
 
 def dump_given(config: Config, *, without: set[str]) -> str:
-    """Like ``dump_config``, but only with the keys that were set, because the reader adds defaults. ``without`` names sections to
-    omit."""
+    """Like ``dump_config``, but only with the keys that were set, because the reader adds defaults. ``without`` names sections to omit."""
     given = config.model_dump(mode="json", exclude_unset=True, exclude=without)
     return _dumped(_part(public_dump(config), given))
 

@@ -59,9 +59,8 @@ def hold(
 ) -> int | None:
     """Wait until a signal or `rollcall down` has stopped the node. Raise if Ray exits by itself.
 
-    ``until`` is called every second and returns the run's exit status, or None while the run goes on. Once it returns a status, stop
-    the node and return that status.
-    ``too_early`` is the status to return if SIGUSR1 arrives before there is a run.
+    ``until`` is called every second and returns the run's exit status, or None while the run goes on. Once it returns a status, stop the
+    node and return that status. ``too_early`` is the status to return if SIGUSR1 arrives before there is a run.
     """
     signals = Signals()
     before = {number: signal.signal(number, signals.hear) for number in (*heeded_signals(), signal.SIGINT)}

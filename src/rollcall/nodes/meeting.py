@@ -1,8 +1,7 @@
 """A key-value store through which the processes of a torch group find each other. Only processes with the group's secret can use it.
 
-torch's own store listens on every interface and serves everyone who connects. Its keys contain the peers' addresses and the number
-by which NCCL recognizes its members. This store listens on one address, behind a door (``nodes/door.py``). A thread of the first
-process serves it.
+torch's own store listens on every interface and serves everyone who connects. Its keys contain the peers' addresses and the number by which
+NCCL recognizes its members. This store listens on one address, behind a door (``nodes/door.py``). A thread of the first process serves it.
 
 gloo's own connections are plain TCP, and a stranger that connects first can take a member's place. So ``greet`` makes the members of
 a group authenticate each other over those connections before anything else is sent. NCCL rejects a caller that does not know the

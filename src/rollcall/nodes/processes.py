@@ -1,8 +1,7 @@
 """Finds and stops exactly the processes of a cluster on this node.
 
-The processes of a cluster have the cluster's folder in their environment (``MARK``). Ray's workers overwrite their environment when
-they set their title, so all processes in the session of a marked or recorded process belong to the cluster too, and so do all
-descendants.
+The processes of a cluster have the cluster's folder in their environment (``MARK``). Ray's workers overwrite their environment when they
+set their title, so all processes in the session of a marked or recorded process belong to the cluster too, and so do all descendants.
 """
 
 from __future__ import annotations

@@ -4,8 +4,7 @@ The token determines the private key of a certificate authority, so the key is t
 needed and never stored. Each node signs its certificate with this key, and trusts certificates that this key has signed. Ray then uses
 gRPC only over TLS, and both sides present a certificate, so someone without the token cannot even send a first request.
 
-The key is derived from the token with PBKDF2: a stranger can check a guessed token against a certificate, and PBKDF2 makes each check
-slow.
+The key is derived from the token with PBKDF2: a stranger can check a guessed token against a certificate, and PBKDF2 makes each check slow.
 """
 
 from __future__ import annotations
