@@ -160,9 +160,8 @@ class PartsOf(Mapping[str, Tensor]):
     def __getitem__(self, name: str) -> Tensor:
         stored = [f"{self._prefix}{module}" for module in module_names(name)]
         if lost := [one for one in stored if one not in self._stored.tensors]:
-            raise CheckpointError(
-                f"{self._stored.origin} lacks {lost[0]}, so this checkpoint is incomplete; move it away to continue from an earlier one"
-            )
+            advice = "move it away to continue from an earlier one"
+            raise CheckpointError(f"{self._stored.origin} lacks {lost[0]}, so this checkpoint is incomplete; {advice}")
         part = torch.empty(self._body.named[name].shape, dtype=self._stored.tensors[stored[0]].dtype.torch)
         read_part(part, self._body.layout(name), self._stored, prefix=self._prefix)
         return part

@@ -66,10 +66,8 @@ def verify(model_dir: Path, probe: Path | None = None, *, dtype: str | None = No
     recorded = read_probe(model_dir / PROBE if probe is None else probe)
     values = [value for row in recorded.logprobs for value in row]
     if any(value is None for value in values):
-        raise VerifyError(
-            f"the trained model computed log-probs that are not finite, so {model_dir} cannot be compared with it; use an "
-            "earlier checkpoint"
-        )
+        why = "the trained model computed log-probs that are not finite"
+        raise VerifyError(f"{why}, so {model_dir} cannot be compared with it; use an earlier checkpoint")
     stored = open_model_dir(model_dir)
     wanted = dtype or recorded.dtype
     _refuse_other_dtype(stored, wanted=wanted, trained=recorded.dtype, model_dir=model_dir)

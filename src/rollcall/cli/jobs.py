@@ -193,10 +193,8 @@ def _follow(jobs: Jobs, job_id: str, *, out: Any) -> Job:
     try:
         return jobs.follow(job_id, out=out)
     except KeyboardInterrupt:
-        say(
-            f"\n{job_id} is still running on the cluster; follow it with `rollcall job logs --follow {job_id}`, or stop it with "
-            f"`rollcall job stop {job_id}`"
-        )
+        how = f"follow it with `rollcall job logs --follow {job_id}`, or stop it with `rollcall job stop {job_id}`"
+        say(f"\n{job_id} is still running on the cluster; {how}")
         raise typer.Exit(INTERRUPTED) from None
 
 

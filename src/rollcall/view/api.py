@@ -36,8 +36,6 @@ from rollcall.view.processes import show_cluster, show_marks, show_timeline
 from rollcall.view.reader import RunReader
 from rollcall.view.summary import no_signal
 
-MOST_CURVES = 100
-MOST_RUNS = 12  # per request
 LOOK_EVERY_S = 3.0  # time between two searches for new runs in a folder
 READ_S = 2.0  # longest time to read a growing file before answering
 INDEX_S = 1.0  # longest time to index the journal before answering
@@ -135,7 +133,7 @@ class Ask(BaseModel):
     @classmethod
     def of(cls, query: QueryParams) -> Ask:
         given = {key: value for key, value in query.items() if value}
-        lists = {"run": query.getlist("run")[:MOST_RUNS], "name": query.getlist("name")[:MOST_CURVES]}
+        lists = {"run": query.getlist("run")[:12], "name": query.getlist("name")[:100]}  # the most per request
         return cls.model_validate(given | lists)
 
 

@@ -27,7 +27,6 @@ from rollcall.view.journal_index import FOLDER, GroupRow, JournalIndex
 
 SHORT = 280  # characters of each text in a list
 LONG = 20_000  # characters of each text in a group
-MOST_HELD_OUT = 200
 _HELD_OUT = re.compile(r"val-(\d{6,12})\.jsonl")
 
 
@@ -355,7 +354,7 @@ def show_held_out(root: Path, *, step: int, needle: str) -> list[dict[str, Any]]
         numbers = {name: row.get(name) for name in ("reward", "num_tokens")}
         numbers = {name: value if isinstance(value, int | float) else None for name, value in numbers.items()}
         rows.append({**texts, **numbers, "finish": _text(row.get("finish")), "said": said})
-        if len(rows) == MOST_HELD_OUT:
+        if len(rows) == 200:
             break
     return rows
 

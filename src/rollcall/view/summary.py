@@ -118,10 +118,8 @@ def _no_signal(run_dir: Path, summary: dict[str, Any]) -> str | None:
     words = no_signal(summary["no_signal"])
     if words is None:
         return None
-    return (
-        f"{words}. {ADVICE}. {run_dir / 'samples'} contains answers with their rewards, and `rollcall reward test "
-        f"{run_dir / 'run.yaml'}` tries the reward"
-    )
+    answers = f"{run_dir / 'samples'} contains answers with their rewards"
+    return f"{words}. {ADVICE}. {answers}, and `rollcall reward test {run_dir / 'run.yaml'}` tries the reward"
 
 
 def finished(run_dir: Path, summary: dict[str, Any]) -> str:
@@ -143,10 +141,8 @@ def interrupted(run_dir: Path, *, num_steps: int, by: str, fresh: bool) -> str:
     if metrics.step == saved:
         return f"stopped by {by} after step {saved} of {num_steps}, which is saved; {same}"
     kept = "every finished group" if saved is None else f"a checkpoint of step {saved} and all groups finished since"
-    return (
-        f"stopped by {by} after step {metrics.step} of {num_steps}; {run_dir} contains {kept}; "
-        f"{same}, and so does `rollcall train {run_dir}`"
-    )
+    how = f"{same}, and so does `rollcall train {run_dir}`"
+    return f"stopped by {by} after step {metrics.step} of {num_steps}; {run_dir} contains {kept}; {how}"
 
 
 def say_result(run_dir: Path, summary: dict[str, Any], curve: Path | None) -> None:

@@ -17,12 +17,11 @@ from rollcall.model.stored.files import StoredError
 from rollcall.model.stored.find import ADAPTER_CONFIG, PROBE, checkpoint_of
 from rollcall.model.stored.tensors import DType, Stored
 
-# Suffixes of config files. The only subfolder that is copied is that of the additional templates.
+# Suffixes of config files
 CONFIG_ENDS = (".json", ".txt", ".model", ".jinja", ".tiktoken", ".py")
 NOT_COPIED = (
     "model.safetensors.index.json", "pytorch_model.bin.index.json", "verified.json", "README.md", ADAPTER_CONFIG,
 )  # fmt: skip
-TEMPLATES = "additional_chat_templates/*.jinja"
 _HUB_NAME = re.compile(r"[\w][\w.-]*(/[\w][\w.-]*)?")
 
 
@@ -46,7 +45,8 @@ def copy_config_files(stored: Stored, folder: Path, out: Path, *, dtype: DType |
     The probe is copied only from the folder with the weights, because the probe of another model would not match.
     """
     own = () if stored.folder is None else stored.folder.glob(PROBE)
-    others = (path for path in (*folder.iterdir(), *folder.glob(TEMPLATES)) if path.name != PROBE)
+    templates = folder.glob("additional_chat_templates/*.jinja")  # in the only subfolder that is copied
+    others = (path for path in (*folder.iterdir(), *templates) if path.name != PROBE)
     for path in sorted((*own, *others)):
         if not path.is_file() or path.suffix not in CONFIG_ENDS or path.name in NOT_COPIED:
             continue
