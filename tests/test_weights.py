@@ -28,9 +28,9 @@ from rollcall.base.errors import MissingPeerError
 from rollcall.base.wait import Wait
 from rollcall.config import parse_config
 from rollcall.engine.weights import delta, transports
-from rollcall.engine.weights.layout import BucketSize, Layout, Views
+from rollcall.engine.weights.layout import Layout, Views
 from rollcall.engine.weights.line import Desk, Line, call, decline
-from rollcall.engine.weights.protocol import RefusedUpdateError
+from rollcall.engine.weights.protocol import BucketSize, RefusedUpdateError
 from rollcall.engine.weights.shared_memory import _IpcInlet, _IpcOutlet
 from rollcall.engine.weights.transports import carrying_for, open_receiver, open_sender
 from rollcall.model import checksum as checksums

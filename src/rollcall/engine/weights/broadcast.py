@@ -21,9 +21,8 @@ from torch import Tensor
 
 from rollcall.base.errors import MissingPeerError
 from rollcall.base.wait import Wait
-from rollcall.engine.weights.carrier import Bucket, Hellos, Inlet, Outlet
-from rollcall.engine.weights.layout import BucketSize
 from rollcall.engine.weights.line import Line
+from rollcall.engine.weights.protocol import Bucket, BucketSize, Hellos, Inlet, Outlet
 from rollcall.model.checksum import checksum, copy_summed
 from rollcall.nodes.door import listen_at, new_secret
 from rollcall.nodes.meeting import MeetingServer, MeetingStore, Place, greet

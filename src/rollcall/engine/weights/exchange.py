@@ -25,10 +25,9 @@ from rollcall.base.errors import WeightUpdateError
 from rollcall.base.wait import Wait
 from rollcall.engine.weights import delta, shared_memory
 from rollcall.engine.weights.broadcast import BroadcastInlet, BroadcastOutlet
-from rollcall.engine.weights.carrier import Inlet, Outlet, visible_gpus
 from rollcall.engine.weights.layout import Layout, Parts, Views, cut, view
 from rollcall.engine.weights.line import Desk, Line, call, hear_all
-from rollcall.engine.weights.protocol import Carrying, Invitation, RefusedUpdateError, refuse_stale
+from rollcall.engine.weights.protocol import Carrying, Inlet, Invitation, Outlet, RefusedUpdateError, refuse_stale
 from rollcall.model.checksum import checksum
 
 Header = Mapping[str, Any]  # a sender's description of an update
@@ -196,7 +195,7 @@ class LineReceiver(ABC):
 
     def _join(self, deadline: Wait) -> None:
         for invitation in self._invitations:
-            about = {"device": self._device.type, "gpus": visible_gpus()}
+            about = {"device": self._device.type, "gpus": shared_memory.visible_gpus()}
             line = call(invitation, name=self.name, deadline=deadline, about=about)
             open_inlet = shared_memory.open_inlet if invitation.carrying == "shared_memory" else BroadcastInlet
             try:

@@ -26,8 +26,8 @@ from torch import Tensor
 from rollcall.base.atomic import TEMPORARY, replacing
 from rollcall.base.errors import MissingPeerError
 from rollcall.base.wait import Wait
-from rollcall.engine.weights.layout import BucketSize, Entry, Layout, Views, view
-from rollcall.engine.weights.protocol import Invitation, RefusedUpdateError, refuse_stale
+from rollcall.engine.weights.layout import Entry, Layout, Views, view
+from rollcall.engine.weights.protocol import BucketSize, Invitation, RefusedUpdateError, refuse_stale
 from rollcall.model.checksum import checksum
 from rollcall.model.stored.files import StoredError
 from rollcall.model.stored.safetensors import read_header, write_header

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rollcall.engine.weights.protocol import RefusedUpdateError
+from rollcall.engine.weights.protocol import BucketSize, RefusedUpdateError
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,14 +55,6 @@ class Span:
     entry: int
     start: int
     end: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BucketSize:
-    """The bucket sizes that a transport uses."""
-
-    num_bytes: int
-    alone_from: int  # a span of at least this many bytes is a bucket by itself, so it needs no packing
 
 
 @dataclass(frozen=True)

@@ -19,10 +19,9 @@ import torch
 from torch import Tensor
 
 from rollcall.base.wait import Wait
-from rollcall.engine.weights.carrier import Inlet
 from rollcall.engine.weights.exchange import Header, LineReceiver
 from rollcall.engine.weights.layout import Layout, slices
-from rollcall.engine.weights.protocol import Invitation, RefusedUpdateError
+from rollcall.engine.weights.protocol import Inlet, Invitation, RefusedUpdateError
 
 Take = Callable[[Iterator[tuple[str, Tensor]]], None]
 

@@ -19,14 +19,20 @@ import torch
 from torch import Tensor
 
 from rollcall.base.wait import Wait
-from rollcall.engine.weights.carrier import Bucket, Hellos, Inlet, Outlet, visible_gpus
-from rollcall.engine.weights.layout import BucketSize
 from rollcall.engine.weights.line import Line
+from rollcall.engine.weights.protocol import Bucket, BucketSize, Hellos, Inlet, Outlet
 from rollcall.model.checksum import checksum, copy_summed
 
 SLOT_BYTES = 4 << 20
 NUM_SLOTS = 8
 BUCKETS = BucketSize(num_bytes=SLOT_BYTES, alone_from=SLOT_BYTES)
+
+
+def visible_gpus() -> list[str]:
+    """Return the GPUs whose memory this process can open."""
+    if not torch.cuda.is_available():
+        return []
+    return [str(torch.cuda.get_device_properties(index).uuid) for index in range(torch.cuda.device_count())]
 
 
 def open_outlet(
