@@ -92,8 +92,6 @@ def _with_advantages(
 
 def _divided(attempt: list[Sample], tokens: TokenAdvantages) -> list[Sample]:
     """Assign to each row its part of the advantages and returns that were computed for the whole attempt."""
-    if len(attempt) == 1:
-        return [attempt[0].with_(advantages=tokens.advantages, returns=tokens.returns)]
     ends = np.cumsum([len(row.response_ids) for row in attempt])[:-1]
     advantages = np.split(tokens.advantages, ends)
     returns = [None] * len(attempt) if tokens.returns is None else np.split(tokens.returns, ends)

@@ -60,8 +60,6 @@ from rollcall.run.origin import refuse_changed_rows
 
 POLICY = "policy"  # the name of the run's adapter in its engine
 NUM_REWARD_WORKERS = 2
-
-
 LocalEngine = NativeEngine | VllmEngine
 
 

@@ -15,8 +15,6 @@ from rollcall.base.wait import say
 from rollcall.config import Config, parse_config
 from rollcall.loop.phases import Bounds
 
-PLACEMENT = {"actor": 0, "rollout": "all"}
-
 
 def train_as_master(
     config: Config,
@@ -79,7 +77,8 @@ def with_folder(config: Config, folder: Path, *, num_nodes: int, rank_weights: S
         "num_gpus_per_node": 1,
         "accelerator": "cpu",  # the slot is logical: its worker can use the whole node
         "nodes": None,
-        "component_placement": PLACEMENT | ({"critic": 0} if config.algorithm.name == "ppo" else {}),
+        "component_placement": {"actor": 0, "rollout": "all"}
+        | ({"critic": 0} if config.algorithm.name == "ppo" else {}),
         "node_weights": None if rank_weights is None else list(rank_weights),
     }
     if config.cluster is not None:
