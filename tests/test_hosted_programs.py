@@ -480,7 +480,7 @@ def test_a_program_ends_when_its_connection_breaks_or_nobody_waits_for_it(
         running = asyncio.create_task(line.run(variables(), stop=asyncio.Event()))
         await appears(tmp_path / "pid")
         if how == "cut":
-            line.link.abort()
+            line._worker.link.connection.shutdown(socket.SHUT_RDWR)
             with pytest.raises(EnvironmentLost, match="the connection broke off"):
                 await running
         else:

@@ -138,10 +138,6 @@ class _Connection(Link):
         super().__init__(connection)
         self.where = where
 
-    def abort(self) -> None:
-        with suppress(OSError):  # already closed
-            self.connection.shutdown(socket.SHUT_RDWR)
-
     def end(self, *, grace_s: float, ask_stack: bool = False) -> Ending:
         self.connection.close()
         return Ending(how="the connection broke off", status=None)
@@ -154,14 +150,12 @@ class _Hosted(CalledEnvironment):
     def __init__(self, owner: HostedEnvironments, host: _Host, place: HostPlace) -> None:
         self.host, self.place = host, place
         self._owner = owner
-        self.link: _Connection
         self._worker: Worker
         self._is_lost = False
 
     async def connect(self) -> None:
-        self.link = _Connection(await _connect(self.place), where=self.place.name)
-        longest = MAX_ANSWER_BYTES + 1024
-        self._worker = Worker(self.link, name=self.place.name, hears=JSON, answers=_ANSWERS, longest=longest)
+        link, longest = _Connection(await _connect(self.place), where=self.place.name), MAX_ANSWER_BYTES + 1024
+        self._worker = Worker(link, name=self.place.name, hears=JSON, answers=_ANSWERS, longest=longest)
 
     async def start(self, kind: str) -> Environment:
         try:
@@ -205,8 +199,8 @@ class _Hosted(CalledEnvironment):
     def abort(self) -> None:
         """End the call that is waiting for a lost host."""
         self._is_lost = True
-        if hasattr(self, "link"):
-            self.link.abort()
+        if hasattr(self, "_worker"):
+            self._worker.close()
 
     async def call(self, method: str, *args: Any) -> Any:
         try:
