@@ -42,6 +42,7 @@ class Skypilot(ToolTarget):
     def render(self, request: LaunchRequest) -> Rendered:
         section, name = request.section(SkypilotSection), self.tool_name(request.name)
         start = ("jobs", "launch", "--name") if section.managed else ("launch", "--cluster")
+        accelerators = section.resources.get("accelerators")
         secrets = [word for name in (TOKEN, *section.secrets) for word in ("--secret", name)]
         words = ("sky", *start, name, "--yes", "--detach-run", *secrets, str(request.folder / TASK))
         kept = f"after a preemption, the run resumes from run.dir={request.config.run.dir}; put it in a bucket or on a volume"
@@ -49,9 +50,7 @@ class Skypilot(ToolTarget):
             files={RUN_FILE: request.run_file, TASK: yaml_text(_task(request, section, name=name))},
             commands=(Command(words=words, what="start the task"),),
             notes=(
-                *request.unlike_slots(
-                    section.resources.get("accelerators"), key="launch.skypilot.resources.accelerators"
-                ),
+                *request.unlike_slots(accelerators, key="launch.skypilot.resources.accelerators"),
                 *([kept] if section.managed else []),
                 *([] if section.workdir else request.left_here(advice="set launch.skypilot.workdir to their folder")),
             ),

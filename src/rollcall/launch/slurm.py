@@ -25,7 +25,7 @@ from rollcall.base.stop import INTERRUPTED, status_words
 from rollcall.base.wait import Wait, say
 from rollcall.base.words import visible
 from rollcall.config.launch import SlurmSection
-from rollcall.launch.container import container_of, mounts_of
+from rollcall.launch.container import mounts_of
 from rollcall.launch.record import LaunchError, LaunchRecord
 from rollcall.launch.rendered import VARIABLE, Command, Rendered, shell_path
 from rollcall.launch.target import RUN_FILE, LaunchRequest, Seen, ToolTarget, ask
@@ -144,15 +144,8 @@ class Slurm(ToolTarget):
             return visible(found[0].state)
         if (ended := _ended(record)) is not None:
             return f"it {status_words(ended)}"
-        words = (
-            "sacct",
-            "--noheader",
-            "--parsable2",
-            "--allocations",
-            "--format=State,ExitCode",
-            f"--jobs={record.id}",
-        )
-        account = _ask(*words, what="read the job's accounting", fine="").strip() if record.id else ""
+        options = ("--noheader", "--parsable2", "--allocations", "--format=State,ExitCode", f"--jobs={record.id}")
+        account = _ask("sacct", *options, what="read the job's accounting", fine="").strip() if record.id else ""
         state = visible(account).replace("|", ", exit code ")
         return f"job {record.id} is {state}" if state else "it is not in Slurm's queue"
 
@@ -327,9 +320,7 @@ def _rendezvous(request: LaunchRequest) -> Path:
 def _node(request: LaunchRequest, section: SlurmSection) -> str:
     wished, container = request.launch.container, None
     if wished is not None and wished.runtime != "enroot":
-        container = container_of(
-            request.launch, request.cluster, name=request.container_name, folders=_folders(request)
-        )
+        container = request.container(_folders(request))
     interface = "" if section.interface is None else f"--interface {shlex.quote(section.interface)} "
     # Slurm knows how many of the node's GPUs this job has. The number of logical slots comes from the run file.
     slots = ' ${SLURM_GPUS_ON_NODE:+--slots "$SLURM_GPUS_ON_NODE"}' if request.cluster.accelerator == "gpu" else ""

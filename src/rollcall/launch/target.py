@@ -29,7 +29,7 @@ from rollcall.config import Config
 from rollcall.config.launch import DstackSection, LaunchSection, SkypilotSection, SlurmSection, TargetSection
 from rollcall.config.run import dump_given
 from rollcall.config.sections import ClusterSection
-from rollcall.launch.container import Container
+from rollcall.launch.container import Container, container_of
 from rollcall.launch.jobs.package import own_modules, resolve_paths
 from rollcall.launch.record import ElsewhereError, LaunchError, LaunchRecord, launch_token
 from rollcall.launch.rendered import Rendered, exports, shell_path
@@ -60,10 +60,10 @@ class LaunchRequest:
     def section(self, kind: type[AnySection]) -> AnySection:
         return next(section for _, section in self.launch if isinstance(section, kind))
 
-    @property
-    def container_name(self) -> str:
-        """The container's name. It is different for each user, because a launch removes any old container with the same name."""
-        return f"{self.name}-{hashlib.sha256(f'{os.getuid()} {self.folder}'.encode()).hexdigest()[:8]}"
+    def container(self, folders: Sequence[Path] = ()) -> Container | None:
+        """Return the nodes' container. Its name is different for each user, because a launch removes any old container with that name."""
+        owner = hashlib.sha256(f"{os.getuid()} {self.folder}".encode()).hexdigest()[:8]
+        return container_of(self.launch, self.cluster, name=f"{self.name}-{owner}", folders=folders)
 
     @property
     def node_env(self) -> dict[str, str]:

@@ -213,7 +213,7 @@ def slot_memory(
 def host_memory(plan: Plan, config: Config, sizes: ModelSizes, memory: Sequence[SlotMemory]) -> dict[int, int]:
     """Return the bytes of host memory that the tensors of a GPU run take on each node, in addition to the processes themselves.
     ``memory`` is the slot memory of the plan's groups."""
-    job = _Job(config, plan, sizes)
+    job = _Job(config, plan, sizes, card=None, reward_sizes=None)
     found: dict[int, int] = {}
     for group, on_slot in zip(plan.groups, memory, strict=True):
         of_process = sum(job.on_host(role, group) for role in group.roles)
@@ -240,13 +240,7 @@ def state_width(section: OptimizerSection, *, width: int) -> int:
 
 class _Job:
     def __init__(
-        self,
-        config: Config,
-        plan: Plan,
-        sizes: ModelSizes,
-        *,
-        card: int | None = None,
-        reward_sizes: ModelSizes | None = None,
+        self, config: Config, plan: Plan, sizes: ModelSizes, *, card: int | None, reward_sizes: ModelSizes | None
     ) -> None:
         self.config, self.sizes, self.card, self.reward_sizes = config, sizes, card, reward_sizes
         self.meshes = plan.meshes

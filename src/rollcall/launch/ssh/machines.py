@@ -19,7 +19,6 @@ from pydantic import TypeAdapter
 from rollcall.base.wait import on_stdout
 from rollcall.base.words import counted
 from rollcall.config.launch import SshSection
-from rollcall.launch.container import container_of
 from rollcall.launch.record import LaunchError, LaunchRecord, all_records, find_record, launches, reason
 from rollcall.launch.rendered import exports, shell_path
 from rollcall.launch.ssh.shell import Login, Outcome, prefixed, run_on_all
@@ -42,7 +41,7 @@ class Site:
     @classmethod
     def of_request(cls, request: LaunchRequest) -> Site:
         section = request.section(SshSection)
-        container = container_of(request.launch, request.cluster, name=request.container_name)
+        container = request.container()
         end = None
         if container is not None and (words := container.stop()) is not None:
             seen = shlex.join([container.section.runtime, "container", "inspect", container.name])

@@ -25,7 +25,6 @@ from rollcall.base.version import __version__
 from rollcall.base.wait import say
 from rollcall.base.words import counted
 from rollcall.config.launch import SshSection
-from rollcall.launch.container import container_of
 from rollcall.launch.jobs.package import build_package, resolve_paths
 from rollcall.launch.jobs.submit import Job, new_id
 from rollcall.launch.record import LaunchError, LaunchRecord, forget, get_record, launch_token
@@ -208,7 +207,7 @@ def _node_line(request: LaunchRequest, rank: int) -> str:
 
 def _container_lines(request: LaunchRequest) -> list[str] | None:
     """Return shell lines that start the container for a host's node, or None if there is nothing to do before the node starts."""
-    container = container_of(request.launch, request.cluster, name=request.container_name)
+    container = request.container()
     if container is None:
         return None
     lines = [f"{{ {line}; }} || exit 1" for line in container.before()]
