@@ -67,14 +67,9 @@ class EnvironmentHosts:
         section, elastic = self._section, self._trainer.elastic
         if isinstance(section, Driven):
             refuse_without_packages()
+        worker, run_dir = f"{__name__}.EnvironmentWorker", str(self._run_dir.resolve())
         self.group = self._site.start(
-            WorkerBuilder(
-                "rollcall.run.environment_hosts.EnvironmentWorker",
-                section,
-                chat_template=chat_template,
-                folder=os.getcwd(),
-                run_dir=str(self._run_dir.resolve()),
-            ),
+            WorkerBuilder(worker, section, chat_template=chat_template, folder=os.getcwd(), run_dir=run_dir),
             self._site.plan.environments,
             name=str(Role.ENVIRONMENT),
             purposes=PURPOSES,
