@@ -73,10 +73,8 @@ def _launch(
         say(f"note: {note}")
     with heed():  # a closed terminal or SIGTERM stops a launch as Ctrl-C does
         record = start(chosen, request, rendered)
-    how = (
-        f"check on it with `rollcall launch status {record.name}`, or end it with `rollcall launch down {record.name}`"
-    )
-    say(f"started {record.name!r}; {how}")
+    how = f"check on it with `rollcall launch status {name}`, or end it with `rollcall launch down {name}`"
+    say(f"started {name!r}; {how}")
     if as_json:
         print(json.dumps(_facts(record)))
     if wait:
