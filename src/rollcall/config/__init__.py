@@ -15,7 +15,6 @@ from rollcall.config.algorithms import (
 )
 from rollcall.config.base import Section
 from rollcall.config.environments import ClassEnvironment, EnvironmentBase, EnvironmentSection, StepEnvironment
-from rollcall.config.launch import FinishSection
 from rollcall.config.rewards import (
     CountdownReward,
     ExactReward,

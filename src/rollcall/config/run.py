@@ -17,7 +17,7 @@ from pydantic import ValidationError, model_validator
 from rollcall.base.errors import ConfigError
 from rollcall.base.redact import redact_run, remember, secrets_of_run
 from rollcall.base.words import counted
-from rollcall.config.algorithms import Algorithm, GroupAlgorithm, Grpo
+from rollcall.config.algorithms import Algorithm, GroupAlgorithm, Grpo, Intuitor
 from rollcall.config.base import Section, field
 from rollcall.config.checks import check_batches, check_ruin
 from rollcall.config.environments import EnvironmentSection
@@ -85,12 +85,11 @@ class Config(Section):
                     f"use a divisor of {self.data.prompts_per_step}"
                 )
             check_batches(self, name=name)
-        if self.algorithm.name in ("grpo", "dr_grpo", "dapo", "gspo", "cispo", "rloo", "intuitor"):
-            if self.rollout.samples_per_prompt < 2:
-                raise ValueError(
-                    f"algorithm {self.algorithm.name} compares the completions of a prompt with each other, "
-                    f"but rollout.samples_per_prompt={self.rollout.samples_per_prompt} leaves nothing to compare; use 2 or more"
-                )
+        if isinstance(self.algorithm, GroupAlgorithm | Intuitor) and self.rollout.samples_per_prompt < 2:
+            raise ValueError(
+                f"algorithm {self.algorithm.name} compares the completions of a prompt with each other, "
+                f"but rollout.samples_per_prompt={self.rollout.samples_per_prompt} leaves nothing to compare; use 2 or more"
+            )
         if self.algorithm.name == "intuitor" and [reward.type for reward in self.reward] != ["self_certainty"]:
             raise ValueError(
                 "algorithm intuitor learns only from self-certainty; write reward: [{type: self_certainty}] "

@@ -15,6 +15,7 @@ from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
 
+from rollcall.base.atomic import write_atomic
 from rollcall.base.errors import ClusterError
 from rollcall.base.wait import say
 from rollcall.nodes.address import join_address, listens
@@ -41,8 +42,8 @@ from rollcall.nodes.state import (
     sole_owner,
     state_dir,
     tls_dir,
+    token_path,
     write_record,
-    write_token,
 )
 from rollcall.nodes.tls import write_certificates
 
@@ -209,7 +210,7 @@ def _launch(request: NodeRequest, start: Start) -> NodeRecord:
     if request.temp_dir is None:
         shutil.rmtree(temp_dir, ignore_errors=True)  # sessions of earlier starts
     temp_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
-    write_token(request.cluster, start.token)
+    write_atomic(token_path(request.cluster), start.token, private=True)
     if start.tls:
         write_certificates(tls_dir(request.cluster), token=start.token, addresses=[start.record.node_ip])
     try:

@@ -83,10 +83,6 @@ def token_path(cluster: str) -> Path:
     return state_dir(cluster) / "token"
 
 
-def write_token(cluster: str, token: str) -> None:
-    write_atomic(token_path(cluster), token, private=True)
-
-
 def read_token(cluster: str) -> str:
     try:
         return token_path(cluster).read_text().strip()
