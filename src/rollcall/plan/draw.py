@@ -17,7 +17,6 @@ from rollcall.plan.memory import GIB, PARTS, SlotMemory
 from rollcall.plan.placement import Plan, Role
 
 MAX_GRID_NODES, MAX_GRID_SLOTS = 8, 16  # in a larger cluster, identical nodes share a row
-PLAIN_WIDTH = 120
 BAR = 24  # characters
 COLOURS = {
     Role.ACTOR: "cyan", Role.CRITIC: "magenta", Role.REFERENCE: "white", Role.ROLLOUT: "yellow", Role.INFERENCE: "green",
@@ -51,7 +50,7 @@ def node_runs(plan: Plan) -> list[NodeRun]:
 
 def make_console() -> Screen:
     screen = Screen()
-    return screen if screen.is_terminal else Screen(width=PLAIN_WIDTH)
+    return screen if screen.is_terminal else Screen(width=120)
 
 
 def draw_text(run: RunPlan) -> RenderableType:

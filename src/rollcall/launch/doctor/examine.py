@@ -37,7 +37,6 @@ from rollcall.process.ray.each_node import Pinned, answers_of
 from rollcall.reward.confine import available
 
 STAGE_S = 90.0  # for a probe to start and report its facts, or to try to reach the other nodes
-REACH_S = 3.0  # for one connection
 MEASURE_S = 120.0  # mostly for importing torch on a busy node
 
 
@@ -189,7 +188,7 @@ class _Examination:
             others = partners(rank, sorted(listening))
             return [(other, self.infos[other].address, port) for other in others for port in listening[other]]
 
-        failed = self._ask_all("connect to the other nodes", "reach", lambda rank: [targets(rank), REACH_S])
+        failed = self._ask_all("connect to the other nodes", "reach", lambda rank: [targets(rank), 3.0])
         self.findings += checks.judge_reach(nodes, failed=failed)
 
     def _shared_folder(self, nodes: Sequence[NodeFacts]) -> str | None:
@@ -223,10 +222,10 @@ class _Examination:
         ports = self._collect("open a port for the all-reduce", meeting)
         if not ports:
             return backend, None
-        task = {"world_size": len(places), "backend": backend, "secret": secret, "timeout_s": MEASURE_S / 2}
-        task |= {"master": self.infos[first].address, "port": ports[first]}
+        at = (self.infos[first].address, ports[first], secret)
+        task = {"world_size": len(places), "backend": backend, "timeout_s": MEASURE_S / 2}
         calls = {
-            rank: self.probes[rank].call("all_reduce", self.infos[rank].address, rank=place, **task)
+            rank: self.probes[rank].call("all_reduce", self.infos[rank].address, at, rank=place, **task)
             for rank, place in places.items()
         }
         rates = self._collect(f"finish an all-reduce over {backend}", calls, timeout_s=MEASURE_S)

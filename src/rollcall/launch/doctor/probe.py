@@ -114,18 +114,10 @@ class Probe:
         return listener.getsockname()[1]
 
     def all_reduce(
-        self,
-        address: str,
-        *,
-        rank: int,
-        world_size: int,
-        backend: str,
-        master: str,
-        port: int,
-        secret: str,
-        timeout_s: float,
+        self, address: str, meeting: tuple[str, int, str], *, rank: int, world_size: int, backend: str, timeout_s: float
     ) -> float:
-        """Return the bytes per second on each link in the fastest round. The ranks rendezvous at rank 0's ``master`` and ``port``."""
+        """Return the bytes per second on each link in the fastest round. ``meeting``: rank 0's address, port and secret."""
+        master, port, secret = meeting
         os.environ["CUDA_VISIBLE_DEVICES"] = "0" if backend == "nccl" else ""
         if interface := interface_of(address):
             os.environ |= {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": interface}

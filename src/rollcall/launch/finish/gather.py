@@ -30,7 +30,6 @@ from rollcall.model.stored.files import file_checksum, new_checksum
 from rollcall.model.stored.find import Manifest, read_manifest
 
 FOLDER = ".gather"  # in the checkpoint's folder
-NODES_AT_ONCE = 8
 WAITS_S = (1.0, 3.0, 10.0, 30.0)  # before a broken transfer continues
 OnBytes = Callable[[int, int], None]  # gets the number of bytes copied so far and the total
 
@@ -208,7 +207,7 @@ class _Work:
     def run(self, parts: dict[NodePart, Node]) -> None:
         nodes = {id(node): node for node in parts.values()}.values()
         faults: list[str] = []
-        pool = ThreadPoolExecutor(max_workers=NODES_AT_ONCE)
+        pool = ThreadPoolExecutor(max_workers=8)
         try:
             for fault in pool.map(lambda node: self._of_node(node, [p for p in parts if parts[p] is node]), nodes):
                 faults += fault

@@ -42,7 +42,6 @@ LATEST = "latest"
 SAVE_S = 300  # how long a job has to save after trainer.stop_grace_s, before Ray kills it
 STOP_WAIT = "RAY_JOB_STOP_WAIT_TIME_S"  # Ray reads it on the head; its default, 3 s, is too short for a checkpoint
 START_S = 180.0  # for the head to unpack the code and start the driver
-LOST_S = 120.0  # how long ``follow`` waits for a head that does not answer
 # `rollcall node` sets ROLLCALL_PYTHON; on a head that was started in a different way, the first `python` on its PATH is used.
 # Ray starts the driver from a shell. `exec` replaces that shell, so that a signal for the driver does not kill a shell above it.
 ENTRYPOINT = f'exec "${{ROLLCALL_PYTHON:-python}}" -m rollcall.launch.jobs.driver {RUN_FILE}'
@@ -180,7 +179,7 @@ class Jobs:
                     return job
                 heard = time.monotonic()
             except Unreachable as error:
-                if time.monotonic() - heard >= LOST_S:
+                if time.monotonic() - heard >= 120.0:
                     raise ClusterError(
                         f"{error}\nthe job may still be running; follow it again with `rollcall job logs --follow {job_id}`"
                     ) from None
