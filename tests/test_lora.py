@@ -56,7 +56,7 @@ from rollcall.loop.resume import refuse_changing_base
 from rollcall.model.adapter import Adapter, add_to_weights
 from rollcall.model.base import base_identities
 from rollcall.model.decoder import Decoder, fuse_parameters, module_names
-from rollcall.model.layer import Layer, add_product
+from rollcall.model.layer import Layer, Shape, TorchOps
 from rollcall.model.load import load_causal_lm
 from rollcall.model.low_rank import LayerAdapter, LowRank
 from rollcall.model.peft_files import write_adapter
@@ -180,9 +180,10 @@ def test_bfloat16_does_not_round_away_what_a_young_adapter_adds() -> None:
     fields = dict.fromkeys(field.name for field in dataclasses.fields(Layer))
     weights = {**fields, "out": 0.02 * one, "down": 0.02 * one, "window": 0}
     layer = Layer(**{**weights, "lora": LayerAdapter(out=pair, down=pair)})  # type: ignore[arg-type]
+    ops = TorchOps(shape=Shape(heads=1, kv_heads=1, head_dim=1, eps=1e-6), cos=one, sin=one)
     for name in ("out", "down"):
-        assert float(add_product(8 * one, one, layer, name)) == 8.0625
-        assert float(add_product(8 * one, one, replace(layer, lora=None), name)) == 8
+        assert float(ops.add_product(8 * one, one, layer, name)) == 8.0625
+        assert float(ops.add_product(8 * one, one, replace(layer, lora=None), name)) == 8
 
 
 @pytest.mark.slow
