@@ -56,7 +56,17 @@ class WrongResult(ValueError):  # noqa: N818 - an outcome of the user's code
 
 def result_of(returned: Any) -> StepResult:
     """Check each field of the value returned by ``step``. The observation becomes an ``Observation`` or None."""
-    result = _as_result(returned)
+    match returned:
+        case StepResult():
+            result = returned
+        case str() | Observation():
+            result = StepResult(returned)
+        case tuple() if len(returned) in (3, 4):
+            result = StepResult(*returned)
+        case _:
+            raise WrongResult(
+                f"step returned {_shown(returned)}; return a StepResult, a string, or (observation, reward, done, metrics)"
+            )
     observation = result.observation
     if isinstance(observation, str):
         observation = Observation(observation)
@@ -79,18 +89,6 @@ def result_of(returned: Any) -> StepResult:
         raise WrongResult(f"step returned metrics={_shown(found)}; return a dict of names and numbers")
     metrics = {key: number(value, what=f"step returned the metric {key[:80]} as") for key, value in found.items()}
     return StepResult(observation, reward, bool(result.done), metrics)
-
-
-def _as_result(returned: Any) -> StepResult:
-    if isinstance(returned, StepResult):
-        return returned
-    if isinstance(returned, str | Observation):
-        return StepResult(returned)
-    if isinstance(returned, tuple) and len(returned) in (3, 4):
-        return StepResult(*returned)
-    raise WrongResult(
-        f"step returned {_shown(returned)}; return a StepResult, a string, or (observation, reward, done, metrics)"
-    )
 
 
 def number(value: Any, *, what: str) -> float:

@@ -185,9 +185,8 @@ class Endpoint:
         """Wait for the service. Return True if a different question was answered, or False if it is this question's turn to try again."""
         advice = _advice(problem.cause, self._place)
         if problem.cause is Cause.REFUSED and self._answered is None:
-            raise EndpointLostError(
-                f"{self._name} refuses requests: {problem}. {advice}, then run the same command again"
-            )
+            told = f"{self._name} refuses requests: {problem}"
+            raise EndpointLostError(f"{told}. {advice}, then run the same command again")
         outage = self._outage = self._outage or _Outage()
         async with self._one_probes:
             if self._outage is not outage:
@@ -278,10 +277,8 @@ def _redirected(url: str, status: int, location: str) -> str:
     except ValueError:
         raise Problem(f"it redirects to {location[:80]!r}, which is not an address", Cause.REFUSED) from None
     if status not in (307, 308) or (before.scheme, before.netloc) != (after.scheme, after.netloc):
-        shown = f"{after.scheme}://{after.hostname}{after.path}"
-        raise Problem(
-            f"it redirects to {shown}, which Rollcall does not follow; set url to the final address", Cause.REFUSED
-        )
+        told = f"it redirects to {after.scheme}://{after.hostname}{after.path}, which Rollcall does not follow"
+        raise Problem(f"{told}; set url to the final address", Cause.REFUSED)
     return target
 
 

@@ -103,11 +103,8 @@ def last_number(text: str) -> Decimal | None:
 
 def _countdown(format_score: float) -> RewardFunction:
     def countdown(prompt: str, completion: str, answer: str, metadata: dict[str, Any]) -> float:
-        missing = [key for key in ("numbers", "target") if metadata.get(key) is None]
-        if missing:
-            raise ValueError(
-                f"the row has no {' and no '.join(missing)}; `rollcall data countdown` creates rows with both"
-            )
+        if missing := " and no ".join(key for key in ("numbers", "target") if metadata.get(key) is None):
+            raise ValueError(f"the row has no {missing}; `rollcall data countdown` creates rows with both")
         numbers, target = metadata["numbers"], Fraction(metadata["target"])  # may be strings in third-party files
         numbers = sorted(map(Fraction, json.loads(numbers) if isinstance(numbers, str) else numbers))
         expression = extract_expression(completion)

@@ -244,22 +244,19 @@ def read_score(text: str, *, low: float, high: float) -> float:
     """
     text = text.rpartition("</think>")[2][-_READ_CHARS:].strip()
     text = _FENCE.sub("", text)
+    no_score = "the judge gave no score"
     found = _object_at_end(text) or _object_at(text, 0)[0]
     if found is None and text.startswith("{"):
-        raise ValueError("the judge gave no score: its answer begins as JSON but is incomplete")
+        raise ValueError(f"{no_score}: its answer begins as JSON but is incomplete")
     if found is None:
         number = last_number(_OUT_OF.sub(r"\1", text))
         if number is None:
-            raise ValueError(
-                'the judge gave no score: its answer contains neither {"score": number} nor any other number'
-            )
+            raise ValueError(f'{no_score}: its answer contains neither {{"score": number}} nor any other number')
         score = float(number)
     else:
         given = found.get("score")
         if isinstance(given, bool) or not isinstance(given, int | float):
-            raise ValueError(
-                f'the judge gave no score: "score" in its answer is {json.dumps(given)[:80]}, not a number'
-            )
+            raise ValueError(f'{no_score}: "score" in its answer is {json.dumps(given)[:80]}, not a number')
         score = float(given) if abs(given) < 1e300 else math.inf
     if not low <= score <= high:
         raise ValueError(f"the judge gave {score:g}, which is outside the range from min={low:g} to max={high:g}")
