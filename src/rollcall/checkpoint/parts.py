@@ -150,10 +150,8 @@ class HostMemory:
         if status := int(runtime.cudaHostRegister(address, len(self._all), 0)):
             with suppress(RuntimeError):  # otherwise CUDA would report this error with the next kernel
                 torch.zeros(1, device="cuda")
-            warn(
-                f"{len(self._all):,} bytes of host memory for checkpoints cannot be pinned (CUDA error {status}), so each save makes "
-                "the run wait longer"
-            )
+            what = f"{len(self._all):,} bytes of host memory for checkpoints"
+            warn(f"{what} cannot be pinned (CUDA error {status}), so each save makes the run wait longer")
             return
         # Unpin even if nobody calls free. Otherwise CUDA would treat later tensors at this address as pinned, and refuse to copy them.
         self._unpin = weakref.finalize(self, lambda: torch.cuda.check_error(int(runtime.cudaHostUnregister(address))))

@@ -85,16 +85,12 @@ def verify(model_dir: Path, probe: Path | None = None, *, dtype: str | None = No
         trained=recorded.dtype,
         computed=computed,
     )
+    wrong, advice = f"{model_dir} is not the model that was trained", "Merge the checkpoint again"
     if not difference <= result.tolerance:
-        raise VerifyError(
-            f"{model_dir} is not the model that was trained: {result.words}. Merge the checkpoint again; if that does not help, use "
-            "another checkpoint"
-        )
+        raise VerifyError(f"{wrong}: {result.words}. {advice}; if that does not help, use another checkpoint")
     if other := changed_config_files(model_dir, recorded.beside):
-        raise VerifyError(
-            f"{model_dir} is not the model that was trained: {', '.join(other)} {'has' if len(other) == 1 else 'have'} changed since "
-            "the run saved it. Merge the checkpoint again"
-        )
+        have = "has" if len(other) == 1 else "have"
+        raise VerifyError(f"{wrong}: {', '.join(other)} {have} changed since the run saved it. {advice}")
     write_atomic(model_dir / PROBE, recorded.dump())
     write_atomic(model_dir / VERIFIED, json.dumps({"format": 1, **asdict(result), "files": before}, indent=1))
     return result
