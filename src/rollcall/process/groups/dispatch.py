@@ -40,8 +40,8 @@ class NamedSharding:
             )
         if ranks.size == 0:
             raise ValueError(f"a layout needs at least one rank; its shape is {ranks.shape}")
-        if len(np.unique(ranks)) < ranks.size:
-            values, counts = np.unique(ranks, return_counts=True)
+        values, counts = np.unique(ranks, return_counts=True)
+        if counts.max() > 1:
             raise ValueError(
                 f"rank {values[counts > 1][0]} is in the layout {counts.max()} times; each rank must appear once"
             )

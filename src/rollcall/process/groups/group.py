@@ -244,12 +244,9 @@ class WorkerGroup:
         readers = Counter(route.shard for route in called)
         parts = [self._shared(*part) if readers[index] > 1 else part for index, part in enumerate(parts)]
         _, shared = self._shared((), common_kwargs or {})
-        futures = []
-        for route in called:
-            part, named = parts[route.shard]
-            futures.append(gang.call(route.rank, method_name, route.drop, part, {**named, **shared}))
+        parts = [(part, {**named, **shared}) for part, named in parts]
         return MultiWorkerFuture(
-            futures=futures,
+            futures=[gang.call(route.rank, method_name, route.drop, *parts[route.shard]) for route in called],
             called_workers=[route.rank for route in called],
             return_from_workers=[route.rank for route in called if route.drop is not None],
             replicated_fields=[name for name in output_is_replicated or () if name not in self.sharding.names],

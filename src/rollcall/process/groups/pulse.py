@@ -37,7 +37,7 @@ CALL = struct.Struct("<48sddq")  # method, start, end, count
 NUM_CALLS = 256  # capacity of the ring
 RING = PAGE + HEAD.size
 STOP = RING + NUM_CALLS * CALL.size  # where the process has stopped in a debugger, as JSON
-STOP_BYTES = 4096
+STOP_BYTES = 1 << 16  # more than any place takes: debug/attach.py cuts its texts
 SIZE = STOP + STOP_BYTES
 JOIN_S = 0.05  # calls of one method with a shorter pause between them become one entry
 LONGEST_JOIN_S = 30.0  # the longest such entry
@@ -125,8 +125,6 @@ class Pulse:
     def note_stop(self, place: Mapping[str, Any] | None) -> None:
         """Record where this process has stopped in a debugger; None means that it is running again."""
         text = b"" if place is None else json.dumps(place).encode()
-        if len(text) > STOP_BYTES:
-            text = json.dumps({**place, "file": "...", "function": "", "why": "stopped"}).encode()  # type: ignore[dict-item]
         self._memory[STOP:] = text.ljust(STOP_BYTES, b"\0")
 
     def _keep(self, method: str, started: float, ended: float) -> None:
