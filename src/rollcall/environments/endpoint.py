@@ -33,15 +33,7 @@ import numpy as np
 from rollcall.base.errors import ConfigError
 from rollcall.base.types import Completion, FinishReason, Ints
 from rollcall.engine.protocol import Sampling
-from rollcall.environments.answers import (
-    Answered,
-    Choice,
-    chat_body,
-    events_of,
-    generate_body,
-    text_body,
-    to_bytes,
-)
+from rollcall.environments.answers import Answered, Choice, chat_body, events_of, generate_body, text_body, to_bytes
 from rollcall.environments.calls import Call, CallFormat, format_of, parse_calls
 from rollcall.environments.histories import Asked, Histories
 from rollcall.environments.protocol import EnvironmentFailed, SampleTurn, add_metrics

@@ -28,8 +28,6 @@ from typing import Any, ClassVar, Literal
 
 from rollcall.base.importing import load_named
 
-_ARGUMENTS = {"reset": "a row", "step": "text and token_ids"}
-
 
 @dataclass(frozen=True, slots=True)
 class Observation:
@@ -144,15 +142,13 @@ class StepPlayer:
 def load_stepwise(path: str, *, key: str, kwargs: Mapping[str, Any]) -> StepPlayer:
     """Load a class. Raise a ValueError that says why it cannot be used and what to do."""
     wanted = "use a class with reset(self, row) and step(self, text, token_ids)"
-    methods = {"reset": ({},), "step": ("", [])}
+    methods = {"reset": ("a row", [{}]), "step": ("text and token_ids", ["", []])}
     cls = class_at(path, key=key, kwargs=kwargs, methods=methods, wanted=wanted)
-    for name, arguments in methods.items():
+    for name, (told, arguments) in methods.items():
         try:
             inspect.signature(getattr(cls, name)).bind(None, *arguments)
         except TypeError as error:
-            raise ValueError(
-                f"{key}={path!r}: {name} cannot be called with {_ARGUMENTS[name]} ({error}); {wanted}"
-            ) from None
+            raise ValueError(f"{key}={path!r}: {name} cannot be called with {told} ({error}); {wanted}") from None
         except ValueError:
             continue  # it has no signature to check
     return StepPlayer(cls=cls, kwargs=kwargs)
