@@ -231,16 +231,14 @@ def process_token(environ: Mapping[str, str] | None = None) -> str | None:
 @contextmanager
 def environment(values: Mapping[str, str]) -> Iterator[None]:
     """Set these environment variables, and restore the old values at the end of the block."""
-    before = {name: os.environ.get(name) for name in values}
+    before = {name: os.environ[name] for name in values if name in os.environ}
     os.environ.update(values)
     try:
         yield
     finally:
-        for name, value in before.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value
+        for name in values:
+            os.environ.pop(name, None)
+        os.environ.update(before)
 
 
 def seen_here() -> dict[str, tuple[str, str]]:
