@@ -42,7 +42,7 @@ from rollcall.config import Config
 from rollcall.loop.attempts import Regrow, RunError
 from rollcall.loop.evaluate import evaluate
 from rollcall.loop.group_maker import GroupMaker, sampling_of
-from rollcall.loop.phases import Bounds, Split, is_due
+from rollcall.loop.phases import Bounds, Split, is_due, steps_ahead
 from rollcall.loop.record import Record, Update
 from rollcall.loop.rollout import Rewards, Rollouts, player_of
 from rollcall.loop.samples import make_samples
@@ -76,7 +76,10 @@ class Controller:
         self.start_step = resume.step if resume else 0
         state: dict[str, Any] = resume.state if resume else {"next_draw": 0}
         self.cursor = Cursor.of(state)
-        last = self.bounds.last_step(self.config.trainer, start_step=self.start_step)
+        trainer = self.config.trainer
+        last = trainer.steps  # the last step for which this command needs groups
+        if not self.bounds.trains:
+            last = min(last, self.start_step + steps_ahead(trainer.staleness, order=trainer.order))
         self.steps_ahead = range(self.start_step + 1, last + 1)
         self.version = self.start_step
         self._policy = asyncio.Lock()  # held while the actor's weights differ from ``version``

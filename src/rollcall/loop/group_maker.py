@@ -21,7 +21,7 @@ from rollcall.config import Config, RolloutSection
 from rollcall.engine.protocol import LOCAL, Sampling
 from rollcall.loop.attempts import RunError
 from rollcall.loop.data.order import DataOrder
-from rollcall.loop.phases import Bounds
+from rollcall.loop.phases import Bounds, Phase
 from rollcall.loop.rollout import Rollouts, sampling_seeds
 from rollcall.loop.supply import NothingLeftError, StepBatch, SuppliedGroup
 from rollcall.loop.workers import Workers
@@ -49,7 +49,7 @@ class GroupMaker:
         self._order = DataOrder(len(self._prompts), seed=config.run.seed, shuffle=config.data.shuffle)
         self._sampling = sampling_of(config.rollout, workers.stop_token_ids)
         self._journal, self._rollouts, self._call = journal, rollouts, call
-        self._generates = bounds.generates
+        self._generates = bounds.phase is not Phase.UPDATE
         self.trained = {step: entry.draws for step, entry in journal.trained().items()}  # by earlier processes
         self.open_groups = OpenGroups(partial(call, journal.append_attempts))
         self._unwritten: dict[int, Group] = {}  # finished groups, by draw
