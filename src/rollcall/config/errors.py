@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import itertools
 import reprlib
 from datetime import date
 from typing import Any, Literal, get_args, get_origin
@@ -99,8 +100,9 @@ class _Short(reprlib.Repr):
         return super().repr_str(redact_source(x), level)
 
     def repr_dict(self, x: dict[Any, Any], level: int) -> str:
-        public = {key: REDACTED if names_secret(str(key)) else value for key, value in x.items()}
-        return super().repr_dict(public, level)
+        # Take one more than is shown, so that the output indicates that there are more.
+        first = itertools.islice(x.items(), self.maxdict + 1)
+        return super().repr_dict({key: REDACTED if names_secret(str(key)) else value for key, value in first}, level)
 
 
 _short = _Short()
