@@ -61,10 +61,8 @@ class Gang:
             self.lookout.regain(member.spec.rank, f"process {pid} on node {member.spec.node.node_rank}")
         master = {"master_address": self.members[0].spec.node.address, "master_port": self._master_port}
         args, kwargs = self._shared
-        starts = []
-        for member in members:
-            env = {**self._carrier.start_env(member.spec), **member.spec.group_env(**master)}
-            starts.append(self._send(member, "start", [env, *args], kwargs))
+        envs = [{**self._carrier.start_env(one.spec), **one.spec.group_env(**master)} for one in members]
+        starts = [self._send(one, "start", [env, *args], kwargs) for one, env in zip(members, envs, strict=True)]
         self.gather(starts, wait=wait)
 
     def call(self, rank: int, method: str, drop: Drop, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Call:
