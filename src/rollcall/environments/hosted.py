@@ -19,7 +19,7 @@ from typing import Any
 from rollcall.base.errors import WorkerLostError
 from rollcall.base.wait import say, warn
 from rollcall.environments.host import HostPlace
-from rollcall.environments.processes import ANSWERS, CalledEnvironment, kind_of
+from rollcall.environments.processes import ANSWERS, kind_of
 from rollcall.environments.protocol import Ended, Environment, EnvironmentFailed, EnvironmentLost
 from rollcall.environments.zygote import MAX_ANSWER_BYTES
 from rollcall.nodes.door import enter
@@ -108,17 +108,18 @@ class HostedEnvironments:
         warn(f"{place.name} is lost; its episodes restart on another host: {why}")
         for playing in list(host.playing):
             playing.abort()
-        arguments = (host, place.name, asyncio.get_running_loop())
-        threading.Thread(target=self._replace, args=arguments, name=f"replacing {place.name}", daemon=True).start()
+        loop = asyncio.get_running_loop()
 
-    def _replace(self, host: _Host, name: str, loop: asyncio.AbstractEventLoop) -> None:
-        found: HostPlace | Exception
-        try:
-            found = self._renew(self._hosts.index(host))
-        except Exception as error:  # noqa: BLE001 - any error is raised again when an episode looks for a host
-            found = error
-        with suppress(RuntimeError):  # the loop has ended, and so has the run
-            loop.call_soon_threadsafe(self._take, host, name, found)
+        def replace() -> None:
+            found: HostPlace | Exception
+            try:
+                found = self._renew(self._hosts.index(host))
+            except Exception as error:  # noqa: BLE001 - any error is raised again when an episode looks for a host
+                found = error
+            with suppress(RuntimeError):  # the loop has ended, and so has the run
+                loop.call_soon_threadsafe(self._take, host, place.name, found)
+
+        threading.Thread(target=replace, name=f"replacing {place.name}", daemon=True).start()
 
     def _take(self, host: _Host, name: str, found: HostPlace | Exception) -> None:
         if isinstance(found, Exception):
@@ -143,7 +144,7 @@ class _Connection(Link):
         return Ending(how="the connection broke off", status=None)
 
 
-class _Hosted(CalledEnvironment):
+class _Hosted(Environment):
     """A connection to a host, and the environment or program at the other end of it. Implements ``protocol.Host``,
     ``protocol.Environment`` and ``protocol.ProgramHost``."""
 

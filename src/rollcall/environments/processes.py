@@ -23,7 +23,6 @@ import socket
 import sys
 import threading
 import time
-from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import ExitStack, suppress
@@ -140,26 +139,7 @@ class ProcessEnvironments:
         return None
 
 
-class CalledEnvironment(ABC):
-    """Implements ``protocol.Environment`` by calling the process in which the environment runs, or the host of that process."""
-
-    @abstractmethod
-    async def call(self, method: str, *args: Any) -> Any: ...
-
-    async def reset(self, row: Mapping[str, Any]) -> str | None:
-        return await self.call("reset", dict(row))
-
-    async def step(self, text: str, token_ids: Sequence[int]) -> StepResult:
-        return await self.call("step", text, list(token_ids))
-
-    async def reward(self) -> float | None:
-        return await self.call("reward")
-
-    async def attributes(self) -> dict[str, Any]:
-        return await self.call("attributes")
-
-
-class _ProcessEnvironment(CalledEnvironment):
+class _ProcessEnvironment(Environment):
     def __init__(self, owner: ProcessEnvironments, worker: Worker, *, kind: str) -> None:
         self._owner = owner
         self.worker = worker

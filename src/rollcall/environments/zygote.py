@@ -28,6 +28,7 @@ import sys
 import traceback
 import warnings
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -284,10 +285,8 @@ def _depth(value: Any) -> int:
 def _flush() -> None:
     """Flush what user code printed, so that it appears before the call's answer."""
     for stream in (sys.stdout, sys.stderr):
-        try:
+        with suppress(AttributeError, OSError, ValueError):  # user code removed or closed it
             stream.flush()
-        except (AttributeError, OSError, ValueError):
-            pass  # user code removed or closed it
 
 
 def _frames_of_user(error: BaseException) -> TracebackType | None:

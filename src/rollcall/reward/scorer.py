@@ -72,7 +72,7 @@ class Scorer(AbstractContextManager["Scorer"]):
         self.failures: list[Failure] = []  # the first three per reward and kind
         self.num_failed: Counter[tuple[str, FailureKind]] = Counter()  # per reward and kind
         self._said_unused = False
-        self._process_rewards, self._asked_rewards = list(specs), list(asked)
+        self._asks = dict.fromkeys(specs, self._ask_pool) | dict.fromkeys(asked, self._ask_service)
         self._asker = Asker(asked) if asked else None
         self._pool: RewardPool | None = None
         try:
@@ -107,9 +107,7 @@ class Scorer(AbstractContextManager["Scorer"]):
         """Score a group's completions. Models are called in the event loop, or through ``ask_model``."""
         if not completions:
             return ()
-        asked = {index: self._ask_pool(index, prompt, completions) for index in self._process_rewards}
-        asked |= {index: self._ask_service(index, prompt, completions) for index in self._asked_rewards}
-        waiting = {index: asyncio.ensure_future(work) for index, work in asked.items()}
+        waiting = {index: asyncio.ensure_future(ask(index, prompt, completions)) for index, ask in self._asks.items()}
         results: dict[int, Results] = {}
         try:
             for index in self._environment_rewards:
