@@ -29,16 +29,14 @@ class Dstack(ToolTarget):
 
     def render(self, request: LaunchRequest) -> Rendered:
         section = request.section(DstackSection)
+        task = _task(request, section, name=self.tool_name(request.name))
         words = ("dstack", "apply", "--yes", "--detach", "--force", "-f", str(request.folder / TASK))
         lost = (
             f"run.dir={request.config.run.dir} is deleted with the machines; add a volume to launch.dstack.volumes, and put run.dir "
             "on it"
         )
         return Rendered(
-            files={
-                RUN_FILE: request.run_file,
-                TASK: yaml_text(_task(request, section, name=self.tool_name(request.name))),
-            },
+            files={RUN_FILE: request.run_file, TASK: yaml_text(task)},
             commands=(Command(words=words, what="start the task"),),
             notes=(
                 *request.unlike_slots(section.resources.get("gpu"), key="launch.dstack.resources.gpu"),

@@ -8,7 +8,6 @@ variable. The file is encoded in base64 because KubeRay passes the job's variabl
 from __future__ import annotations
 
 import base64
-import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -37,14 +36,12 @@ class Kuberay(ToolTarget):
 
     def render(self, request: LaunchRequest) -> Rendered:
         section = request.section(KuberaySection)
+        job = _job(request, section, name=self.tool_name(request.name))
         words = ("kubectl", "apply", "--namespace", section.namespace, "-f", str(request.folder / MANIFEST))
         lost = f"run.dir={request.config.run.dir} is deleted with the pods, {KEEP_S // 60} minutes after the run ends"
         note = f"{lost}; add a volume claim to launch.kuberay.claims, and put run.dir on it"
         return Rendered(
-            files={
-                RUN_FILE: request.run_file,
-                MANIFEST: yaml_text(_job(request, section, name=self.tool_name(request.name))),
-            },
+            files={RUN_FILE: request.run_file, MANIFEST: yaml_text(job)},
             commands=(Command(words=words, what="create the RayJob"),),
             notes=(*(() if section.claims or section.ray_cluster else (note,)), *request.left_here(advice=IN_IMAGE)),
         )
@@ -58,7 +55,7 @@ class Kuberay(ToolTarget):
         >>> Kuberay().tool_name("My_run")
         'my-run'
         """
-        text = re.sub(r"[^a-z0-9-]+", "-", name.lower()).strip("-")
+        text = name.lower().replace("_", "-")
         return text if text[0].isalpha() else f"run-{text}"
 
     def kind(self, request: LaunchRequest) -> str:

@@ -60,9 +60,8 @@ def find_target(text: str | None, *, cluster: str | None = None) -> ProcessTarge
     run_dir = run_dir_of(text)
     if run_dir is not None:
         return _of_run(run_dir, cluster=cluster)
-    if text is not None:
-        return ProcessTarget(run=None, cluster=find_cluster(text))
-    return ProcessTarget(run=None, cluster=find_cluster(cluster) if cluster else wished_cluster())
+    wanted = text or cluster
+    return ProcessTarget(run=None, cluster=find_cluster(wanted) if wanted else wished_cluster())
 
 
 def run_dir_of(text: str | None) -> Path | None:
