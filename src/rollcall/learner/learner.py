@@ -216,9 +216,8 @@ class Critic:
     @torch.no_grad()
     def values(self, samples: Sequence[Sample]) -> list[Floats]:
         """Compute the value before each response token, [T] per sample."""
-        (values,) = over_samples(
-            self.body, samples, self.section, lambda batch: (self.body.values(batch),), num_outputs=1
-        )
+        body = self.body
+        (values,) = over_samples(body, samples, self.section, lambda batch: (body.values(batch),), num_outputs=1)
         return values
 
     def update(self, samples: Sequence[Sample]) -> dict[str, float]:

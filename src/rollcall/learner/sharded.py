@@ -84,9 +84,7 @@ class ShardedLayer(nn.Module):
             return weight.to_local()
         # All ranks have this weight. A rank computes a part of its gradient: the part for its heads or columns or, with sequence
         # parallelism, for its tokens.
-        is_partial = (
-            name in ("q_norm", "k_norm") or name.endswith(("_lora_A", "_lora_B")) or self.group.sequence_parallel
-        )
+        is_partial = name.endswith(("q_norm", "k_norm", "_lora_A", "_lora_B")) or self.group.sequence_parallel
         return weight.to_local(grad_placements=[Partial() if is_partial else Replicate()])
 
 
@@ -339,11 +337,8 @@ class Sharded(BodyBase):
         total = torch.zeros((), dtype=torch.float64, device=self.device)
         if own:
             squares = torch.stack(torch._foreach_norm(list(own.values()))).double().square()
-            layouts, split = [self.layout(name) for name in own], self.split
-            copies = [
-                split.replicate * (1 if layout.is_root or layout.dim is not None else split.tensor)
-                for layout in layouts
-            ]
+            is_cut = [layout.is_root or layout.dim is not None for layout in map(self.layout, own)]
+            copies = [self.split.replicate * (1 if cut else self.split.tensor) for cut in is_cut]
             total += (squares / torch.tensor(copies, device=squares.device)).sum().to(self.device)
         self.gang.sum_over(total)
         return total.sqrt()

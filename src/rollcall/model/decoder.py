@@ -243,11 +243,9 @@ def module_names(name: str) -> tuple[str, ...]:
 
 
 def _window(config: Any, index: int) -> int:
-    if config.model_type == "mistral":
-        return config.sliding_window or 0
     layer_types = getattr(config, "layer_types", None)
-    sliding = layer_types is not None and layer_types[index] == "sliding_attention"
-    return (config.sliding_window or 0) if sliding else 0
+    is_sliding = layer_types is not None and layer_types[index] == "sliding_attention"
+    return (config.sliding_window or 0) if is_sliding or config.model_type == "mistral" else 0
 
 
 def refuse_unsupported(config: Any) -> None:

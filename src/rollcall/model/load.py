@@ -72,8 +72,7 @@ def load_causal_lm(path: str, *, device: torch.device, dtype: torch.dtype, trust
         return _load_with_adapter(path, folder, device=device, dtype=dtype, trust_remote_code=trust_remote_code)
     outline = outline_causal_lm(path, dtype=dtype, trust_remote_code=trust_remote_code)
     try:
-        stored = open_unread(path, outline)
-        return fill(outline, stored, device=device, path=path)
+        return fill(outline, open_unread(path, outline), device=device, path=path)
     except WholeOnly:
         if is_stored(path):
             raise

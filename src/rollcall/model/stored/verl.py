@@ -85,9 +85,7 @@ def open_verl(folder: Path) -> Stored:
             raise StoredError(
                 f"{locals_[0].tensor.file} contains {name}, but {lacking.path} does not: they do not belong to the same checkpoint"
             )
-    step = next(
-        (int(match[1]) for one in folder.parts[::-1] if (match := re.fullmatch(r"global_step_(\d+)", one))), None
-    )
+    steps = [int(match[1]) for one in folder.parts if (match := re.fullmatch(r"global_step_(\d+)", one))]
     return stored_of(
         [_joined(name, locals_) for name, locals_ in held.items()],
         files=[
@@ -97,7 +95,7 @@ def open_verl(folder: Path) -> Stored:
         origin=str(folder),
         folder=config_folder(folder),
         kind="verl checkpoint",
-        facts={} if step is None else {"step": step},
+        facts={"step": steps[-1]} if steps else {},
     )
 
 
