@@ -32,7 +32,6 @@ from rollcall.process.debug.attach import is_there
 from rollcall.process.debug.board import Waiting, read_board
 from rollcall.process.groups import reachable
 
-HERE = "this host"
 ORDER = (UNDECLARED, "the node's own", "rollcall", "Ray")  # sources of variables
 ANSWER_S = 90.0  # a node has to start a new process to answer
 
@@ -97,7 +96,7 @@ def _of_run(run_dir: Path, *, cluster: str | None) -> ProcessTarget:
 def ask_hosts(target: ProcessTarget, function: Callable[[], Any], *, timeout_s: float, to: str) -> Answers:
     """Call ``function`` on all hosts at once; on a cluster, each call runs in a new process. ``to`` names the task in messages."""
     if target.cluster is None:
-        return Answers(hosts={HERE: function()}, failed={})
+        return Answers(hosts={"this host": function()}, failed={})
     from rollcall.process.ray.connect import connected
     from rollcall.process.ray.each_node import answers_of, run_on
     from rollcall.process.ray.members import ranked_nodes

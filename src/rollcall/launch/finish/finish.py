@@ -22,7 +22,7 @@ from rollcall.checkpoint.run_dir import run_file_of
 from rollcall.checkpoint.store import describe_files
 from rollcall.checkpoint.verify import mark_of, verify, why_not_verified
 from rollcall.config import Config, load_config
-from rollcall.launch.finish.gather import gather, is_here, parts_elsewhere
+from rollcall.launch.finish.gather import OnBytes, gather, is_here, parts_elsewhere
 from rollcall.launch.finish.nodes_of import find_nodes
 from rollcall.launch.finish.upload import Uploaded, upload
 from rollcall.model.stored.find import checkpoint_of
@@ -30,14 +30,12 @@ from rollcall.model.stored.tensors import StoredError
 
 NOTES = "finish.json"  # in the run directory
 MERGED = "merged"  # in the run directory: the model directory
-State = Literal["done", "was done", "would be done", "not asked for"]
-Progress = Callable[[int, int], None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FinishStep:
     name: str
-    state: State
+    state: Literal["done", "was done", "would be done", "not asked for"]
     words: str  # what was done, or why it was not done
 
 
@@ -69,7 +67,7 @@ def finish(
     overrides: Sequence[str] = (),
     hosts: Sequence[str] = (),
     dry_run: bool = False,
-    progress: Progress = lambda done, total: None,
+    progress: OnBytes = lambda done, total: None,
 ) -> FinishedRun:
     """Finish a run. ``run``: a run directory or run file. ``hosts``: hosts to ask for parts over ssh, as in ``find_nodes``."""
     file, values = run_file_of(run)
@@ -83,7 +81,7 @@ def finish(
 
 
 class _Work:
-    def __init__(self, config: Config, *, hosts: Sequence[str], dry_run: bool, progress: Progress) -> None:
+    def __init__(self, config: Config, *, hosts: Sequence[str], dry_run: bool, progress: OnBytes) -> None:
         self.run_dir = config.run.dir.absolute()
         self.checkpoint = checkpoint_at(self.run_dir)
         self.model = self.run_dir / MERGED
