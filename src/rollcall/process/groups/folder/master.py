@@ -27,26 +27,8 @@ from rollcall.base.errors import ClusterError, NoRoomError
 from rollcall.base.stop import Stopped
 from rollcall.base.wait import Wait
 from rollcall.process.groups.backend import Ask, Call, Carrier, Member, NodeSeats, Overseer, Reservation, WorkerSpec
-from rollcall.process.groups.folder.messages import (
-    BEAT_S,
-    SILENT_S,
-    Messages,
-    Peer,
-    Presence,
-    Rhythm,
-    State,
-    about_this_process,
-    label_of,
-    message_name,
-    names,
-    own_folder,
-    put,
-    read,
-    read_name,
-    refuse_second,
-    remove,
-    sweep,
-)
+from rollcall.process.groups.folder import messages
+from rollcall.process.groups.folder.messages import BEAT_S, SILENT_S, Messages, Peer, Presence, Rhythm, State
 from rollcall.process.groups.host import GROUP_MARK, RemoteFailureError, end_group
 from rollcall.process.groups.pulse import RecordedCall, Seen
 
@@ -82,13 +64,13 @@ class FolderBackend:
     """The master of a shared folder, used in a ``with`` block. At the end of the block, it tells the workers how the run ended."""
 
     def __init__(self, folder: Path, *, num_nodes: int, run: str, options: Mapping[str, str] | None = None) -> None:
-        self.folder = own_folder(folder)
+        self.folder = messages.own_folder(folder)
         self.num_nodes = num_nodes
         self.changed = threading.Condition()
         self._epoch = 0
         self._messages = Messages(self.folder)
-        facts = {**about_this_process(), "state": State.RUNNING, "why": "", "run": run, "epoch": 0, "dismissed": []}
-        facts |= {"options": {"--num-nodes": str(num_nodes), **(options or {})}, "folder": str(self.folder)}
+        facts = {**messages.about_this_process(), "state": State.RUNNING, "why": "", "run": run, "dismissed": []}
+        facts |= {"options": {"--num-nodes": str(num_nodes), **(options or {})}, "folder": str(self.folder), "epoch": 0}
         self._presence = Presence(self._messages.master, facts)
         self._peers = {rank: Peer(self._messages.node(rank)) for rank in range(num_nodes)}
         self._workers: dict[int, NodeWorker] = {}
@@ -100,10 +82,10 @@ class FolderBackend:
 
     def __enter__(self) -> Self:
         self._messages.root.mkdir(mode=0o700, exist_ok=True)
-        refuse_second(self._messages.master, who="a master")
+        messages.refuse_second(self._messages.master, who="a master")
         self._messages.answers.mkdir(mode=0o700, exist_ok=True)
         for folder in (self._messages.answers, self._messages.master):
-            sweep(folder)
+            messages.sweep(folder)
         self._presence.begin()
         self._postman.start()
         return self
@@ -164,7 +146,7 @@ class FolderBackend:
             is_new = known is None or known.incarnation != peer.incarnation
             if not (is_new and peer.is_alive and facts.get("state") == State.HERE):
                 return False
-            ours = about_this_process()
+            ours = messages.about_this_process()
             for what in ("rollcall", "python"):
                 if str(facts[what]).rpartition(".")[0] != str(ours[what]).rpartition(".")[0]:
                     raise ClusterError(
@@ -208,11 +190,12 @@ class FolderBackend:
             if not worker.calls:
                 worker.since_s = time.monotonic()
             worker.calls[worker.number] = call
-            put(self._messages.inbox(worker.rank) / message_name(self._label(worker), worker.number), data)
+            name = messages.message_name(self._label(worker), worker.number)
+            messages.put(self._messages.inbox(worker.rank) / name, data)
             self._rhythm.note(happened=True)
 
     def _label(self, worker: NodeWorker) -> str:
-        return label_of(master=self._presence.incarnation, worker=worker.incarnation, epoch=self._epoch)
+        return messages.label_of(master=self._presence.incarnation, worker=worker.incarnation, epoch=self._epoch)
 
     def _carry(self) -> None:
         """The postman's loop: receive answers and watch the workers until the end."""
@@ -241,11 +224,11 @@ class FolderBackend:
 
     def _take_answers(self) -> bool:
         answers, found = self._messages.answers, False
-        for name in names(answers):
-            data = read(answers / name)
+        for name in messages.names(answers):
+            data = messages.read(answers / name)
             if data is None:
                 continue
-            label, number = read_name(name)
+            label, number = messages.read_name(name)
             with self.changed:
                 asked = [worker for worker in self._workers.values() if label == self._label(worker)]
                 for answered in [worker.end_call(number) for worker in asked if number in worker.calls]:
@@ -256,7 +239,7 @@ class FolderBackend:
                         answered.finish(outcome[0])
                     found = True
                     self.changed.notify_all()
-            remove(answers / name)  # also if the answer belongs to an earlier conversation
+            messages.remove(answers / name)  # also if the answer belongs to an earlier conversation
         return found
 
     def _cause_of_death(self, rank: int, worker: NodeWorker) -> str:

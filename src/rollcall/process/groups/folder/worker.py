@@ -29,27 +29,8 @@ from rollcall.base.errors import ClusterError
 from rollcall.base.stop import heeded_signals
 from rollcall.base.wait import Wait, say
 from rollcall.process.child import end_with
-from rollcall.process.groups.folder.messages import (
-    BEAT_S,
-    SILENT_S,
-    Inbox,
-    Messages,
-    Peer,
-    Presence,
-    Rhythm,
-    State,
-    about_this_process,
-    label_of,
-    message_name,
-    names,
-    new_id,
-    own_folder,
-    put,
-    read_name,
-    refuse_second,
-    remove,
-    sweep,
-)
+from rollcall.process.groups.folder import messages
+from rollcall.process.groups.folder.messages import BEAT_S, SILENT_S, Inbox, Messages, Peer, Presence, Rhythm, State
 from rollcall.process.groups.host import GROUP_MARK, Host, RemoteFailureError, end_group
 from rollcall.process.groups.pulse import device_bytes
 
@@ -71,7 +52,7 @@ class _Terminated(BaseException):
 
 class FolderWorker:
     def __init__(self, folder: Path, *, rank: int, num_nodes: int, options: Mapping[str, str] | None = None) -> None:
-        self.folder = own_folder(folder)
+        self.folder = messages.own_folder(folder)
         self.rank = rank
         self.num_nodes = num_nodes
         self._options = {"--num-nodes": str(num_nodes), **(options or {})}
@@ -81,7 +62,7 @@ class FolderWorker:
         self._master = Peer(self._messages.master)
         self._presence = Presence(
             self._own,
-            {**about_this_process(), "state": State.HERE, "why": "", "rank": rank},
+            {**messages.about_this_process(), "state": State.HERE, "why": "", "rank": rank},
             each_beat=self._look,
             changing=lambda: {"memory_bytes": psutil.Process().memory_info().rss, "device_bytes": device_bytes()},
         )
@@ -96,11 +77,11 @@ class FolderWorker:
         """Serve until the master says that the run is over."""
         for path in (self._messages.root, self._own, self._calls, self._messages.answers):
             path.mkdir(mode=0o700, exist_ok=True)
-        refuse_second(self._own, who=f"worker {self.rank}")
+        messages.refuse_second(self._own, who=f"worker {self.rank}")
         for path in (self._own, self._calls):
-            sweep(path)
-        for name in names(self._calls):  # for earlier workers: no master knows this one yet
-            remove(self._calls / name)
+            messages.sweep(path)
+        for name in messages.names(self._calls):  # for earlier workers: no master knows this one yet
+            messages.remove(self._calls / name)
         for number in heeded_signals():
             signal.signal(number, self._terminate)
         signal.signal(signal.SIGUSR1, self._abandon)
@@ -201,7 +182,7 @@ class FolderWorker:
 
     def _current_label(self) -> str:
         assert self._master.incarnation is not None
-        return label_of(
+        return messages.label_of(
             master=self._master.incarnation, worker=self._presence.incarnation, epoch=self._master.facts["epoch"]
         )
 
@@ -212,14 +193,14 @@ class FolderWorker:
                 f"worker {self.rank} was silent for too long, so the master considered it dead; it is rejoining as a new worker"
             )
             self._drop()
-            self._presence.say(incarnation=new_id())  # so that the master treats this process as a new worker
+            self._presence.say(incarnation=messages.new_id())  # so that the master treats this process as a new worker
         label = self._current_label()
         if label == self._label:
             return
         self._drop()
-        for name in names(self._calls):
-            if read_name(name)[0] == self._label:
-                remove(self._calls / name)
+        for name in messages.names(self._calls):
+            if messages.read_name(name)[0] == self._label:
+                messages.remove(self._calls / name)
         self._label = label
         self._inbox, self._host = Inbox(self._calls, label=label), Host(f"worker {self.rank}")
 
@@ -240,7 +221,7 @@ class FolderWorker:
         if taken is None:
             return False
         number, data = taken
-        put(self._messages.answers / message_name(self._label, number), self._outcome(data))
+        messages.put(self._messages.answers / messages.message_name(self._label, number), self._outcome(data))
         return True
 
     def _outcome(self, data: bytes) -> bytes:
