@@ -347,7 +347,7 @@ def test_every_wait_ends_when_the_folder_cannot_be_read_any_more(share: Path, mo
             raise PermissionError(13, "Permission denied")
 
         with monkeypatch.context() as broken:
-            broken.setattr(folder_master, "names", unreadable)
+            broken.setattr(mailbox, "names", unreadable)
             with pytest.raises(ClusterError, match="the messages in .* cannot be read: .*Permission denied"):
                 until(lambda: group.wait_for_some([answer], timeout_s=0.5), what="an error")
 
