@@ -82,10 +82,6 @@ class OurCluster:
         return self.record.rendezvous
 
     @property
-    def token(self) -> str | None:
-        return read_token(self.name)
-
-    @property
     def has_tls(self) -> bool:
         return tls_dir(self.name).is_dir()
 
@@ -130,7 +126,7 @@ class OurCluster:
     def job_server(self) -> tuple[str | None, str | None, int | None]:
         """Return the dashboard's URL for this machine, the cluster's token, and the number of nodes."""
         record = self.record
-        return record.dashboard_url, self.token, record.num_nodes
+        return record.dashboard_url, read_token(self.name), record.num_nodes
 
     def environment(self, answer: HeadAnswer) -> dict[str, str | None]:
         # A token in this variable would take precedence over the token's file.
