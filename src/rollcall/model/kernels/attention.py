@@ -17,7 +17,6 @@ import torch
 import triton
 import triton.language as tl
 
-from rollcall.model.kernels import checks
 from rollcall.model.kernels.early import launch, wait_for_inputs
 
 LOG2_E = 1.4426950408889634
@@ -147,9 +146,8 @@ def paged_attention(
     """
     num_rows, num_heads, head_dim = q.shape
     _, block_size, num_kv_heads, cache_dim = k_cache.shape
-    checks.cache(k_cache, v_cache)
-    checks.same_dtype(q, k_cache)
-    assert cache_dim == head_dim and num_heads % num_kv_heads == 0 and q.is_contiguous()
+    check_cache(k_cache, v_cache)
+    assert cache_dim == head_dim and num_heads % num_kv_heads == 0 and q.is_contiguous() and q.dtype == k_cache.dtype
     assert 1 <= num_splits <= MAX_SPLITS and window >= 0
     tiles = pick_tiles(k_cache)
     assert tiles.tile >= 16 and block_size % tiles.tile == 0
@@ -174,6 +172,12 @@ def paged_attention(
             HEAD_DIM=head_dim, SPLITS=triton.next_power_of_2(num_splits), DIMS=dims, num_warps=1, **launch(q),
         )  # fmt: skip
     return out
+
+
+def check_cache(k_cache: torch.Tensor, v_cache: torch.Tensor) -> None:
+    """Check the keys and values of a paged cache, [blocks, block_size, K, D] each."""
+    assert (k_cache.shape, k_cache.dtype, k_cache.stride()) == (v_cache.shape, v_cache.dtype, v_cache.stride())
+    assert k_cache.stride(3) == 1 and k_cache.shape[3] % 16 == 0
 
 
 def pick_num_splits(num_rows: int, *, num_kv_heads: int, max_blocks: int) -> int:

@@ -14,7 +14,7 @@ import torch
 import triton
 import triton.language as tl
 
-from rollcall.model.kernels import checks
+from rollcall.model.kernels.attention import check_cache
 from rollcall.model.kernels.early import launch, wait_for_inputs
 
 
@@ -48,12 +48,12 @@ def rms_norm(
 
     Without a residual, h is x itself.
     """
-    num_rows, num_columns = checks.rows(x)
-    checks.same_dtype(x, weight, residual)
+    num_rows, num_columns = x.shape
+    assert x.stride(1) == 1 and x.dtype == weight.dtype
     out = x.new_empty(x.shape)
     new_residual = x
     if residual is not None:
-        assert residual.shape == x.shape
+        assert (residual.shape, residual.dtype) == (x.shape, x.dtype)
         new_residual = x.new_empty(x.shape)
     block = triton.next_power_of_2(num_columns)
     _rms_norm_kernel[(num_rows,)](
@@ -145,12 +145,12 @@ def rope_cache(
     ``cos_sin`` [max positions, D] is float32, with cosines in the first half of the columns. ``q_norm`` and ``k_norm`` [D]
     are the RMS norms that Qwen3 applies before the rotation. A row with a negative position does not touch the cache.
     """
-    num_rows, width = checks.rows(qkv)
+    num_rows, width = qkv.shape
     _, block_size, num_kv_heads, head_dim = k_cache.shape
     num_heads = width // head_dim - 2 * num_kv_heads
-    checks.cache(k_cache, v_cache)
-    checks.same_dtype(qkv, k_cache, q_norm, k_norm)
-    assert width % head_dim == 0 and num_heads > 0 and cos_sin.shape[1] == head_dim
+    check_cache(k_cache, v_cache)
+    assert len({each.dtype for each in (qkv, k_cache, q_norm, k_norm) if each is not None}) == 1
+    assert qkv.stride(1) == 1 and width % head_dim == 0 and num_heads > 0 and cos_sin.shape[1] == head_dim
     assert (q_norm is None) == (k_norm is None)
     out = qkv.new_empty(num_rows, num_heads, head_dim)
     heads = 8
@@ -178,8 +178,8 @@ def _silu_mul_kernel(gate_up_ptr, out_ptr, row_stride, inner, BLOCK: tl.constexp
 
 def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
     """Compute ``silu(gate) * up`` for rows whose first half is the gate: [B, 2I] to [B, I]."""
-    num_rows, width = checks.rows(gate_up)
-    assert width % 2 == 0
+    num_rows, width = gate_up.shape
+    assert width % 2 == 0 and gate_up.stride(1) == 1
     inner = width // 2
     out = gate_up.new_empty(num_rows, inner)
     block = min(triton.next_power_of_2(inner), 1024)

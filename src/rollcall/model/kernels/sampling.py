@@ -13,7 +13,6 @@ import torch
 import triton
 import triton.language as tl
 
-from rollcall.model.kernels import checks
 from rollcall.model.kernels.early import launch, wait_for_inputs
 
 # These change the result only by rounding.
@@ -102,8 +101,8 @@ def sample(
     id on ties) with its log-prob at temperature 1. Returns tokens [B] int64 and log-probs [B] float32. A token with logit -inf
     is never drawn. A row that contains NaN gets a valid id and a NaN log-prob.
     """
-    num_rows, vocab = checks.rows(logits)
-    assert uniforms.shape == temperatures.shape == (num_rows,)
+    num_rows, vocab = logits.shape
+    assert logits.stride(1) == 1 and uniforms.shape == temperatures.shape == (num_rows,)
     assert uniforms.is_contiguous() and temperatures.is_contiguous()
     num_blocks = triton.cdiv(vocab, SAMPLE_BLOCK)
     bests, sums = (logits.new_empty(num_rows, num_blocks, dtype=torch.float32) for _ in range(2))

@@ -236,7 +236,6 @@ def refuse_whole_numbers(types: Mapping[str, DType], names: Iterable[str], *, or
     """Refuse weights that are not floating-point (int8, bool, complex). Such tensors are quantised, damaged or not weights at all, but
     would be cast without an error.
 
-    >>> from rollcall.model.stored.tensors import DTYPES
     >>> refuse_whole_numbers({"norm": DTYPES["int8"], "step": DTYPES["int64"]}, ["norm"], origin="model.path=m")
     Traceback (most recent call last):
     rollcall.model.stored.files.StoredError: model.path=m stores norm as int8; weights must be floating-point numbers: save ...
