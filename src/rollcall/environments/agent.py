@@ -148,9 +148,8 @@ class AgentPlayer:
             task.add_done_callback(self._playing.discard)
             while True:
                 host = await self._programs.find_host()
-                with suppress(
-                    EnvironmentLost
-                ):  # the loss was already reported; find_host gives up if no host comes back
+                # The loss was already reported. find_host gives up if no host comes back.
+                with suppress(EnvironmentLost):
                     return await self._play_at(host, prompt, seed, sampling, session, crossing)
 
         return await asyncio.wrap_future(self._server.run(there()))

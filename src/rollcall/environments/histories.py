@@ -132,14 +132,6 @@ class Asked:
     def observation(self) -> str:
         return "\n".join(message["content"] for message in self.messages)
 
-    def note_in(self, row: HistoryRow) -> None:
-        """Add the new messages to the row that they extend, and record the results of its last calls."""
-        assert self.behind is not None
-        results = {one.get("tool_call_id"): one["content"] for one in self.messages if one["role"] == "tool"}
-        row.add_observed(self.added, self.observation)
-        made = zip(row.turns[-1].calls, self.behind.calls, strict=True)
-        row.change_last(calls=tuple(replace(call, result=results.get(found.id, "")) for call, found in made))
-
 
 class Histories:
     """The histories of the requests made with one key. With ``max_kept``, keep no rows and drop the least recently used answers beyond
@@ -215,14 +207,19 @@ class Histories:
     ) -> None:
         """Record the completion sampled for a request. ``message`` is the answer as it was returned to the client."""
         self.give_up(asked)
-        row = asked.behind.row if asked.behind is not None and asked.behind.row.tip is asked.behind else None
-        if row is None:
+        behind = asked.behind
+        if behind is None or behind.row.tip is not behind:
             row = HistoryRow(prompt_ids=asked.prompt_ids, session=session)
             if self._max_kept is None:
                 row.opening = asked.text or asked.observation
                 self.rows.append(row)
-        elif self._max_kept is None:
-            asked.note_in(row)
+        else:
+            row = behind.row
+            if self._max_kept is None:  # add the new messages, and record the results of the last calls
+                results = {one.get("tool_call_id"): one["content"] for one in asked.messages if one["role"] == "tool"}
+                row.add_observed(asked.added, asked.observation)
+                pairs = zip(row.turns[-1].calls, behind.calls, strict=True)
+                row.change_last(calls=tuple(replace(call, result=results.get(found.id, "")) for call, found in pairs))
         if self._max_kept is None:
             made = [ToolCall(name=call.name, arguments=call.arguments, result="", failed=False) for call in calls]
             row.add_sampled(completion, tuple(made))

@@ -144,8 +144,6 @@ class Programs(Protocol):
 
     def ends(self) -> None:
         """Announce that the run is about to end. From now on, lost hosts are not replaced."""
-        return
 
     async def aclose(self) -> None:
         """Stop everything that the programs need."""
-        return

@@ -227,11 +227,9 @@ def _num_tasks(uid: int) -> int:
     """Count a user's processes and threads."""
     total = 0
     for process in Path("/proc").glob("[0-9]*"):
-        try:
+        with suppress(OSError):  # it exited in the meantime
             if process.stat().st_uid == uid:
                 total += len(os.listdir(process / "task"))
-        except OSError:  # it exited in the meantime
-            continue
     return total
 
 
