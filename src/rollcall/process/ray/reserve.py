@@ -46,10 +46,8 @@ class RayBackend:
         wait = Wait(timeout_s)
         while True:
             nodes = ranked_nodes()
-            chosen = choose_nodes(ask, nodes)
-            if chosen is not None:
-                group = _place(ask, chosen, timeout_s=min(PLACE_TRY_S, max(wait.left_s, 0.1)))
-                if group is not None:
+            if (chosen := choose_nodes(ask, nodes)) is not None:
+                if (group := _place(ask, chosen, timeout_s=min(PLACE_TRY_S, max(wait.left_s, 0.1)))) is not None:
                     settle_ranks(nodes)
                     return Reservation(
                         nodes=_seats(ask, chosen, group, wait=wait),

@@ -46,13 +46,11 @@ def main(arguments: list[str]) -> int:
     if (zygote := _connect()) is not None:
         zygote.settimeout(ANSWER_S)
         request = {"argv": arguments, "env": dict(os.environ), "cwd": os.getcwd()}
-        try:
+        with suppress(OSError):  # the zygote is too slow, or has exited
             socket.send_fds(zygote, [FORKED], [0, 1, 2])
             zygote.sendall(json_frame(request))
             answer = zygote.recv(1)
             zygote.settimeout(None)
-        except OSError:  # the zygote is too slow, or has exited
-            answer = None
     if zygote is None or answer != FORKED:
         os.execv(sys.executable, [sys.executable, *arguments])
     status = zygote.recv(1)
