@@ -30,6 +30,7 @@ _ADVICE = {
     404: "check that the owner's name is right and that HF_ENDPOINT names the right hub",
     413: "the account does not have enough storage: free some, or choose another owner",
 }
+_WEIGHTS = ["*.safetensors", "*.safetensors.index.json", "pytorch_model*.bin", "pytorch_model.bin.index.json"]
 _STATUS = re.compile(r"HTTP status (?:client|server) error \((\d{3})")
 T = TypeVar("T")
 
@@ -72,12 +73,7 @@ def upload(model_dir: Path, repo: str, *, private: bool = False, revision: str |
             repo_id=repo,
             folder_path=model_dir,
             allow_patterns=names,
-            delete_patterns=[
-                "*.safetensors",
-                "*.safetensors.index.json",
-                "pytorch_model*.bin",
-                "pytorch_model.bin.index.json",
-            ],
+            delete_patterns=_WEIGHTS,
             commit_message="Upload a model trained with Rollcall",
             revision=branch,
         ),

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import shlex
 import urllib.parse
 from collections.abc import Sequence
@@ -40,7 +39,7 @@ from rollcall.nodes.state import TOKEN
 LOOK_S = 180.0  # importing Python packages over a network file system is slow
 CHECK_S = 120.0
 LOOK, PREPARE, CHECK = "look.sh", "prepare.sh", "check.sh"  # rendered scripts
-CONTAINER_FILE, NODE_FILE = "container.sh", re.compile(r"node-\d+\.sh")
+CONTAINER_FILE = "container.sh"
 UP = "up"  # key in the record's facts: the hosts that have a node or its container, or were about to get one
 HEAD = "head"  # key in the record's facts: the head's address
 
@@ -99,7 +98,7 @@ class Ssh(Target):
 
     def in_use(self, record: LaunchRecord, names: Sequence[str]) -> Sequence[str]:
         """Return the files in use. Nodes stay up after a run, so the next run may have a different run file."""
-        nodes = [name for name in names if name == CONTAINER_FILE or NODE_FILE.fullmatch(name)]
+        nodes = [name for name in names if name not in (RUN_FILE, LOOK, PREPARE, CHECK)]
         run = [RUN_FILE] if RUN_FILE in names and _is_running(record) else []
         return [*(nodes if record.facts.get(UP) else []), *run]
 
