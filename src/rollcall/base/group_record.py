@@ -45,7 +45,6 @@ _HEAD = struct.Struct("<8sQI")
 HEAD_BYTES = _HEAD.size
 _HEADER_LENGTH = struct.Struct("<I")
 LARGEST_RECORD = 1 << 30  # in bytes; a corrupt length must not fill a reader's memory
-_PIECE = 1 << 20  # number of bytes that are searched for the next record at a time
 
 # Errors that can occur when reading an intact record that another program wrote.
 NOT_A_GROUP = (
@@ -250,7 +249,7 @@ def stream_records(file: BinaryIO, *, start: int = 0, end: int) -> Iterator[tupl
 def _next_magic(file: BinaryIO, *, start: int, end: int) -> int | None:
     file.seek(start)
     kept, at = b"", start
-    while at < end and (piece := file.read(min(_PIECE, end - at))):
+    while at < end and (piece := file.read(min(1 << 20, end - at))):
         data = kept + piece
         if (found := data.find(MAGIC)) >= 0:
             return at - len(kept) + found

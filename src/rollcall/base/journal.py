@@ -27,7 +27,6 @@ from rollcall.base.types import Group
 from rollcall.base.wait import warn
 
 GROUPS, ATTEMPTS = "groups", "attempts"
-_MAX_OPEN = 16  # open files; to open another one, the oldest is closed, and reopened when it is needed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -235,7 +234,7 @@ class Journal(AbstractContextManager["Journal"]):
 
     def _file(self, path: Path) -> AppendFile:
         if path not in self._files:
-            while len(self._files) >= _MAX_OPEN:
+            while len(self._files) >= 16:  # open files; a closed one is reopened when it is needed
                 oldest = min(self._files)
                 self._files[oldest].sync()
                 self._files.pop(oldest).close()

@@ -48,7 +48,6 @@ _CONTROLS = re.compile(
     r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b\n]{0,200}(?:\x07|\x1b\\)|[ -~])?|[\0-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f"
     r"\ud800-\udfff\u061c\u180e\u200b\u200e\u200f\u202a-\u202e\u2060-\u206f\ufeff\ufff9-\ufffb\U0001bca0-\U0001bca3\U0001d173-\U0001d17a\U000e0001-\U000e007f]"
 )
-_PROMPT_KEYS = ("prompt_key", "answer_key")  # keys in a run file that name columns
 
 _remembered: set[str] = set()
 
@@ -127,7 +126,7 @@ def redact_source(text: str) -> str:
 
 
 def names_secret(key: str) -> bool:
-    return is_secret(key) and key not in _PROMPT_KEYS
+    return is_secret(key) and key not in ("prompt_key", "answer_key")  # these name columns
 
 
 def hides(name: str, value: str) -> bool:

@@ -31,7 +31,6 @@ STOPPED = 75
 INTERRUPTED = 130  # by Ctrl-C
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 SAME_S = 2.0  # one request may arrive twice, because all processes in a job get it, and their parent forwards it too
-AGAIN_S = 5.0  # then raise again, because Python drops an exception that is raised while an object is being destroyed
 
 
 def status_words(status: int) -> str:
@@ -180,7 +179,8 @@ class Stop:
         if self._grace_s is None:
             raise Stopped(self.asked)
         signal.signal(signal.SIGALRM, self._end_grace)
-        signal.setitimer(signal.ITIMER_REAL, max(self._grace_s, 0.001), AGAIN_S)
+        # Again every 5 s, because Python drops an exception that is raised while an object is being destroyed.
+        signal.setitimer(signal.ITIMER_REAL, max(self._grace_s, 0.001), 5.0)
 
     def _leave_terminals(self) -> None:
         """Redirect closed terminals to the null device, because a failed write to them must not keep a run from saving."""

@@ -23,10 +23,7 @@ NOT_FOR_FILES = re.compile("[\0\ud800-\udfff]")  # NUL, and lone surrogates, whi
 
 
 class KeyProblem(ValueError):
-    """A problem with one key in a section; its message follows the key's name."""
-
-    def __init__(self, key: str, text: str) -> None:
-        super().__init__(f"{key}{text}")
+    """A problem with one key in a section; the message begins with the key's name."""
 
 
 class Section(BaseModel):
@@ -48,7 +45,7 @@ class Section(BaseModel):
             value = data[key]
             given = value if isinstance(value, list) else [value]
             if any(isinstance(each, bool) for each in given):
-                raise KeyProblem(key, f"={str(value).lower()} is a boolean; use a number")
+                raise KeyProblem(f"{key}={str(value).lower()} is a boolean; use a number")
         return {**data, **{key: read_number(data[key]) for key in numbers}}
 
     @model_validator(mode="after")
@@ -87,16 +84,16 @@ def _leaves(value: Any, where: str) -> Iterator[tuple[str, Any]]:
 def _check_leaf(where: str, value: Any, *, is_setting: bool) -> None:
     if isinstance(value, int) and abs(value) > LARGEST_INT:
         raise KeyProblem(
-            where, f" is an integer with {value.bit_length()} bits; the largest allowed value is {LARGEST_INT}"
+            f"{where} is an integer with {value.bit_length()} bits; the largest allowed value is {LARGEST_INT}"
         )
     if isinstance(value, float) and not math.isfinite(value):
-        raise KeyProblem(where, f"={value} is not finite; use a finite number")
+        raise KeyProblem(f"{where}={value} is not finite; use a finite number")
     if is_setting and isinstance(value, float) and value and not SMALLEST_FLOAT <= abs(value) <= LARGEST_FLOAT:
         bounds = f"between {SMALLEST_FLOAT:g} and {LARGEST_FLOAT:g}"
-        raise KeyProblem(where, f"={value:g} is out of range; use 0, or a number whose absolute value is {bounds}")
+        raise KeyProblem(f"{where}={value:g} is out of range; use 0, or a number whose absolute value is {bounds}")
     if (isinstance(value, str) or hasattr(value, "__fspath__")) and NOT_FOR_FILES.search(str(value)):
         raise KeyProblem(
-            where, " contains a NUL character or half a surrogate pair, which cannot be written to a file; remove it"
+            f"{where} contains a NUL character or half a surrogate pair, which cannot be written to a file; remove it"
         )
 
 

@@ -204,7 +204,7 @@ class JudgeReward(AskedReward):
     @model_validator(mode="after")
     def _has_a_range(self) -> JudgeReward:
         if self.min >= self.max:
-            raise KeyProblem("min", f"={self.min:g} is not below max={self.max:g}; scores lie between them")
+            raise KeyProblem(f"min={self.min:g} is not below max={self.max:g}; scores lie between them")
         return self
 
 

@@ -192,8 +192,7 @@ class DataSection(Section):
     def _asks_and_answers_with_two_columns(self) -> DataSection:
         if self.prompt_key == self.answer_key:
             raise KeyProblem(
-                "answer_key",
-                f"={self.answer_key} is also data.prompt_key, so every prompt would be its own answer; name a different column",
+                f"answer_key={self.answer_key} is also data.prompt_key, so every prompt would be its own answer; name a different column"
             )
         return self
 

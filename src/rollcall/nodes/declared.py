@@ -69,7 +69,6 @@ MATTERS = (
     "OPENAI_*", "ANTHROPIC_*", "AZURE_*", "AWS_*", "GOOGLE_*", "*_API_KEY", "*_TOKEN", "*_proxy", "*_PROXY",
 )  # fmt: skip
 UNDECLARED = "not declared"  # set by `ray start` itself, or Ray was started without `rollcall node`
-OF_ROLLCALL = ("ROLLCALL_*", "RAY_AUTH_*", "RAY_TLS_*", "RAY_USE_TLS")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -322,7 +321,7 @@ def origins(environ: Mapping[str, str]) -> dict[str, str]:
     inherited = environment_of(int(environ.get("RAY_RAYLET_PID", 0)))
     found = {}
     for name in environ:
-        if _matches(name, OF_ROLLCALL):
+        if _matches(name, ("ROLLCALL_*", "RAY_AUTH_*", "RAY_TLS_*", "RAY_USE_TLS")):
             found[name] = "rollcall"
         elif inherited is not None and name not in inherited:
             found[name] = "Ray"
