@@ -381,11 +381,8 @@ class EndpointServer:
 def in_loop(sample: SampleTurn, loop: asyncio.AbstractEventLoop) -> SampleTurn:
     """Make ``sample``, which belongs to ``loop``, callable from a different loop."""
 
-    async def crossing(prompt_ids: Ints, /, *, seed: int, sampling: Sampling, session: str) -> Completion:
-        async def there() -> Completion:
-            return await sample(prompt_ids, seed=seed, sampling=sampling, session=session)
-
-        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(there(), loop))
+    async def crossing(prompt_ids: Ints, /, **given: Any) -> Completion:
+        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(sample(prompt_ids, **given), loop))
 
     return crossing
 

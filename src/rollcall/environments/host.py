@@ -77,12 +77,10 @@ class EnvironmentHost:
         self._loop.run_forever()
 
     def _let_in(self) -> None:
-        connection = self._door.accept(0)
-        if connection is None:
-            return
-        task = self._loop.create_task(self._serve(connection))
-        self._serving.add(task)
-        task.add_done_callback(self._serving.discard)
+        if (connection := self._door.accept(0)) is not None:
+            task = self._loop.create_task(self._serve(connection))
+            self._serving.add(task)
+            task.add_done_callback(self._serving.discard)
 
     async def _serve(self, connection: socket.socket) -> None:
         """Do what a connection asks of the environment or program that it starts."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Mapping, Sequence
+from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -66,7 +66,7 @@ class SampleTurn(Protocol):
 
     def __call__(
         self, prompt_ids: Ints, /, *, seed: int, sampling: Sampling, session: str
-    ) -> Awaitable[Completion]: ...
+    ) -> Coroutine[Any, Any, Completion]: ...
 
 
 class Environment(ABC):
