@@ -84,7 +84,16 @@ def connect(cluster: Cluster | None = None, *, ray_address: str | None = None, l
     import ray
 
     if ray.is_initialized():
-        return _same_cluster(cluster or wished_cluster(ray_address=ray_address))
+        address = ray.get_runtime_context().gcs_address
+        cluster = (
+            cluster or wished_cluster(ray_address=ray_address) or PlainRay(address)
+        )  # the script has connected itself
+        if not is_same_address(address, cluster.head_address):
+            raise ClusterError(
+                f"this process is connected to the Ray cluster at {address}, not to {cluster.title} at {cluster.head_address}; "
+                "call ray.shutdown() first"
+            )
+        return cluster
     cluster = cluster or find_cluster(ray_address=ray_address)
     if is_in_a_job() and isinstance(cluster, PlainRay):
         _join(cluster, node_ip=None, temp_dir=None, log_to_driver=log_to_driver)
@@ -168,20 +177,6 @@ def _say_open(cluster: Cluster, *, is_open: bool) -> None:
             f"note: {cluster.title} has no token, so anyone who reaches its ports can run code on its nodes; to use a token, set "
             "RAY_AUTH_MODE=token and RAY_AUTH_TOKEN before `ray start` on each node"
         )
-
-
-def _same_cluster(cluster: Cluster | None) -> Cluster:
-    import ray
-
-    address = ray.get_runtime_context().gcs_address
-    if cluster is None:  # the script itself has connected
-        return PlainRay(address)
-    if not is_same_address(address, cluster.head_address):
-        raise ClusterError(
-            f"this process is connected to the Ray cluster at {address}, not to {cluster.title} at {cluster.head_address}; "
-            "call ray.shutdown() first"
-        )
-    return cluster
 
 
 def hide_stacks() -> None:
