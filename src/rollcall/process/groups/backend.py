@@ -154,7 +154,7 @@ class Carrier(ABC):
     """Starts a gang's processes and delivers calls to them. A call names a method of ``host.Host``."""
 
     peer_s = 0.0  # a peer's death is known within this time after a worker reports it; 0: no peers
-    changed: threading.Condition  # notified when a call finishes; for carriers that finish calls in a different thread
+    changed = threading.Condition()  # one that finishes calls in a different thread has its own, and notifies it
     gang: Overseer
 
     def open(self, gang: Overseer) -> None:

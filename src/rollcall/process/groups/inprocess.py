@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import threading
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -40,8 +39,6 @@ class InProcess(Carrier):
     def __init__(self) -> None:
         self._lease = lease_port()
         self._loop = asyncio.new_event_loop()
-        self._is_open = True
-        self.changed = threading.Condition()
 
     def launch(self, spec: WorkerSpec, *, lost: Member | None, wait: Wait) -> Member:
         return Member(spec, link=_Worker(self._loop, port=self._lease.getsockname()[1]))
@@ -57,12 +54,11 @@ class InProcess(Carrier):
             self.gang.lookout.add(call.member.spec.rank, RecordedCall(args[0], began_s, time.time()))
 
     def is_alive(self, member: Member) -> bool:
-        return self._is_open
+        return not self._loop.is_closed()
 
     def stop(self, members: Sequence[Member], *, timeout_s: float) -> None:
         for member in members:
             member.link = None
-        self._is_open = False
         self._loop.close()
         self._lease.close()
 
