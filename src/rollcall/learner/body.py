@@ -233,9 +233,6 @@ class Whole(BodyBase):
     def gradients(self, loss: Tensor) -> Sequence[Tensor | None]:
         return torch.autograd.grad(loss, list(self.named.values()), allow_unused=True)
 
-    def sum_gradients(self, optimizer: Optimizer) -> None:
-        optimizer.sum_over(self.gang)
-
     def local(self, name: str) -> Tensor:
         return self._weights[name]
 

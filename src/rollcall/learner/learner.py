@@ -346,7 +346,8 @@ def step_on(
         optimizer.discard()
         raise NonFiniteError(f"the loss is {total['loss']}")
     with short_of_memory(partial(step_sentence, body, model.fit, optimizer)):
-        body.sum_gradients(optimizer)
+        if not body.in_parts:  # otherwise, FSDP has summed them in every backward pass
+            optimizer.sum_over(body.gang)
         return total, optimizer.step()
 
 

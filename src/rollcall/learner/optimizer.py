@@ -50,8 +50,7 @@ class Optimizer:
             {"params": [self.targets[name] for name in decays if decays[name]], "weight_decay": section.weight_decay},
             {"params": [self.targets[name] for name in decays if not decays[name]], "weight_decay": 0.0},
         ]
-        on_cuda = next(iter(self.targets.values())).is_cuda
-        self.adamw = make_optimizer(groups, section, on_cuda=on_cuda)
+        self.adamw = make_optimizer(groups, section, on_cuda=next(iter(self.targets.values())).is_cuda)
 
     @torch.no_grad()
     def allocate(self) -> None:

@@ -319,9 +319,6 @@ class Sharded(BodyBase):
             self.root.reshard()  # no backward pass will free the gathered weights, which would be stale after an update
         return out
 
-    def sum_gradients(self, optimizer: Optimizer) -> None:
-        """Do nothing, because FSDP sums gradients in every backward pass."""
-
     def gradients(self, loss: Tensor) -> Sequence[Tensor | None]:
         loss.backward()
         gradients: list[Tensor | None] = []

@@ -22,12 +22,9 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from rollcall.model.stored.files import CheckedRange, StoredError, plain_damage, refuse_pipe
 from rollcall.model.stored.tensors import DTYPES, DType, Piece
 
-MOST_PICKLE_BYTES = 1 << 29
 _TYPES = DTYPES | {
     "FloatStorage": DTYPES["float32"], "DoubleStorage": DTYPES["float64"], "HalfStorage": DTYPES["float16"],
     "BFloat16Storage": DTYPES["bfloat16"], "ByteStorage": DTYPES["uint8"], "CharStorage": DTYPES["int8"],
@@ -74,7 +71,7 @@ class Stub:
 
     @property
     def fields(self) -> dict[str, Any]:
-        return attributes(self.state)
+        return fields_of(self.state)
 
 
 @cache
@@ -82,7 +79,7 @@ def _stub_class(name: str) -> type[Stub]:
     return type(name, (Stub,), {})
 
 
-def attributes(state: Any) -> dict[str, Any]:
+def fields_of(state: Any) -> dict[str, Any]:
     """Return the attributes in an object's pickled state. With ``__slots__``, the state is two dictionaries."""
     if isinstance(state, dict):
         return state
@@ -135,10 +132,6 @@ class TorchTensor:
     def piece(self, *, start: tuple[int, ...]) -> Piece:
         """Return the tensor as a piece that begins at ``start`` in the full tensor."""
         return Piece(file=self.file, offset=self.offset, start=start, shape=self.shape)
-
-    def numbers(self) -> list[int]:
-        """Read the values of a small integer tensor."""
-        return np.fromfile(self.file, self.dtype.name, count=prod(self.shape), offset=self.offset).tolist()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -244,7 +237,7 @@ def _record(data: mmap.mmap, info: zipfile.ZipInfo, *, offset: int) -> CheckedRa
 
 
 def _content(data: mmap.mmap, record: CheckedRange, *, what: str) -> bytes:
-    if record.size > MOST_PICKLE_BYTES:
+    if record.size > 1 << 29:
         raise StoredError(
             f"{what}: a pickle of {record.size:,} bytes is too large for a list of tensors; restore the file"
         )

@@ -15,17 +15,12 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from rollcall.model.stored.files import StoredError, StoredFile, plain_damage
 from rollcall.model.stored.find import config_folder
 from rollcall.model.stored.tensors import Piece, Stored, StoredTensor, stored_of
-from rollcall.model.stored.torch_file import (
-    TorchFile,
-    TorchTensor,
-    attributes,
-    is_named,
-    open_torch_file,
-    whole_numbers,
-)
+from rollcall.model.stored.torch_file import TorchFile, TorchTensor, fields_of, is_named, open_torch_file, whole_numbers
 
 Mesh = tuple[tuple[int, int], ...]  # for each dimension, its size and one process's index in it
 
@@ -131,7 +126,7 @@ def _locals(file: TorchFile, content: Any, *, rank: int) -> Iterable[tuple[str, 
         with plain_damage(f"{file.path}: the layout of {name} cannot be read"):
             if is_named(value, "_rebuild_from_type_v2") and is_named(value.args[1], "DTensor"):
                 _, _, (_, _, shape, *_), state = value.args
-                fields = attributes(state)
+                fields = fields_of(state)
                 spec, value = fields["_spec"].fields, fields["_local_tensor"]
                 pickled = spec["mesh"]
                 if (own := pickled.fields.get("_rank", rank)) != rank:
@@ -182,7 +177,7 @@ def _mesh_of(mesh: dict[str, Any], *, rank: int, file: TorchFile) -> Mesh:
     """Build the mesh from these fields, as ``rank`` sees it. Fields that cannot be read may raise any kind of error."""
     ranks: Any = mesh.get("mesh", mesh.get("_rank_map", mesh.get("_flatten_rank_map")))
     if tensor := file.tensor(ranks, name="a mesh"):
-        ranks = tensor.numbers()
+        ranks = np.fromfile(tensor.file, tensor.dtype.name, count=prod(tensor.shape), offset=tensor.offset).tolist()
     if tensor and "mesh" in mesh:  # torch before 2.10: a tensor of ranks and no layout
         axes = [((size, prod(tensor.shape[dim + 1 :])),) for dim, size in enumerate(tensor.shape)]
     else:
