@@ -62,14 +62,12 @@ class Asker:
     """Asks the services in ``sections`` for scores. The keys of ``sections`` are indices in the run file's list."""
 
     def __init__(self, sections: Mapping[int, JudgeReward | HttpReward]) -> None:
-        self._services = {
-            place: Judge(section) if isinstance(section, JudgeReward) else HttpService(section)
-            for place, section in sections.items()
-        }
-        self._endpoints = {
-            place: Endpoint(section, url=self._services[place].url, what=self._services[place].what, place=place)
-            for place, section in sections.items()
-        }
+        self._sections = sections
+        self._endpoints: dict[int, Endpoint] = {}
+        for place, section in sections.items():
+            is_judge = isinstance(section, JudgeReward)
+            what, url = ("the judge", chat_address(section.url)) if is_judge else ("the reward service", section.url)
+            self._endpoints[place] = Endpoint(section, url=url, what=what, place=place)
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="judges", daemon=True)
         self._thread.start()
@@ -100,7 +98,11 @@ class Asker:
         self._loop.stop()
 
     async def _ask(self, place: int, prompt: Prompt, completions: tuple[Completion, ...]) -> list[RewardResult]:
-        questions = self._services[place].questions(prompt, completions)
+        section = self._sections[place]
+        if isinstance(section, JudgeReward):
+            questions = _judge_questions(section, prompt, completions)
+        else:
+            questions = _http_questions(section, prompt, completions)
         answers = await asyncio.gather(*(self._answer(place, one) for one in questions))
         return [result for answer in answers for result in answer]
 
@@ -115,19 +117,12 @@ class Asker:
             return [RewardResult(0.0, "raised", traceback.format_exc())] * question.count
 
 
-class HttpService:
-    what = "the reward service"
-
-    def __init__(self, section: HttpReward) -> None:
-        self._section = section
-        self.url = section.url
-
-    def questions(self, prompt: Prompt, completions: tuple[Completion, ...]) -> list[Question]:
-        """Return the questions, in the order of the completions."""
-        texts = [completion.text for completion in completions]
-        if self._section.whole_group:
-            return [_question(prompt, len(texts), completions=texts)]
-        return [_question(prompt, 1, completion=text) for text in texts]
+def _http_questions(section: HttpReward, prompt: Prompt, completions: tuple[Completion, ...]) -> list[Question]:
+    """Return the questions, in the order of the completions."""
+    texts = [completion.text for completion in completions]
+    if section.whole_group:
+        return [_question(prompt, len(texts), completions=texts)]
+    return [_question(prompt, 1, completion=text) for text in texts]
 
 
 def _question(prompt: Prompt, count: int, **completions: Any) -> Question:
@@ -176,32 +171,26 @@ _CLOSING = (
 )
 
 
-class Judge:
-    what = "the judge"
+def _judge_questions(section: JudgeReward, prompt: Prompt, completions: tuple[Completion, ...]) -> list[Question]:
+    """Return one question per completion, in order."""
+    found: list[Question] = []
+    for text in map(transcript, completions):
+        message = ask(section, prompt=asked_text(prompt), completion=text, answer=prompt.answer)
+        body = {"model": section.model, "messages": [{"role": "user", "content": message}]}
+        body = json.dumps({**section.options, **body}).encode()
+        found.append(Question(count=1, body=body, read=partial(_read_grade, section)))
+    return found
 
-    def __init__(self, section: JudgeReward) -> None:
-        self._section = section
-        self.url = chat_address(section.url)
 
-    def questions(self, prompt: Prompt, completions: tuple[Completion, ...]) -> list[Question]:
-        """Return one question per completion, in order."""
-        found: list[Question] = []
-        for text in map(transcript, completions):
-            message = ask(self._section, prompt=asked_text(prompt), completion=text, answer=prompt.answer)
-            body = {"model": self._section.model, "messages": [{"role": "user", "content": message}]}
-            body = json.dumps({**self._section.options, **body}).encode()
-            found.append(Question(count=1, body=body, read=self._read))
-        return found
-
-    def _read(self, said: bytes) -> list[RewardResult]:
-        try:
-            text = _text_of(_read_json(said))
-        except ValueError as error:
-            return [_failed(f"the judge's answer cannot be read: {error}")]
-        try:
-            return [RewardResult(read_score(text, low=self._section.min, high=self._section.max), note=text)]
-        except ValueError as error:
-            return [_failed(str(error), note=text)]
+def _read_grade(section: JudgeReward, said: bytes) -> list[RewardResult]:
+    try:
+        text = _text_of(_read_json(said))
+    except ValueError as error:
+        return [_failed(f"the judge's answer cannot be read: {error}")]
+    try:
+        return [RewardResult(read_score(text, low=section.min, high=section.max), note=text)]
+    except ValueError as error:
+        return [_failed(str(error), note=text)]
 
 
 def chat_address(url: str) -> str:
