@@ -192,10 +192,6 @@ def _ignore_signals() -> None:
         signal.signal(number, signal.SIG_IGN)
 
 
-def main() -> None:
-    cluster, run_file, timeout_s = sys.argv[1:]
-    raise SystemExit(drive(cluster, Path(run_file), timeout_s=float(timeout_s)))
-
-
 if __name__ == "__main__":
-    main()
+    _, name, file, seconds = sys.argv
+    sys.exit(drive(name, Path(file), timeout_s=float(seconds)))
