@@ -364,5 +364,5 @@ def test_messages_are_whole_however_their_bytes_arrive() -> None:
         frames = Frames()
         found = [one for at in range(0, len(stream), step) for one in frames.feed(stream[at : at + step])]
         assert found == sent
-    with pytest.raises(ConnectionError, match="the limit is 999"):
+    with pytest.raises(ValueError, match="the limit is 999"):
         Frames(999).feed(stream)

@@ -60,14 +60,14 @@ class Frames:
         self._bytes = bytearray()
 
     def feed(self, data: bytes) -> list[bytes]:
-        """Add received bytes and return the messages that are now complete. Raise ConnectionError if a message is longer than allowed."""
+        """Add received bytes and return the messages that are now complete. Raise ValueError if a message is longer than allowed."""
         self._bytes += data
         found: list[bytes] = []
         begin = 0
         while len(self._bytes) - begin >= LENGTH.size:
             (length,) = LENGTH.unpack_from(self._bytes, begin)
             if length > self._longest:
-                raise ConnectionError(f"a message has {length} bytes, but the limit is {self._longest}")
+                raise ValueError(f"a message has {length} bytes, but the limit is {self._longest}")
             end = begin + LENGTH.size + length
             if len(self._bytes) < end:
                 break

@@ -84,10 +84,6 @@ class Link(ABC):
     def fileno(self) -> int:
         return self.connection.fileno()
 
-    def receive(self, most: int) -> bytes:
-        """Return the received bytes, or no bytes at the end of the stream. Raises BlockingIOError if nothing has arrived yet."""
-        return self.connection.recv(most)
-
     @abstractmethod
     def end(self, *, grace_s: float, ask_stack: bool = False) -> Ending:
         """Hang up, wait ``grace_s`` for the process to exit, then kill it and all processes that it started. With ``ask_stack``, first
@@ -298,7 +294,7 @@ class Worker:
             self._restart_all()
         try:
             for _ in range(_MOST_READS):
-                data = self.link.receive(1 << 18)
+                data = self.link.connection.recv(1 << 18)
                 if not data:
                     self._is_gone(_DIED)
                     break
