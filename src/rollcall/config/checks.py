@@ -14,6 +14,7 @@ from typing import Any
 
 from rollcall.base.errors import ConfigError
 from rollcall.base.wait import say
+from rollcall.base.words import are
 from rollcall.config.base import read_number
 
 MOST_COMPLETIONS = 10_000_000  # in a step; many times more than the largest runs use
@@ -123,11 +124,7 @@ def unused(config: Any, *, in_folder: bool = False) -> list[str]:
     for key, is_idle, why in cases:
         if is_idle:
             found.setdefault(why, []).extend(_changed(config, key))
-    return [
-        f"{', '.join(keys)} {'is' if len(keys) == 1 else 'are'} set but not used: {why}"
-        for why, keys in found.items()
-        if keys
-    ]
+    return [f"{', '.join(keys)} {are(len(keys))} set but not used: {why}" for why, keys in found.items() if keys]
 
 
 def say_unused(config: Any, *, in_folder: bool = False) -> None:
@@ -214,15 +211,9 @@ def check_batches(config: Any, *, name: str) -> None:
     rows = config.completions_per_step // section.minibatches
     given = section.train_global_batch_size
     if given is not None and given != rows:
-        fits = (
-            config.completions_per_step % given == 0
-            and data.prompts_per_step % (config.completions_per_step // given) == 0
-        )
-        hint = (
-            f"{name}.minibatches={config.completions_per_step // given}"
-            if fits
-            else f"{name}.train_global_batch_size={rows}"
-        )
+        parts, rest = divmod(config.completions_per_step, given)
+        fits = rest == 0 and data.prompts_per_step % parts == 0
+        hint = f"{name}.minibatches={parts}" if fits else f"{name}.train_global_batch_size={rows}"
         raise ValueError(
             f"{name}.train_global_batch_size={given}, but an update has data.prompts_per_step x rollout.samples_per_prompt / "
             f"{name}.minibatches = {data.prompts_per_step} x {rollout.samples_per_prompt} / {section.minibatches} = {rows} "
