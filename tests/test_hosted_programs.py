@@ -365,7 +365,7 @@ def test_what_goes_wrong_on_a_host_fails_the_episode_and_not_the_host(
     async def breaks(*args: Any, **keys: Any) -> None:
         raise RuntimeError("can't start new thread")
 
-    monkeypatch.setattr(program_module.Program, "start", breaks)
+    monkeypatch.setattr(program_module, "_start", breaks)
     episode = played(tokenizer, hosted_at(hosts.open("true"))).episode
     assert (
         episode and episode.ended is EndReason.ERROR and "its host failed: RuntimeError: can't start" in episode.error

@@ -74,17 +74,37 @@ class ProgramsHere(Programs):
     async def _run_in(self, folder: str, variables: Mapping[str, str], stop: asyncio.Event) -> Ended:
         variables = past_proxies({**self._variables, "TMPDIR": folder, **variables})
         try:
-            program = await Program.start(self._section.run, variables=variables, memory_mb=self._section.memory_mb)
+            process = await _start(self._section, variables)
         except OSError as error:
             raise EnvironmentFailed(f"the program could not be started: {error}") from None
-        ending, stopping = asyncio.create_task(program.wait()), asyncio.create_task(stop.wait())
+        assert process.stdin is not None and process.stdout is not None and process.stderr is not None
+        tails = {process.stdout: bytearray(), process.stderr: bytearray()}
+        readers = [asyncio.create_task(_keep_tail(stream, tail)) for stream, tail in tails.items()]
+        ending, stopping = asyncio.create_task(exited(process)), asyncio.create_task(stop.wait())
         try:
             await asyncio.wait({ending, stopping}, return_when=asyncio.FIRST_COMPLETED)
         finally:
             ending.cancel()
             stopping.cancel()
-            ended = await program.end()
-        return ended
+            await _kill(process, mark=(KEY, variables[KEY]))
+            process.stdin.close()
+            await asyncio.wait(readers, timeout=2.0)  # its output may still be arriving
+            for reader in readers:
+                reader.cancel()
+        status = process.returncode
+        assert status is not None
+        stdout, stderr = (tail.decode(errors="replace") for tail in tails.values())
+        return Ended(how=how_it_ended(status) if status else "", stdout=stdout, stderr=stderr)
+
+
+async def _start(section: AgentEnvironment, variables: Mapping[str, str]) -> asyncio.subprocess.Process:
+    most = resource.getrlimit(resource.RLIMIT_DATA)[1]
+    kilobytes = section.memory_mb << 10 if most == resource.RLIM_INFINITY else min(section.memory_mb << 10, most >> 10)
+    script = _LIMITED.format(kilobytes=kilobytes, command=section.run)
+    pipe = asyncio.subprocess.PIPE
+    return await asyncio.create_subprocess_exec(
+        "/bin/sh", "-c", script, stdin=pipe, stdout=pipe, stderr=pipe, env=dict(variables), start_new_session=True
+    )
 
 
 def past_proxies(variables: Mapping[str, str]) -> dict[str, str]:
@@ -101,48 +121,14 @@ async def _in_thread(work: Callable[..., None], *args: Any) -> None:
     await asyncio.shield(asyncio.get_running_loop().run_in_executor(None, work, *args))
 
 
-class Program:
-    """A running program, created with ``start``."""
-
-    def __init__(self, process: asyncio.subprocess.Process, *, mark: tuple[str, str]) -> None:
-        assert process.stdout is not None and process.stderr is not None
-        self._process = process
-        self._mark = mark
-        self._tails = (bytearray(), bytearray())
-        streams = zip((process.stdout, process.stderr), self._tails, strict=True)
-        self._readers = [asyncio.create_task(_keep_tail(stream, tail)) for stream, tail in streams]
-
-    @classmethod
-    async def start(cls, command: str, *, variables: Mapping[str, str], memory_mb: int) -> Program:
-        most = resource.getrlimit(resource.RLIMIT_DATA)[1]
-        kilobytes = memory_mb << 10 if most == resource.RLIM_INFINITY else min(memory_mb << 10, most >> 10)
-        script = _LIMITED.format(kilobytes=kilobytes, command=command)
-        pipe = asyncio.subprocess.PIPE
-        process = await asyncio.create_subprocess_exec(
-            "/bin/sh", "-c", script, stdin=pipe, stdout=pipe, stderr=pipe, env=dict(variables), start_new_session=True
-        )
-        return cls(process, mark=(KEY, variables[KEY]))
-
-    async def wait(self) -> None:
-        await exited(self._process)
-
-    async def end(self) -> Ended:
-        """Kill what is left of the program and collect what it printed."""
-        if self._process.returncode is not None:
-            with suppress(ProcessLookupError, PermissionError):  # owned by another user, for example via `sudo`
-                # Its watcher is still in the group, so no other group has this ID.
-                os.killpg(self._process.pid, signal.SIGKILL)
-        await _in_thread(kill_leftovers, self._process.pid, self._mark)
-        await self.wait()
-        if self._process.stdin is not None:
-            self._process.stdin.close()
-        await asyncio.wait(self._readers, timeout=2.0)  # its output may still be arriving
-        for reader in self._readers:
-            reader.cancel()
-        status = self._process.returncode
-        assert status is not None
-        stdout, stderr = (tail.decode(errors="replace") for tail in self._tails)
-        return Ended(how=how_it_ended(status) if status else "", stdout=stdout, stderr=stderr)
+async def _kill(process: asyncio.subprocess.Process, *, mark: tuple[str, str]) -> None:
+    """Kill what is left of the program."""
+    if process.returncode is not None:
+        with suppress(ProcessLookupError, PermissionError):  # owned by another user, for example via `sudo`
+            # Its watcher is still in the group, so no other group has this ID.
+            os.killpg(process.pid, signal.SIGKILL)
+    await _in_thread(kill_leftovers, process.pid, mark)
+    await exited(process)
 
 
 async def _keep_tail(stream: asyncio.StreamReader, tail: bytearray) -> None:
