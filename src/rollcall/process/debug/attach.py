@@ -55,10 +55,7 @@ class Connection:
 
     def take(self) -> list[dict[str, Any]]:
         """Return the complete messages; call this when there is something to read. Raise ConnectionError at the end of the stream."""
-        try:
-            data = self._socket.recv(1 << 16)
-        except (BlockingIOError, TimeoutError):
-            return []
+        data = self._socket.recv(1 << 16)
         if not data:
             raise ConnectionError("the connection was closed")
         try:
