@@ -154,10 +154,6 @@ class Config(Section):
     def completions_per_step(self) -> int:
         return self.data.prompts_per_step * self.rollout.samples_per_prompt
 
-    @property
-    def rescores(self) -> bool:
-        return self.algorithm.rescores(self.actor)
-
 
 def load_config(
     path: Path | str | Mapping[str, Any] | None = None,

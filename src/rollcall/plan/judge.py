@@ -310,7 +310,7 @@ def _on_work(config: Config, plan: Plan, host: dict[int, int]) -> Iterator[str]:
             "with trainer.staleness=0, rollout's slots wait while the actor trains, and the actor's slots wait while rollout samples; "
             "staleness=1 lets both work at the same time"
         )
-    has_work = config.rescores or any(one.type == "self_certainty" for one in config.reward)
+    has_work = config.algorithm.rescores(config.actor) or any(one.type == "self_certainty" for one in config.reward)
     if Role.INFERENCE in plan.processes and not has_work:
         yield (
             f"inference has slots {ranges(plan.role_slots(Role.INFERENCE))} but nothing to do: it computes log-probs only "

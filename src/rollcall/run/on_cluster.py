@@ -122,7 +122,7 @@ def _fill(
         ),
         wait_s=config.trainer.elastic.wait_s if config.trainer.elastic else WAIT_S,
     )
-    learner = RemoteLearner(team, rescores=config.rescores)
+    learner = RemoteLearner(team, rescores=config.algorithm.rescores(config.actor))
     models = {index: partial(_reward, team, index) for index, one in enumerate(config.reward) if one.type == "model"}
     scorer, eval_scorer = build_scorers(config.reward, score=learner.score, models=models, owned=owned)
     groups: list[tuple[WorkerGroup, Sequence[PlannedProcess]]] = [(team.group, processes)]
