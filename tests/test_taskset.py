@@ -254,7 +254,7 @@ def test_a_server_that_has_died_is_started_again_and_leaves_no_harness(
 ) -> None:
     given = stand_in(tmp_path, monkeypatch)
     programs = TasksetPrograms(given)
-    pid = programs.server.worker.pid
+    pid = programs.worker.pid
     mark = {MARK: (environment_of(pid) or {})[MARK]}
     harness = subprocess.Popen(["sleep", "600"], env={**os.environ, **mark}, start_new_session=True)
     os.kill(pid, signal.SIGKILL)
