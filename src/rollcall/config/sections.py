@@ -87,7 +87,6 @@ class ClusterSection(Section):
                 raise ValueError(
                     f"{key}={getattr(self, key)} contradicts nodes, which lists {len(sizes)} nodes with {sizes} slots; remove {key}"
                 )
-        for key, value in fixed.items():
             object.__setattr__(self, key, value)  # the section is frozen, so plain assignment would fail
         if strangers := [rank for rank in self.node_env if not 0 <= rank < self.num_nodes]:
             raise ValueError(
