@@ -115,6 +115,8 @@ def test_weights_in_shared_memory_are_found_and_checked() -> None:
             verify(path, **message)
         os.pwrite(memory.fd, before, place)
     verify(path, **message)
+    with pytest.raises(ValueError, match="mmap length is greater than file size"):
+        verify(path, 0, message["size"] + 1, message["tensors"])
     memory.close()
 
 

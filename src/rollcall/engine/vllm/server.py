@@ -34,7 +34,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-# vLLM's environment does not have this package, and its other packages must not be importable there. So find the package by its folder.
+# vLLM's environment does not have this package. Find it by its folder: a folder on sys.path would also offer what lies next to it, for
+# example all packages of Rollcall's own environment.
 package = ModuleType("rollcall")
 package.__path__ = [str(Path(__file__).parents[2])]
 sys.modules.setdefault("rollcall", package)

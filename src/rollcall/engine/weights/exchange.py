@@ -110,9 +110,11 @@ class StreamSender:
         """Make one attempt. Return the receivers that refused, each with its reason."""
         assert self._outlet is not None
         ready = hear_all(self._lines, deadline, waiting_for="first message")
-        changes, base, held = None, self._base, {word["version"] for word in ready.values()}
-        if base is not None and isinstance(views, Views) and not in_full and held == {base.version}:
-            if base.layout == views.layout:
+        base = self._base
+        changes: delta.Delta | None = None
+        if base is not None and isinstance(views, Views) and not in_full:
+            all_hold_it = all(word["version"] == base.version for word in ready.values())
+            if all_hold_it and base.layout == views.layout:
                 changes = delta.encode(views.layout, new=views.flat, base=base.flat)
         self._tell(
             {
