@@ -125,30 +125,27 @@ class Endpoint:
     async def ask(self, question: bytes) -> bytes:
         """Return the answer's body. Raise Problem if only this question gets no answer, and EndpointLostError if no question gets one."""
         async with self._room:
-            return await self._persist(question)
-
-    async def _persist(self, question: bytes) -> bytes:
-        began_s, num_failed, num_blamed = time.monotonic(), 0, 0
-        while True:
-            try:
-                return await self._once(question, is_first=num_failed == 0)
-            except Problem as problem:
-                if problem.cause is Cause.QUESTION:
-                    raise
-                failed_s, failure = time.monotonic(), problem
-            num_failed += 1
-            if num_failed <= self._section.retries and failure.cause is not Cause.REFUSED:
-                await self._pause(num_failed, failure)
-            elif await self._answers_others(after_s=failed_s):
-                num_blamed += 1
-                may_wait = failure.cause is Cause.LIMIT and failed_s - began_s < self._section.outage_s
-                if num_blamed > 1 and not may_wait:
-                    raise failure
-                await self._pause(num_failed, failure)
-            else:
-                num_blamed = 0
-                if await self._wait_until_back(failure):
-                    num_failed = 0
+            began_s, num_failed, num_blamed = time.monotonic(), 0, 0
+            while True:
+                try:
+                    return await self._once(question, is_first=num_failed == 0)
+                except Problem as problem:
+                    if problem.cause is Cause.QUESTION:
+                        raise
+                    failed_s, failure = time.monotonic(), problem
+                num_failed += 1
+                if num_failed <= self._section.retries and failure.cause is not Cause.REFUSED:
+                    await self._pause(num_failed, failure)
+                elif await self._answers_others(after_s=failed_s):
+                    num_blamed += 1
+                    may_wait = failure.cause is Cause.LIMIT and failed_s - began_s < self._section.outage_s
+                    if num_blamed > 1 and not may_wait:
+                        raise failure
+                    await self._pause(num_failed, failure)
+                else:
+                    num_blamed = 0
+                    if await self._wait_until_back(failure):
+                        num_failed = 0
 
     async def _pause(self, num_failed: int, problem: Problem) -> None:
         if problem.retry_after_s is not None:

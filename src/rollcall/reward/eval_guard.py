@@ -52,19 +52,15 @@ def _hook(event: str, args: tuple[object, ...]) -> None:
     source = args[0]
     if isinstance(source, ast.AST):
         return  # parsed from text that was already checked
-    _State.is_on = False  # the check itself compiles code
-    try:
-        _check(source)
-    finally:
-        _State.is_on = True
-
-
-def _check(source: object) -> None:
     text = bytes(source).decode("utf-8", "replace") if isinstance(source, bytes | bytearray) else source
     if text == _SYMPY_START or text in _State.trusted:
         return
-    if (not isinstance(text, str) or not is_plain(text)) and not _is_importing():
-        raise ValueError("the answer is neither plain data nor arithmetic, so it was not evaluated")
+    _State.is_on = False  # the check itself compiles code
+    try:
+        if (not isinstance(text, str) or not is_plain(text)) and not _is_importing():
+            raise ValueError("the answer is neither plain data nor arithmetic, so it was not evaluated")
+    finally:
+        _State.is_on = True
 
 
 def _is_importing() -> bool:
