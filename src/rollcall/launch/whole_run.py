@@ -55,10 +55,7 @@ class WholeRun:
                 "--run needs a run file with a `cluster:` section: num_nodes, num_gpus_per_node and the placement of roles"
             )
         self._cluster = self._config.cluster
-
-    @property
-    def num_nodes(self) -> int:
-        return self._cluster.num_nodes
+        self.num_nodes = self._cluster.num_nodes
 
     def complete(self, request: NodeRequest) -> NodeRequest:
         """Fill in, from the run file, the values that the command line leaves out for this node."""

@@ -103,32 +103,24 @@ def kv_fraction(rollout: RolloutSection) -> float:
     return KV_FRACTION if rollout.kv_memory_fraction == "auto" else rollout.kv_memory_fraction
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class EngineNeeds:
     """Bytes that an engine needs on one slot in addition to its weights: KV cache and working memory."""
 
-    config: Config
-    sizes: DecoderSizes
-    positions: int  # of the model
-    width: int  # bytes per weight
-    tensor: int  # slots over which vLLM splits the model; 1 for the native engine
-
-    @property
-    def kv_per_token(self) -> int:
-        """Bytes of KV per token on one slot. With more slots than KV heads, each slot has one head."""
-        heads = max(1, self.sizes.kv_heads // self.tensor)
-        return 2 * self.sizes.layers * heads * self.sizes.head_dim * self.width
-
-    @property
-    def longest(self) -> int:
-        """The most tokens that a prompt and its completion can have."""
-        return min(self.config.data.max_prompt_tokens + self.config.rollout.max_response_tokens, self.positions)
-
-    @property
-    def open_kv(self) -> KvNeed:
-        # A conversation may grow until it fills all positions of the model.
-        longest = self.longest if self.config.environment is None else self.positions
-        return self._kv_need(longest)
+    def __init__(self, *, config: Config, sizes: DecoderSizes, positions: int, width: int, tensor: int) -> None:
+        """``positions``: those of the model. ``width``: bytes per weight. ``tensor``: slots over which vLLM splits the model; 1 for the
+        native engine."""
+        self.config, self.positions, self.tensor = config, positions, tensor
+        data, rollout = config.data, config.rollout
+        # With more slots than KV heads, each slot has one head.
+        self.kv_per_token = 2 * sizes.layers * max(1, sizes.kv_heads // tensor) * sizes.head_dim * width
+        # The most tokens that a prompt and its completion can have. A conversation may grow until it fills all positions.
+        self.longest = min(data.max_prompt_tokens + rollout.max_response_tokens, positions)
+        self.open_kv = self._kv_need(self.longest if config.environment is None else positions)
+        # Working memory while prompts are prefilled.
+        tokens = min(FILL_TOKENS, rollout.max_running * data.max_prompt_tokens)
+        self.filling = tokens * sizes.working_elements(tensor) * width
+        # The logits of a decode step: one copy that the step's CUDA graph keeps, and one from before the capture.
+        self.graphs = 2 * rollout.max_running * sizes.vocab * WIDE
 
     def fixed_kv(self, card: int) -> int:
         """Return the bytes of KV cache that the run file sets, on a GPU with ``card`` bytes of memory."""
@@ -140,17 +132,6 @@ class EngineNeeds:
     def _kv_need(self, longest: int) -> KvNeed:
         least = -(-longest // KV_BLOCK) * KV_BLOCK * self.kv_per_token
         return KvNeed(least=least, most=self.config.rollout.max_running * least)
-
-    @property
-    def filling(self) -> int:
-        """Working memory while prompts are prefilled."""
-        tokens = min(FILL_TOKENS, self.config.rollout.max_running * self.config.data.max_prompt_tokens)
-        return tokens * self.sizes.working_elements(self.tensor) * self.width
-
-    @property
-    def graphs(self) -> int:
-        """Bytes for the logits of a decode step: one copy that the step's CUDA graph keeps, and one from before the capture."""
-        return 2 * self.config.rollout.max_running * self.sizes.vocab * WIDE
 
 
 # Messages

@@ -205,7 +205,7 @@ def plan_placement(
     group, by default the slots of one process. ``context_parallel`` maps a role to the number of tensor groups in its context
     group, by default one.
     """
-    nodes = Nodes.of(cluster)
+    nodes = Nodes(cluster)
     placed = _read(cluster, nodes)
     notes: list[str] = []
     if needed is not None:

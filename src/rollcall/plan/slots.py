@@ -20,23 +20,14 @@ WHERE = "cluster.component_placement"
 _PART = re.compile(r"(?:(all)|([0-9]+)(?:-([0-9]+))?)(?::([0-9]+)(?:-([0-9]+))?)?")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Nodes:
     """The number of slots on each node, and the number of its first slot."""
 
-    sizes: tuple[int, ...]
-    starts: tuple[int, ...]
-    node_of: tuple[int, ...]  # by slot
-
-    @classmethod
-    def of(cls, cluster: ClusterSection) -> Nodes:
-        sizes = tuple(cluster.slots_per_node)
-        node_of = tuple(node for node, size in enumerate(sizes) for _ in range(size))
-        return cls(sizes=sizes, starts=(0, *accumulate(sizes[:-1])), node_of=node_of)
-
-    @property
-    def num_slots(self) -> int:
-        return len(self.node_of)
+    def __init__(self, cluster: ClusterSection) -> None:
+        self.sizes = tuple(cluster.slots_per_node)
+        self.starts = (0, *accumulate(self.sizes[:-1]))
+        self.node_of = tuple(node for node, size in enumerate(self.sizes) for _ in range(size))  # by slot
+        self.num_slots = len(self.node_of)
 
     def sum(self) -> str:
         """Describe the total: '4 nodes x 8 = 32 slots', or '8 + 4 = 12 slots on 2 nodes'."""
