@@ -51,6 +51,8 @@ def _treatment_of(completion: Completion, environment: EnvironmentBase | None) -
 def compared(group: Group, environment: EnvironmentBase | None) -> Group:
     """Return the group without its dropped attempts. The remaining attempts are compared with each other."""
     places = [place for place, treatment in enumerate(treatments_of(group, environment)) if treatment != "drop"]
+    if len(places) == len(group.completions):
+        return group
     return replace(
         group,
         completions=tuple(group.completions[place] for place in places),
