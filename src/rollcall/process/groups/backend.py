@@ -17,8 +17,6 @@ from rollcall.base.wait import Wait
 from rollcall.process.debug.here import POST_MORTEM
 from rollcall.process.groups.sightings import Lookout
 
-STOP_DEADLINE_S = 30.0
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ask:

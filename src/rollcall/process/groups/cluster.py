@@ -12,17 +12,8 @@ from types import TracebackType
 from typing import Any
 
 from rollcall.base.errors import ClusterError
-from rollcall.process.groups.backend import (
-    STOP_DEADLINE_S,
-    Ask,
-    Backend,
-    NodeSeats,
-    Recipe,
-    Reservation,
-    Seat,
-    WorkerSpec,
-)
-from rollcall.process.groups.gang import Gang
+from rollcall.process.groups.backend import Ask, Backend, NodeSeats, Recipe, Reservation, Seat, WorkerSpec
+from rollcall.process.groups.gang import STOP_DEADLINE_S, Gang
 
 PLACE_DEADLINE_S = 180.0
 _default: Backend | None = None

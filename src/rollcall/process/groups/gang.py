@@ -25,6 +25,7 @@ from rollcall.process.groups.sightings import Lookout, Sightings
 STUMBLE_S = 0.5
 TURN_S = 0.5  # between two checks of what the carrier has seen
 LOOK_S = 0.25
+STOP_DEADLINE_S = 30.0
 
 
 class Gang:

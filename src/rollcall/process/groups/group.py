@@ -15,10 +15,10 @@ from typing import Any, TypedDict
 from rollcall.base.errors import ClusterError
 from rollcall.base.wait import Wait
 from rollcall.nodes.declared import GROUP_VARIABLES
-from rollcall.process.groups.backend import STOP_DEADLINE_S, Recipe, Seat, WorkerSpec
+from rollcall.process.groups.backend import Recipe, Seat, WorkerSpec
 from rollcall.process.groups.cluster import VirtualCluster
 from rollcall.process.groups.dispatch import NamedSharding, check_fields, leaders, routes, split_arguments
-from rollcall.process.groups.gang import Gang
+from rollcall.process.groups.gang import STOP_DEADLINE_S, Gang
 from rollcall.process.groups.sightings import Sightings
 
 START_DEADLINE_S = 900.0
