@@ -85,9 +85,8 @@ def connect(cluster: Cluster | None = None, *, ray_address: str | None = None, l
 
     if ray.is_initialized():
         address = ray.get_runtime_context().gcs_address
-        cluster = (
-            cluster or wished_cluster(ray_address=ray_address) or PlainRay(address)
-        )  # the script has connected itself
+        # If no cluster is named, the script has connected itself.
+        cluster = cluster or wished_cluster(ray_address=ray_address) or PlainRay(address)
         if not is_same_address(address, cluster.head_address):
             raise ClusterError(
                 f"this process is connected to the Ray cluster at {address}, not to {cluster.title} at {cluster.head_address}; "

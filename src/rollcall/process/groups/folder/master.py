@@ -129,12 +129,10 @@ class FolderBackend:
         """Start worker 0, unless it is already running."""
         with self.changed:
             if self._child is None:
-                # The child is killed when its standard input closes, so it ends with this process.
+                # The child is killed when its standard input closes, so it ends with this process. Ctrl-C must reach only this one.
                 module = "rollcall.process.groups.folder.worker"
                 command = [sys.executable, "-m", module, str(self.folder), "0", str(self.num_nodes)]
-                self._child = subprocess.Popen(
-                    command, stdin=subprocess.PIPE, start_new_session=True
-                )  # Ctrl-C must reach only this process
+                self._child = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
 
     def _welcome(self, rank: int) -> bool:
         """Return whether this rank has a living worker. A new worker takes the place of a dead worker."""
