@@ -15,7 +15,6 @@ import socket
 import time
 import urllib.parse
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
@@ -47,17 +46,18 @@ START_S = 180.0  # for the head to unpack the code and start the driver
 ENTRYPOINT = f'exec "${{ROLLCALL_PYTHON:-python}}" -m rollcall.launch.jobs.driver {RUN_FILE}'
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    id: str  # Ray's submission id
-    run: str  # the run's name; "" if rollcall did not submit the job
-    status: str  # PENDING, RUNNING, SUCCEEDED, FAILED, STOPPED
-    message: str
-    started: datetime  # when it was submitted
-    ended: datetime | None
-    exit_code: int | None
-    submitter: str  # user@host
-    run_dir: str
+    def __init__(self, details: JobDetails) -> None:
+        metadata = details.metadata or {}
+        self.id: str = details.submission_id or ""
+        self.run: str = metadata.get("run", "")  # the run's name; "" if rollcall did not submit the job
+        self.status: str = details.status.value  # PENDING, RUNNING, SUCCEEDED, FAILED, STOPPED
+        self.message: str = details.message or ""
+        self.started = _when(details.start_time or 0)  # when it was submitted
+        self.ended = _when(details.end_time) if details.end_time else None
+        self.exit_code: int | None = details.driver_exit_code
+        self.submitter: str = metadata.get("submitter", "")  # user@host
+        self.run_dir: str = metadata.get("run_dir", "")
 
     @property
     def is_over(self) -> bool:
@@ -79,7 +79,7 @@ class Job:
 
     def as_json(self) -> dict[str, Any]:
         times = {"started": self.started.isoformat(), "ended": self.ended and self.ended.isoformat()}
-        return {**asdict(self), "message": redact(self.message), **times}
+        return {**vars(self), "message": redact(self.message), **times}
 
 
 class Jobs:
@@ -127,7 +127,7 @@ class Jobs:
 
     def jobs(self) -> list[Job]:
         """Return all submitted jobs, newest first, including jobs from ``ray job submit``."""
-        jobs = [_job(details) for details in self._client.call("list_jobs") if details.submission_id]
+        jobs = [Job(details) for details in self._client.call("list_jobs") if details.submission_id]
         return sorted(jobs, key=lambda job: (job.started, job.id), reverse=True)
 
     def find(self, job_id: str = LATEST) -> Job:
@@ -142,7 +142,7 @@ class Jobs:
         raise ClusterError(f"the cluster at {self.where} has no job {job_id!r}; its jobs are:\n{known}")
 
     def job(self, job_id: str) -> Job:
-        return _job(self._details(job_id))
+        return Job(self._details(job_id))
 
     def logs(self, job_id: str) -> str:
         """Return everything that the job's driver has printed so far, redacted."""
@@ -193,7 +193,7 @@ class Jobs:
     def stop(self, job_id: str) -> Job:
         """Stop a job and wait until it has saved and ended; a finished job is not changed."""
         details = self._details(job_id)
-        job = _job(details)
+        job = Job(details)
         wait = Wait(60.0 + float(_variables(details).get(STOP_WAIT, 0)), first_s=5.0, every_s=5.0)
         asked = False
         while not job.is_over:
@@ -312,21 +312,6 @@ def _token(
 def new_id(run_name: str) -> str:
     name = re.sub(r"[^A-Za-z0-9_.]+", "-", run_name).strip("-.")[:40] or "run"
     return f"{PREFIX}{name}-{time.strftime('%m%d-%H%M%S')}-{secrets.token_hex(2)}"
-
-
-def _job(details: JobDetails) -> Job:
-    metadata = details.metadata or {}
-    return Job(
-        id=details.submission_id or "",
-        run=metadata.get("run", ""),
-        status=details.status.value,
-        message=details.message or "",
-        started=_when(details.start_time or 0),
-        ended=_when(details.end_time) if details.end_time else None,
-        exit_code=details.driver_exit_code,
-        submitter=metadata.get("submitter", ""),
-        run_dir=metadata.get("run_dir", ""),
-    )
 
 
 def _variables(details: JobDetails) -> dict[str, str]:
