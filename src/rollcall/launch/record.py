@@ -11,11 +11,9 @@ import os
 import re
 import secrets
 import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, Literal
+from typing import IO, Any, Literal
 
 from pydantic import AwareDatetime, BaseModel, ConfigDict
 
@@ -167,13 +165,11 @@ def forget(record: LaunchRecord) -> None:
     shutil.rmtree(record.folder, ignore_errors=True)
 
 
-@contextmanager
-def held(name: str) -> Iterator[None]:
-    """Lock a launch, so that only one command at a time works on it."""
+def held(name: str) -> IO[bytes]:
+    """Lock a launch until the returned file is closed, so that only one command at a time works on it."""
     lock = take_lock(own_folder(name) / "lock")
     if lock is None:
         raise LaunchError(
             f"another command is working on launch {name!r} on this machine; wait until it has finished, or stop it"
         )
-    with lock:
-        yield
+    return lock

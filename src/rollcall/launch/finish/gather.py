@@ -12,12 +12,11 @@ import hashlib
 import os
 import shutil
 import threading
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from rollcall.base.atomic import fsync, take_lock
 from rollcall.base.patience import free_bytes, plain_disk_errors
@@ -141,17 +140,15 @@ def _refuse_parts_of_another(checkpoint: Path, parts: Sequence[NodePart]) -> Non
         )
 
 
-@contextmanager
-def _locked(checkpoint: Path) -> Iterator[None]:
-    """Lock the checkpoint, because two processes that gather it at the same time would write to the same files."""
+def _locked(checkpoint: Path) -> IO[bytes]:
+    """Lock the checkpoint until the returned file is closed. Two processes that gather it at the same time would write to the same files."""
     folder = checkpoint / FOLDER
     with plain_disk_errors(folder):
         folder.mkdir(exist_ok=True)
         lock = take_lock(folder / "lock")
     if lock is None:
         raise GatherError(f"{checkpoint} is being gathered by another process; wait until it has finished")
-    with lock:
-        yield
+    return lock
 
 
 def _holders(nodes: Sequence[Node], parts: Sequence[NodePart]) -> tuple[dict[str, Node], list[str]]:
