@@ -19,6 +19,7 @@ from rollcall.base.journal import Journal, inspect
 from rollcall.base.lease import read_holder
 from rollcall.cli.main import app
 from rollcall.config import Config, load_config
+from rollcall.loop.supply import Cursor
 from rollcall.observe.events import read_phases
 from rollcall.run.evaluation import plan_evaluation
 from rollcall.view.audit import audit
@@ -108,6 +109,11 @@ def test_a_damaged_run_file_is_named_by_train_and_eval_and_recover_does_without(
     with pytest.raises(ConfigError, match=r"run/run\.yaml"):
         plan_evaluation(run, overrides=[], data=None, samples=None, temperature=None, max_prompts=None)
     assert CliRunner().invoke(app, ["recover", str(run)]).exit_code == 0
+
+
+def test_a_state_without_the_next_draw_is_named() -> None:
+    with pytest.raises(ValueError, match="step-2: its state does not contain the next draw"):
+        Cursor.of({"next_draw": "x"}, where="step-2")
 
 
 def test_a_forged_lease_says_nothing_of_any_process(run: Path) -> None:

@@ -134,7 +134,7 @@ def test_plain_completions_are_kept_whatever_the_section_says() -> None:
 
 def one_step(group: Group) -> StepBatch:
     return StepBatch(
-        step=1, groups=[group], cursor=Cursor.of({"next_draw": 1}), num_refills=0, num_from_journal=0,
+        step=1, groups=[group], cursor=Cursor.of({"next_draw": 1}, where=""), num_refills=0, num_from_journal=0,
         zero_variance=0.0, wall_s=1.0,
     )  # fmt: skip
 

@@ -75,7 +75,7 @@ class Controller:
     def __post_init__(self, resume: Checkpoint | None) -> None:
         self.start_step = resume.step if resume else 0
         state: dict[str, Any] = resume.state if resume else {"next_draw": 0}
-        self.cursor = Cursor.of(state)
+        self.cursor = Cursor.of(state, where=str(resume.path if resume else self.config.run.dir))
         trainer = self.config.trainer
         last = trainer.steps  # the last step for which this command needs groups
         if not self.bounds.trains:

@@ -25,6 +25,7 @@ from typing import Any
 
 import numpy as np
 
+from rollcall.base.append_file import is_count
 from rollcall.base.types import Group, failed_on_all, rows_of
 from rollcall.loop.phases import steps_ahead
 
@@ -49,9 +50,14 @@ class Cursor:
     next_draw: int
 
     @classmethod
-    def of(cls, state: Mapping[str, Any]) -> Cursor:
-        """Read the cursor from a checkpoint's state."""
-        return cls(pending=tuple(state.get("pending", ())), next_draw=state["next_draw"])
+    def of(cls, state: Mapping[str, Any], *, where: str) -> Cursor:
+        """Read the cursor from a checkpoint's state. A manifest that leaves out the state does not vouch for it, so it may be anything."""
+        pending, next_draw = state.get("pending", []), state.get("next_draw")
+        if not is_count(next_draw) or not isinstance(pending, list) or not all(map(is_count, pending)):
+            raise ValueError(
+                f"{where}: its state does not contain the next draw; move this checkpoint away to continue from an earlier one"
+            )
+        return cls(pending=tuple(pending), next_draw=next_draw)
 
     def take(self, count: int) -> tuple[list[int], Cursor]:
         first = list(self.pending[:count])

@@ -144,6 +144,6 @@ def _skipped(run_dir: Path, trained: set[int], journaled: set[int], checkpoints:
     whole = [state for state in checkpoints if not state.reason]
     if not whole:
         return set()
-    cursor = Cursor.of(whole[-1].state)
+    cursor = Cursor.of(whole[-1].state, where=str(whole[-1].path))
     known = journaled | set(cursor.pending)
     return {draw for draw in missing - known if draw < cursor.next_draw}
