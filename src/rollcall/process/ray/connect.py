@@ -95,18 +95,21 @@ def connect(cluster: Cluster | None = None, *, ray_address: str | None = None, l
         return cluster
     cluster = cluster or find_cluster(ray_address=ray_address)
     if is_in_a_job() and isinstance(cluster, PlainRay):
-        _join(cluster, node_ip=None, temp_dir=None, log_to_driver=log_to_driver)
-        _say_open(cluster, is_open=os.environ.get(MODE, "disabled") == "disabled")
-        return cluster
-    # Ask first: Ray itself retries a dead head for minutes, then kills the process.
-    answer = cluster.ask(timeout_s=60.0)
-    if answer.head is None:
-        raise HeadUnreachable(f"the head of {cluster.title} is not up yet, or has just ended; try again")
-    own = cluster.own_node(answer)
-    _use_environment(cluster.environment(answer))
-    _say_open(cluster, is_open=answer.is_open)
-    # If the host has several raylets, use this node's own.
-    _join(cluster, node_ip=own.address, temp_dir=own.temp_dir, log_to_driver=log_to_driver)
+        node_ip, temp_dir, is_open = None, None, os.environ.get(MODE, "disabled") == "disabled"
+    else:
+        # Ask first: Ray itself retries a dead head for minutes, then kills the process.
+        answer = cluster.ask(timeout_s=60.0)
+        if answer.head is None:
+            raise HeadUnreachable(f"the head of {cluster.title} is not up yet, or has just ended; try again")
+        own = cluster.own_node(answer)  # if the host has several raylets, use this node's own
+        node_ip, temp_dir, is_open = own.address, own.temp_dir, answer.is_open
+        _use_environment(cluster.environment(answer))
+    if is_open:
+        say_once(
+            f"note: {cluster.title} has no token, so anyone who reaches its ports can run code on its nodes; to use a token, set "
+            "RAY_AUTH_MODE=token and RAY_AUTH_TOKEN before `ray start` on each node"
+        )
+    _join(cluster, node_ip=node_ip, temp_dir=temp_dir, log_to_driver=log_to_driver)
     if is_heeding():
         cluster.note_driver()
     return cluster
@@ -168,14 +171,6 @@ def _use_environment(variables: Mapping[str, str | None]) -> None:
             os.environ[name] = value
     raylet.Config.initialize("")
     raylet.AuthenticationTokenLoader.instance().reset_cache()
-
-
-def _say_open(cluster: Cluster, *, is_open: bool) -> None:
-    if is_open:
-        say_once(
-            f"note: {cluster.title} has no token, so anyone who reaches its ports can run code on its nodes; to use a token, set "
-            "RAY_AUTH_MODE=token and RAY_AUTH_TOKEN before `ray start` on each node"
-        )
 
 
 def hide_stacks() -> None:
