@@ -52,7 +52,9 @@ def export_model(
     dir = Path(dir)
     ours = any((dir / name).exists() for name in ("config.json", PROBE))  # either may be missing
     if dir.exists() and (not dir.is_dir() or (any(dir.iterdir()) and not ours)):
-        raise ValueError(f"{dir} exists and is not a model directory; choose another, or remove this one yourself")
+        raise ValueError(
+            f"{dir} exists and is not a model directory; choose another directory, or remove this one yourself"
+        )
     for left in dir.parent.glob(f".tmp-{dir.name}-*"):  # left by an export that was killed
         shutil.rmtree(left, ignore_errors=True)
     try:

@@ -217,7 +217,8 @@ def _all_files(root: Path, *, written: Written) -> dict[str, dict[str, Any]]:
                 "incomplete; put run.dir on a folder that all nodes share"
             )
     own = describe_files(root, leave_out=written.files)
-    return dict(sorted({**{name: {**facts, "kind": "state"} for name, facts in own.items()}, **written.files}.items()))
+    described = {name: {**facts, "kind": "state"} for name, facts in own.items()}
+    return dict(sorted({**described, **written.files}.items()))
 
 
 def _digests(paths: list[Path]) -> list[str]:

@@ -141,7 +141,8 @@ def _load(model_dir: Path, stored: Stored) -> tuple[Any, str]:
         raise VerifyError(f"{model_dir} needs to run code from its own files ({files}), which verify does not allow")
     # Without this file, transformers would create an empty tokenizer for some models.
     if not (model_dir / "tokenizer_config.json").is_file():
-        raise VerifyError(f"{model_dir} has no tokenizer_config.json, so no tokenizer; merge the checkpoint again")
+        why = f"{model_dir} has no tokenizer_config.json, so it has no tokenizer"
+        raise VerifyError(f"{why}; merge the checkpoint again")
     with loading(f"the model directory {model_dir}"):
         AutoTokenizer.from_pretrained(model_dir, local_files_only=True)
         loaded: Any = AutoModelForCausalLM.from_pretrained(

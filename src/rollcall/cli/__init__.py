@@ -33,7 +33,9 @@ if TYPE_CHECKING:
 Debug = Annotated[bool, Option("--debug", help="Show the full traceback of an error.")]
 RunFile = Annotated[str | None, Argument(metavar="FILE", help="Run file. Default: the demo.")]
 RunDir = Annotated[Path, Argument(metavar="RUN_DIR", help="Run directory (run.dir).")]
-Overrides = Annotated[list[str] | None, Argument(metavar="KEY=VALUE", help="Set a key, such as actor.lr=1e-5.")]
+Overrides = Annotated[
+    list[str] | None, Argument(metavar="KEY=VALUE", help="Set a key of the run file, such as actor.lr=1e-5.")
+]
 Json = Annotated[bool, Option("--json", help="Print one JSON object, and nothing else, on stdout.")]
 
 SAY_EVERY_S = 10.0  # between progress messages where there is no bar

@@ -19,7 +19,11 @@ if TYPE_CHECKING:
     from rollcall.nodes.state import NodeRecord
 
 Cluster = Annotated[
-    str | None, Option(metavar="NAME", help="Cluster. Default: $ROLLCALL_CLUSTER, else $RAY_ADDRESS, else `default`.")
+    str | None,
+    Option(
+        metavar="NAME",
+        help="Name of the cluster. Default: $ROLLCALL_CLUSTER, else the Ray cluster at $RAY_ADDRESS, else `default`.",
+    ),
 ]
 
 
@@ -27,27 +31,45 @@ def node(
     rank: Annotated[int | None, Option(min=0, help="Rank of this node. Rank 0 starts the head.")] = None,
     num_nodes: Annotated[int | None, Option(min=1, help="Number of nodes in the cluster.")] = None,
     rendezvous: Annotated[Path | None, Option(metavar="DIR", help="Shared folder where nodes find the head.")] = None,
-    head_address: Annotated[str | None, Option(metavar="HOST:PORT", help="Rank 0 listens here. Needs a token.")] = None,
+    head_address: Annotated[
+        str | None, Option(metavar="HOST:PORT", help="Address on which rank 0 listens. Needs ROLLCALL_TOKEN.")
+    ] = None,
     master: Annotated[bool, Option("--master", help="The same as --rank 0.")] = False,
     worker: Annotated[int | None, Option(metavar="R", min=0, help="The same as --rank R.")] = None,
     slots: Annotated[int | None, Option(min=1, help="Slots on this node. Default: its number of GPUs.")] = None,
-    node_ip: Annotated[str | None, Option(help="This node's address. Default: the one that reaches the head.")] = None,
+    node_ip: Annotated[
+        str | None, Option(help="Address of this node. Default: the one from which it reaches the head.")
+    ] = None,
     interface: Annotated[str | None, Option(help="Use the address of this interface.")] = None,
     dashboard_host: Annotated[str, Option(help="Address on which the dashboard of rank 0 listens.")] = "127.0.0.1",
-    temp_dir: Annotated[Path | None, Option(metavar="DIR", help="Ray's sockets and logs: a short, local path.")] = None,
+    temp_dir: Annotated[
+        Path | None, Option(metavar="DIR", help="Ray's folder for sockets and logs: a short, local path.")
+    ] = None,
     tls: Annotated[
         bool, Option("--tls", help="Encrypt Ray's traffic. Set it on rank 0 or, with --head-address, on every node.")
     ] = False,
-    cluster: Annotated[str | None, Option(metavar="NAME", help="Default: $ROLLCALL_CLUSTER, else `default`.")] = None,
-    timeout: Annotated[float | None, Option(min=0, help="Seconds to wait for rank 0: 300, or 1800 with --run.")] = None,
+    cluster: Annotated[
+        str | None, Option(metavar="NAME", help="Name of the cluster. Default: $ROLLCALL_CLUSTER, else `default`.")
+    ] = None,
+    timeout: Annotated[
+        float | None,
+        Option(
+            min=0,
+            help="Seconds to wait for rank 0. Default: 300, or 1800 with --run, because nodes prepare themselves first.",
+        ),
+    ] = None,
     block: Annotated[
-        bool, Option("--block", help="Run until Ray ends here. Ctrl-C, SIGTERM or SIGHUP end it.")
+        bool, Option("--block", help="Keep running until Ray on this node ends. SIGTERM, SIGHUP and Ctrl-C stop Ray.")
     ] = False,
     save_wait: Annotated[
         float, Option(min=0, help="With --block or --run: seconds that a run on this node has to save after SIGTERM.")
     ] = 25.0,
     run: Annotated[
-        Path | None, Option(metavar="FILE", help="Train this run file once all nodes joined. Exits with its status.")
+        Path | None,
+        Option(
+            metavar="FILE",
+            help="Keep running, and train this run file once all nodes have joined. Exits with the run's status.",
+        ),
     ] = None,
     tied: Annotated[bool, Option("--tied", hidden=True, help="Clean up if stdin closes while it starts.")] = False,
 ) -> None:
@@ -130,7 +152,9 @@ def check(
 
 
 def status(
-    run_dir: Annotated[Path | None, Argument(metavar="[RUN_DIR]", help="Show this run. Needs no cluster.")] = None,
+    run_dir: Annotated[
+        Path | None, Argument(metavar="[RUN_DIR]", help="Show this run instead. Needs no cluster.")
+    ] = None,
     cluster: Cluster = None,
     as_json: Json = False,
 ) -> None:
@@ -158,7 +182,9 @@ def status(
 
 def down(
     cluster: Cluster = None,
-    keep_logs: Annotated[bool, Option("--keep-logs", help="Keep Ray's logs until the next `node` or `down`.")] = False,
+    keep_logs: Annotated[
+        bool, Option("--keep-logs", help="Keep Ray's logs until the next `rollcall node` or `down`.")
+    ] = False,
 ) -> None:
     """Stop what this cluster started on this node, and nothing else. A Ray cluster that Rollcall did not start is left alone.
 

@@ -81,7 +81,9 @@ def plan(
     file: RunFile = None,
     overrides: Overrides = None,
     gpu_memory: Annotated[float | None, Option(min=1, help="Memory of one accelerator in GiB. Default: 80.")] = None,
-    model_config: Annotated[Path | None, Option(help="The model's config.json, if it is not on this machine.")] = None,
+    model_config: Annotated[
+        Path | None, Option(help="The model's config.json, if model.path is not on this machine.")
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Show a run's placement: roles by node and slot, device meshes, memory per slot. Needs no GPU and no cluster.
@@ -222,8 +224,12 @@ def doctor(
 def data(
     task: Annotated[str, Argument(metavar="TASK", help="arithmetic, countdown, gsm8k, math or reasoning-gym:TASK.")],
     out: Annotated[Path, Option(help="Directory for train.parquet and test.parquet.")],
-    num: Annotated[int | None, Option(min=1, help="Training rows. Generated tasks add a tenth as test rows.")] = None,
-    seed: Annotated[int, Option(min=0, help="Seed for generated rows and splits. For arithmetic, only the order.")] = 0,
+    num: Annotated[
+        int | None, Option(min=1, help="Number of training rows. Generated tasks add a tenth as many test rows.")
+    ] = None,
+    seed: Annotated[
+        int, Option(min=0, help="Seed for generated rows and splits. For arithmetic, it sets only the order.")
+    ] = 0,
     source: Annotated[
         Path | None,
         Option(

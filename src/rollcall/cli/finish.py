@@ -16,13 +16,20 @@ if TYPE_CHECKING:
     from rollcall.launch.finish.gather import Gathered
     from rollcall.launch.finish.upload import Uploaded
 
-Hosts = Annotated[str | None, Option(metavar="HOST,HOST", help="Hosts for ssh. Default: of the cluster or launch.")]
+Hosts = Annotated[
+    str | None,
+    Option(metavar="HOST,HOST", help="Hosts to ask over ssh. Default: the nodes of the cluster or the ssh launch."),
+]
 
 
 def gather(
-    checkpoint: Annotated[Path, Argument(metavar="CHECKPOINT", help="Checkpoint, or run directory (for its newest).")],
+    checkpoint: Annotated[
+        Path, Argument(metavar="CHECKPOINT", help="Checkpoint, or a run directory for its newest checkpoint.")
+    ],
     hosts: Hosts = None,
-    delete: Annotated[bool, Option("--delete", help="Remove the nodes' parts once all have been copied.")] = False,
+    delete: Annotated[
+        bool, Option("--delete", help="Remove the parts from the nodes once all parts have been copied.")
+    ] = False,
     as_json: Json = False,
 ) -> None:
     """Copy the parts of a checkpoint that are on the nodes' own disks (checkpoint.place=local) to the checkpoint's folder.
@@ -95,7 +102,9 @@ def _show_finished(done: FinishedRun) -> None:
 def upload(
     model_dir: Annotated[Path, Argument(metavar="DIR", help="Model directory, such as one from `rollcall merge`.")],
     repo: Annotated[str, Argument(metavar="REPO", help="OWNER/NAME on the hub; created if it does not exist.")],
-    private: Annotated[bool, Option("--private", help="Create a private repository; refuse a public one.")] = False,
+    private: Annotated[
+        bool, Option("--private", help="Create a private repository; refuse an existing public one.")
+    ] = False,
     revision: Annotated[str | None, Option(help="Branch to upload to.")] = None,
     as_json: Json = False,
 ) -> None:

@@ -23,9 +23,18 @@ if TYPE_CHECKING:
     from rollcall.launch.jobs.submit import Job, Jobs
     from rollcall.launch.processes import NodeView
 
-Address = Annotated[str | None, Option(metavar="URL", help="Dashboard of a cluster. Default: of this node's cluster.")]
-Meeting = Annotated[Path | None, Option("--rendezvous", metavar="DIR", help="Shared folder with address and token.")]
-JobId = Annotated[str, Argument(metavar="[ID|latest]", help="A job. Default: the newest unfinished, else the newest.")]
+Address = Annotated[
+    str | None, Option(metavar="URL", help="Dashboard of the cluster. Default: that of this node's cluster.")
+]
+Meeting = Annotated[
+    Path | None,
+    Option(
+        "--rendezvous", metavar="DIR", help="Shared folder of the cluster. The address and the token are read from it."
+    ),
+]
+JobId = Annotated[
+    str, Argument(metavar="[ID|latest]", help="Id of a job. Default: the newest unfinished job, else the newest job.")
+]
 
 
 def submit(

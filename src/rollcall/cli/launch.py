@@ -26,7 +26,9 @@ if TYPE_CHECKING:
     from rollcall.launch.rendered import Rendered
 
 TARGETS = describe_targets()
-Name = Annotated[str | None, Argument(metavar="[NAME]", help="The launch. Default: the only one from this machine.")]
+Name = Annotated[
+    str | None, Argument(metavar="[NAME]", help="Name of the launch. Default: the only launch from this machine.")
+]
 
 
 class _Targets(TyperGroup):
@@ -50,7 +52,13 @@ def _launch(
     target: str,
     file: RunFile = None,
     overrides: Overrides = None,
-    dry_run: Annotated[bool, Option("--dry-run", help="Start nothing; print files, commands and problems.")] = False,
+    dry_run: Annotated[
+        bool,
+        Option(
+            "--dry-run",
+            help="Print the rendered files, the commands, and any problems that prevent a start; start nothing.",
+        ),
+    ] = False,
     wait: Annotated[bool, Option("--wait", help="Follow the run's log and exit with its status.")] = False,
     name: Annotated[str | None, Option(metavar="NAME", help="Name of this launch. Default: the run's name.")] = None,
     as_json: Json = False,
@@ -185,8 +193,15 @@ def logs(
 
 def ssh(
     where: Annotated[str, Argument(metavar="all|HOST", help="All hosts of the launch, or one of them.")],
-    command: Annotated[list[str], Argument(metavar="COMMAND", help="After `--`: a command, or one line of shell.")],
-    name: Annotated[str | None, Option(metavar="NAME", help="The launch's name. Default: the only ssh launch.")] = None,
+    command: Annotated[
+        list[str],
+        Argument(
+            metavar="COMMAND", help="After `--`: a command with its arguments, or one argument with a line of shell."
+        ),
+    ],
+    name: Annotated[
+        str | None, Option(metavar="NAME", help="Name of the launch. Default: the only launch with ssh.")
+    ] = None,
 ) -> None:
     """Run a command on one host of a launch, or on all of its hosts at once.
 
@@ -210,7 +225,9 @@ def ssh(
 
 
 def tunnel(
-    name: Annotated[str | None, Argument(metavar="[NAME]", help="The launch. Default: the only ssh launch.")] = None,
+    name: Annotated[
+        str | None, Argument(metavar="[NAME]", help="Name of the launch. Default: the only launch with ssh.")
+    ] = None,
     port: Annotated[int | None, Option(min=1, max=65535, help="Port on this machine. Default: a free port.")] = None,
 ) -> None:
     """Forward the dashboard of a launch, and the page of its run, to ports on this machine until Ctrl-C.

@@ -92,11 +92,15 @@ def serve(
     target: Annotated[str, Argument(metavar="MODEL|RUN", help="Model directory, hub name, run directory or run file.")],
     overrides: Overrides = None,
     port: Annotated[int, Option(min=0, max=65535, help="Port. 0: a free port.")] = 8000,
-    host: Annotated[str, Option(help="Address to listen on. By default, only this machine reaches it.")] = "127.0.0.1",
+    host: Annotated[
+        str, Option(help="Address to listen on. The default is reachable only from this machine.")
+    ] = "127.0.0.1",
     key_file: Annotated[
         Path | None, Option(help="File with the key. Default: ROLLCALL_SERVE_KEY, else a new key, which is printed.")
     ] = None,
-    engine: Annotated[Literal["native", "vllm"] | None, Option(help="Default: the run's engine, else native.")] = None,
+    engine: Annotated[
+        Literal["native", "vllm"] | None, Option(help="Inference engine. Default: the run's engine, else native.")
+    ] = None,
 ) -> None:
     """Serve a model behind the OpenAI API: chat, completions, and token ids in and out.
 
@@ -124,12 +128,25 @@ def serve(
 
 
 def merge(
-    checkpoint: Annotated[Path, Argument(metavar="CHECKPOINT", help="Run or checkpoint of Rollcall, verl or PyTorch.")],
+    checkpoint: Annotated[
+        Path, Argument(metavar="CHECKPOINT", help="Run directory, or checkpoint of Rollcall, verl or PyTorch.")
+    ],
     out: Annotated[Path, Option(metavar="DIR", help="Model directory to write.")],
     dtype: Annotated[str, Option(help="Precision to write: keep (as stored), bf16, fp16 or fp32.")] = "keep",
     max_shard_size: Annotated[str, Option(metavar="SIZE", help="Largest file, such as 5GB or 512MiB.")] = "5GB",
-    base: Annotated[Path | None, Option(metavar="DIR", help="Config and tokenizer, for weights without them.")] = None,
-    verify: Annotated[bool, Option("--verify", help="Then compare its log-probs with the trained model's.")] = False,
+    base: Annotated[
+        Path | None,
+        Option(
+            metavar="DIR",
+            help="Model directory to take config and tokenizer from, if there is none next to the weights.",
+        ),
+    ] = None,
+    verify: Annotated[
+        bool,
+        Option(
+            "--verify", help="Then load the model with transformers and compare its log-probs with the trained model's."
+        ),
+    ] = False,
     as_json: Json = False,
 ) -> None:
     """Merge a checkpoint into one directory that transformers and vllm can open.

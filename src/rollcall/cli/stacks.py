@@ -21,14 +21,18 @@ if TYPE_CHECKING:
     from rollcall.process.debug.board import Waiting
 
 Where = Annotated[
-    str | None, Argument(metavar="[RUN_DIR|CLUSTER]", help="A run or a cluster. Default: this node's cluster or host.")
+    str | None,
+    Argument(
+        metavar="[RUN_DIR|CLUSTER]",
+        help="A run, or all runs of a cluster. Default: all runs of this node's cluster, else of this host.",
+    ),
 ]
 
 
 def stacks(
     target: Where = None,
     native: Annotated[
-        bool, Option("--native", help="Also show C++ and CUDA frames. Pauses processes briefly.")
+        bool, Option("--native", help="Show the frames of C++ and CUDA too. Pauses each process for a moment.")
     ] = False,
     timeout: Annotated[float, Option(min=1, help="Seconds that each node has to answer.")] = 60.0,
     cluster: Cluster = None,
@@ -72,7 +76,8 @@ def profile(
     role: Annotated[str, Option(help="Role to profile: actor, rollout, critic, controller, ...")] = "actor",
     seconds: Annotated[float, Option(min=0.1, max=600, help="Length of the profile in seconds.")] = 20.0,
     form: Annotated[
-        str, Option("--format", metavar="FORMAT", help="torch: a Chrome trace; speedscope and flamegraph: by py-spy.")
+        str,
+        Option("--format", metavar="FORMAT", help="torch writes a Chrome trace; speedscope and flamegraph use py-spy."),
     ] = "torch",
     out: Annotated[Path, Option(metavar="DIR", help="Folder for the files.")] = Path("profile"),
     cluster: Cluster = None,
@@ -107,10 +112,19 @@ def _show_files(found: Result) -> None:
 
 def debug(
     where: Annotated[
-        str | None, Argument(metavar="[RUN_DIR|CLUSTER]", help="A run or a cluster. Default: this node's cluster.")
+        str | None,
+        Argument(
+            metavar="[RUN_DIR|CLUSTER]",
+            help="A run's directory, or the name of a cluster. Without it: the cluster of this node.",
+        ),
     ] = None,
-    number: Annotated[int | None, Argument(metavar="[NUMBER]", help="Attach to the process with this number.")] = None,
-    go_on: Annotated[bool, Option("--continue", help="Let it continue. Without NUMBER: all that are waiting.")] = False,
+    number: Annotated[
+        int | None,
+        Argument(metavar="[NUMBER]", help="Attach this terminal to the process with this number in the list."),
+    ] = None,
+    go_on: Annotated[
+        bool, Option("--continue", help="Let the process continue. Without NUMBER: all waiting processes.")
+    ] = False,
     as_json: Json = False,
 ) -> None:
     """List the processes of a run that are waiting in the debugger, or attach this terminal to one of them.

@@ -32,7 +32,9 @@ def train(
         str | None, Argument(metavar="FILE|RUN_DIR", help="Run file, or run directory to continue. Default: the demo.")
     ] = None,
     overrides: Overrides = None,
-    fresh: Annotated[bool, Option("--fresh", help="Start over. An existing run directory is moved aside.")] = False,
+    fresh: Annotated[
+        bool, Option("--fresh", help="Start over. An existing run directory is moved aside, not deleted.")
+    ] = False,
     phase: Annotated[
         Phase | None,
         Option(
@@ -53,17 +55,32 @@ def train(
         ),
     ] = None,
     eval_interval: Annotated[int | None, Option(metavar="N", min=0, help="The same as trainer.eval_every=N.")] = None,
-    master: Annotated[bool, Option("--master", help="If nodes share only a folder: be node 0, which trains.")] = False,
-    worker: Annotated[int | None, Option(metavar="R", help="Like --master, but for node R, which samples.")] = None,
-    num_nodes: Annotated[int | None, Option(metavar="N", help="For --master, --worker: number of all nodes.")] = None,
+    master: Annotated[
+        bool, Option("--master", help="For nodes that share only a folder: this is node 0, which trains.")
+    ] = False,
+    worker: Annotated[
+        int | None, Option(metavar="R", help="For nodes that share only a folder: this is node R, which samples.")
+    ] = None,
+    num_nodes: Annotated[
+        int | None, Option(metavar="N", help="With --master or --worker: number of nodes, including the master.")
+    ] = None,
     rank_weights: Annotated[
-        str | None, Option(metavar="W0,W1,..", help="The nodes' shares of the rollouts. Default: by measured speed.")
+        str | None,
+        Option(
+            metavar="W0,W1,..",
+            help="With --master or --worker: each node's share of the rollouts. Default: by measured speed.",
+        ),
     ] = None,
     log_path: Annotated[
-        Path | None, Option(metavar="DIR", help="The nodes' shared folder, of mode 700. Default of run.dir: DIR/run.")
+        Path | None,
+        Option(
+            metavar="DIR",
+            help="The folder that the nodes share; its mode must be 700. Without run.dir, the run is in DIR/run.",
+        ),
     ] = None,
     data_path: Annotated[
-        Path | None, Option(metavar="DIR", help="Shared downloads: the hub's cache is DIR/.cache/huggingface.")
+        Path | None,
+        Option(metavar="DIR", help="Folder for shared downloads: the hub's cache is DIR/.cache/huggingface."),
     ] = None,
     post_mortem: Annotated[
         bool,
@@ -129,7 +146,9 @@ def train(
             raise typer.BadParameter(f"{both} both say where the run is; leave one out")
     if local_debug:
         if master or worker is not None:
-            raise typer.BadParameter("--local-debug runs all in one process; leave it out with --master or --worker R")
+            raise typer.BadParameter(
+                "--local-debug runs everything in one process; leave it out with --master or --worker R"
+            )
         config = in_one_process(config, keeps_dir=any(change.startswith("run.dir=") for change in changes))
     own = {"--phase": phase, "--split": split, "--rank-weights": rank_weights, "--eval-interval": eval_interval}
     run = _on_a_folder(master=master, worker=worker, num_nodes=num_nodes, log_path=log_path, fresh=fresh, own=own)

@@ -12,7 +12,6 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import cached_property
 from itertools import islice
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -143,16 +142,20 @@ class WatchedRun(RunReader):
     def __init__(self, run_dir: Path) -> None:
         super().__init__(run_dir, read_s=READ_S)
         self.trained = TrainedDraws(run_dir, read_s=READ_S)
-        self._adding_up = threading.Lock()
+        self._making = threading.Lock()
+        self._index: JournalIndex | None = None
         self._sizes: tuple[float, dict[str, int]] = (float("-inf"), {})
 
-    @cached_property
+    @property
     def index(self) -> JournalIndex:
-        return JournalIndex(self.dir)
+        """The journal's index, created when it is first used. With the lock, because requests run in several threads."""
+        with self._making:
+            self._index = self._index or JournalIndex(self.dir)
+            return self._index
 
     def sizes(self) -> dict[str, int]:
         """Return the sizes of journal, checkpoints and model, cached for 30 s, because adding up a large folder takes a while."""
-        with self._adding_up:
+        with self._making:
             if time.monotonic() - self._sizes[0] > 30.0:
                 found = {name: _folder_bytes(self.dir / name) for name in ("journal", "checkpoints", "model")}
                 self._sizes = (time.monotonic(), found)

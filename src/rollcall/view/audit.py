@@ -64,7 +64,8 @@ class Audit:
 def audit(run_dir: Path) -> Audit:
     run_dir = Path(run_dir)
     if not (run_dir / "journal").is_dir():
-        raise ValueError(f"{run_dir} has no journal, so it is not a run directory; pass a run's directory (run.dir)")
+        why = "has no journal, so it is not a run directory" if run_dir.is_dir() else "is not a directory"
+        raise ValueError(f"{run_dir} {why}; pass the directory of a run (run.dir)")
     files = inspect(run_dir / "journal")
     attempts = inspect(run_dir / "journal", ATTEMPTS)
     records = Counter(draw for file in files for draw in file.draws)

@@ -71,7 +71,11 @@ def curve(
     x = times if axis == "time" else steps
     # Short curves, such as evaluations, are not smoothed.
     even = smoothed(values, smooth) if smooth > 0 and len(values) >= 30 else None
-    kept = np.isfinite(x) & (x >= (-np.inf if low is None else low)) & (x <= (np.inf if high is None else high))
+    kept = np.isfinite(x)
+    if low is not None:
+        kept &= x >= low
+    if high is not None:
+        kept &= x <= high
     x, values, even = x[kept], values[kept], None if even is None else even[kept]
     chosen = thinned(values, points=points)
     answer: dict[str, Any] = {"num": len(values), "x": x[chosen].tolist(), "y": short(values[chosen])}

@@ -21,6 +21,7 @@ from rollcall.plan.placement import plan_for
 from rollcall.view.growing import MetricsTable
 
 MOST_SPANS = 5000  # limits on what the page shows at once
+MOST_LANES = 600
 MOST_MARKS = 300
 
 
@@ -32,7 +33,7 @@ def show_timeline(root: Path, table: MetricsTable, *, first_step: int | None, la
     if first_step is None and last_step is None:
         first_step = max(newest - 6, 0)  # by default the last few steps
     found = read_timeline(root, first_step=first_step, last_step=last_step)
-    lanes = dict.fromkeys(found.lanes[:600])
+    lanes = dict.fromkeys(found.lanes[:MOST_LANES])
     spans = sorted((span for span in found.spans if span.lane in lanes), key=lambda span: span.start_s - span.end_s)
     left_out = max(len(found.spans) - MOST_SPANS, len(found.spans) - len(spans))
     spans = sorted(spans[:MOST_SPANS], key=lambda span: span.start_s)

@@ -354,7 +354,7 @@ def show_held_out(root: Path, *, step: int, needle: str) -> list[dict[str, Any]]
         numbers = {name: row.get(name) for name in ("reward", "num_tokens")}
         numbers = {name: value if isinstance(value, int | float) else None for name, value in numbers.items()}
         rows.append({**texts, **numbers, "finish": _text(row.get("finish")), "said": said})
-        if len(rows) == 200:
+        if len(rows) == 200:  # the most that the page shows
             break
     return rows
 

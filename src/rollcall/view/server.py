@@ -17,6 +17,7 @@ import threading
 import time
 import webbrowser
 from collections.abc import Callable
+from contextlib import suppress
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -102,7 +103,8 @@ class Guard:
         if len(hosts) != 1 or not LOOPBACK.fullmatch(hosts[0]):
             answer = _page(421, "This server answers only to 127.0.0.1 and localhost.")
         elif (answer := self._opened(scope)) is None and not self._is_known(Request(scope)):
-            answer = _page(401, "Open this page with the newest address that Rollcall printed. Each works once.")
+            how = "Open this page with the newest address that Rollcall printed. Each address works once."
+            answer = _page(401, how)
 
         async def with_headers(message: Message) -> None:
             if message["type"] == "http.response.start":
@@ -148,7 +150,8 @@ class PageServer:
         return f"http://{HOST}:{self.port}{OPEN}{self.keys.new()}"
 
     def run(self) -> None:
-        os.nice(10)  # a run on the same machine has priority
+        with suppress(OSError):  # if this is not allowed, keep the normal priority
+            os.nice(10)  # a run on the same machine has priority
         self._server.run(sockets=[self._socket])
 
     def stop(self) -> None:
@@ -181,7 +184,8 @@ def main(run_dir: Path) -> None:
         try:
             record.write(run_dir)
         except OSError as error:
-            warn(f"{run_dir / PAGE_FILE} cannot be written ({error.strerror}), so `rollcall tunnel` finds no page")
+            why = f"{run_dir / PAGE_FILE} cannot be written ({error.strerror})"
+            warn(f"{why}, so `rollcall tunnel` cannot find the page")
 
     def watch() -> None:
         sys.stdin.read()  # until the controller exits

@@ -140,7 +140,9 @@ def interrupted(run_dir: Path, *, num_steps: int, by: str, fresh: bool) -> str:
     same = "the same command without --fresh continues the run" if fresh else "the same command continues the run"
     if metrics.step == saved:
         return f"stopped by {by} after step {saved} of {num_steps}, which is saved; {same}"
-    kept = "every finished group" if saved is None else f"a checkpoint of step {saved} and all groups finished since"
+    kept = "every finished group"
+    if saved is not None:
+        kept = f"a checkpoint of step {saved} and every group finished since then"
     how = f"{same}, and so does `rollcall train {run_dir}`"
     return f"stopped by {by} after step {metrics.step} of {num_steps}; {run_dir} contains {kept}; {how}"
 

@@ -114,9 +114,12 @@ def run_facts(stored: Stored) -> dict[str, str]:
             found[label] = str(facts[key])
     scores = facts.get("scores") or ({"score": facts["score"]} if facts.get("score") is not None else {})
     if isinstance(scores, Mapping):
-        # Larger integers cannot be formatted like this.
-        small = {key: value for key, value in scores.items() if isinstance(value, int | float) and abs(value) < 10**15}
-        found |= {str(key): f"{value:.4g}" for key, value in small.items()}
+        found |= {
+            str(key): f"{value:.4g}"
+            for key, value in scores.items()
+            # Larger integers cannot be formatted like this.
+            if isinstance(value, float) or (isinstance(value, int) and abs(value) < 10**15)
+        }
     return found
 
 
