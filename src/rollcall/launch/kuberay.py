@@ -179,9 +179,7 @@ def _cluster(request: LaunchRequest, section: KuberaySection) -> dict[str, Any]:
     if others := request.cluster.num_nodes - 1:
         group = {
             "groupName": "workers",
-            "replicas": others,
-            "minReplicas": others,
-            "maxReplicas": others,
+            **dict.fromkeys(("replicas", "minReplicas", "maxReplicas"), others),
             "rayStartParams": start,
             "template": _pod(request, section, name="ray-worker"),
         }

@@ -108,12 +108,9 @@ class _Work:
         return self._step("gather", words, work)
 
     def merge(self) -> FinishStep:
-        wanted = {
-            "checkpoint": self.checkpoint.name,
-            "manifest": hashlib.sha256((self.checkpoint / "manifest.json").read_bytes()).hexdigest(),
-            "dtype": self.section.dtype,
-            "max_shard_size": self.section.max_shard_size,
-        }
+        options = self.section.model_dump(include={"dtype", "max_shard_size"})
+        manifest = hashlib.sha256((self.checkpoint / "manifest.json").read_bytes()).hexdigest()
+        wanted = {"checkpoint": self.checkpoint.name, "manifest": manifest, **options}
         noted = self.notes.get("merge", {})
         same = not self.begun and {**noted, **wanted} == noted and (self.model / "config.json").is_file()
         if same and noted.get("weights") == _weights(self.model):  # a different merge may have written there
@@ -122,13 +119,7 @@ class _Work:
             )
 
         def work() -> None:
-            merge(
-                self.checkpoint,
-                self.model,
-                dtype=self.section.dtype,
-                max_shard_size=self.section.max_shard_size,
-                progress=self.progress,
-            )
+            merge(self.checkpoint, self.model, **options, progress=self.progress)
             self._note("merge", {**wanted, "weights": _weights(self.model)})
 
         return self._step("merge", f"{self.checkpoint.name} into {self.model}, dtype {self.section.dtype}", work)
