@@ -332,12 +332,19 @@ def non_finite_of(tensors: Mapping[str, Tensor], *, dtype: torch.dtype) -> list[
 def load_tokenizer(path: str, *, chat_template: str | None, trust_remote_code: bool = False) -> Any:
     """Load the tokenizer and make sure it has an eos token (needed to stop) and a pad token (eos by default)."""
     from transformers import AutoTokenizer
+    from transformers.utils import cached_file
 
     check_model_path(path)
     folder = str(model_folder(path) or path)
-    _refuse_huge_ids(Path(folder) / "tokenizer.json")
+    with loading(f"model.path={path}", part="tokenizer"):
+        # For a hub name, this fetches the file into the cache, where from_pretrained finds it.
+        file = cached_file(folder, "tokenizer.json", _raise_exceptions_for_missing_entries=False, **hub_options(folder))
+    if file is not None:
+        _refuse_huge_ids(Path(file))
     with loading(f"model.path={path}", part="tokenizer"):
         tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code, **hub_options(folder))
+        largest = max(tokenizer.get_vocab().values(), default=0)  # its config may name other files
+    _refuse_huge_id(largest, f"the tokenizer of {path}")
     if tokenizer.eos_token_id is None:
         raise ModelFilesError(
             f"the tokenizer of {path} has no eos token, so no completion could ever stop; set eos_token in its "
@@ -352,16 +359,20 @@ def load_tokenizer(path: str, *, chat_template: str | None, trust_remote_code: b
 
 def _refuse_huge_ids(file: Path) -> None:
     """Refuse huge token ids, because the tokenizers library iterates over all ids up to the largest, which could take hours."""
-    if not file.is_file() or not re.search(rb"[0-9]{9}", data := file.read_bytes()):
+    if not re.search(rb"[0-9]{9}", data := file.read_bytes()):
         return
     with loading(str(file), part="tokenizer"):
         contents = json.loads(data)
         vocabulary = contents["model"]["vocab"]  # in a list, the indices are the ids
         ids = list(vocabulary.values()) if isinstance(vocabulary, dict) else []
         largest = max([*ids, *(token["id"] for token in contents["added_tokens"])], default=0)
+    _refuse_huge_id(largest, str(file))
+
+
+def _refuse_huge_id(largest: int, where: str) -> None:
     if largest >= 100_000_000:
         raise ModelFilesError(
-            f"{file} contains the token id {largest:,}, but no model has that many tokens: the file is damaged; copy the model again"
+            f"{where} contains the token id {largest:,}, but no model has that many tokens, so it is damaged; copy the model again"
         )
 
 
