@@ -138,25 +138,16 @@ class Call:
         self.value, self.error, self.is_done = value, error, True
 
 
-class Overseer(Protocol):
-    """The gang as its carrier sees it."""
-
-    lookout: Lookout
-
-    def lose(self, losses: Mapping[Member, str]) -> None:
-        """Record that members are lost, and why. Any thread may call it; reporting the same member again has no effect."""
-        ...
-
-
 class Carrier(ABC):
     """Starts a gang's processes and delivers calls to them. A call names a method of ``host.Host``."""
 
     peer_s = 0.0  # a peer's death is known within this time after a worker reports it; 0: no peers
     changed = threading.Condition()  # one that finishes calls in a different thread has its own, and notifies it
-    gang: Overseer
+    lookout: Lookout  # the gang's
+    lose: Callable[[Mapping[Member, str]], None]  # the gang's; any thread may call it
 
-    def open(self, gang: Overseer) -> None:
-        self.gang = gang
+    def open(self) -> None:  # noqa: B027 - not every carrier prepares anything
+        """Prepare for a gang's processes."""
 
     @abstractmethod
     def launch(self, spec: WorkerSpec, *, lost: Member | None, wait: Wait) -> Member:

@@ -36,6 +36,7 @@ class Gang:
         self._specs = specs
         self._recipe = recipe
         self._carrier = carrier
+        carrier.lookout, carrier.lose = self.lookout, self.lose
         self._shared: tuple[list[Any], dict[str, Any]] = [], {}  # what each worker is created from
         self._master_port = 0
         self._tolerated: frozenset[int] = frozenset(range(len(specs)))
@@ -45,7 +46,7 @@ class Gang:
     def start(self, *, timeout_s: float) -> None:
         """Create every worker."""
         wait, recipe = Wait(timeout_s), self._recipe
-        self._carrier.open(self)
+        self._carrier.open()
         for spec in self._specs:
             self.members.append(self._carrier.launch(spec, lost=None, wait=wait))
         self._shared = (
@@ -140,6 +141,7 @@ class Gang:
         self._tolerated = frozenset(ranks)
 
     def lose(self, losses: Mapping[Member, str]) -> None:
+        """Record that members are lost, and why. Any thread may call it; reporting the same member again has no effect."""
         new = [member for member in losses if not member.death]
         for member in new:
             member.death = losses[member]

@@ -51,7 +51,7 @@ class InProcess(Carrier):
             post_mortem(error)
             call.finish(error=RemoteFailureError.of(error))
         if method == "call":
-            self.gang.lookout.add(call.member.spec.rank, RecordedCall(args[0], began_s, time.time()))
+            self.lookout.add(call.member.spec.rank, RecordedCall(args[0], began_s, time.time()))
 
     def is_alive(self, member: Member) -> bool:
         return not self._loop.is_closed()

@@ -17,7 +17,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from rollcall.base.errors import ClusterError, WorkerDiedError
 from rollcall.base.wait import Wait
 from rollcall.nodes.declared import for_ray
-from rollcall.process.groups.backend import Call, Carrier, Member, Overseer, Recipe, WorkerSpec, whom
+from rollcall.process.groups.backend import Call, Carrier, Member, Recipe, WorkerSpec, whom
 from rollcall.process.groups.host import DEBUG_HOST, GROUP_MARK, Host, RemoteFailureError, end_group
 from rollcall.process.groups.sightings import SILENT_S
 from rollcall.process.ray import zygote
@@ -41,9 +41,8 @@ class OnRay(Carrier):
         self._may_have_moved: set[Member] = set()
         self._has_ended = False
 
-    def open(self, gang: Overseer) -> None:
-        super().open(gang)
-        self._supervisor = Supervisor(self._mark, gang)
+    def open(self) -> None:
+        self._supervisor = Supervisor(self._mark, self)
         self._supervisor.start()
 
     def launch(self, spec: WorkerSpec, *, lost: Member | None, wait: Wait) -> Member:
@@ -129,7 +128,7 @@ class OnRay(Carrier):
                 call.finish(error=cause if isinstance(cause, RemoteFailureError) else error)
             except RayError as error:
                 if isinstance(error, RayActorError) or not self.is_alive(call.member):
-                    self.gang.lose({call.member: _death(error)})
+                    self.lose({call.member: _death(error)})
                 call.finish(error=error)
 
     def answered(self, calls: Sequence[Call], *, timeout_s: float) -> Collection[Call]:

@@ -25,7 +25,7 @@ from ray.exceptions import RayError
 
 from rollcall.base.wait import warn
 from rollcall.process.debug.board import BOARD
-from rollcall.process.groups.backend import Member, Overseer
+from rollcall.process.groups.backend import Carrier, Member
 from rollcall.process.groups.host import GROUP_MARK, end_group
 from rollcall.process.groups.pulse import JOIN_S, LogTail, Reader, Seen
 from rollcall.process.groups.reachable import UnreadableError, as_text, read_threads
@@ -86,9 +86,9 @@ class Eyes:
 
 
 class Supervisor:
-    def __init__(self, mark: str, gang: Overseer) -> None:
+    def __init__(self, mark: str, carrier: Carrier) -> None:
         self._mark = mark
-        self._gang = gang
+        self._carrier = carrier
         self._watch = Watch()
         self._eyes: dict[str, Any] = {}  # by node
         # The pending query to each node, the time when it was sent, and the processes that it covers, by rank.
@@ -178,7 +178,7 @@ class Supervisor:
                     seats[loss.rank]: loss.why for loss in losses if self._seats.get(loss.rank) is seats[loss.rank]
                 }
                 if current and not self._ended.is_set():
-                    self._gang.lose(current)
+                    self._carrier.lose(current)
             for loss in losses:  # kill workers only now: the gang must know the real reason for the loss first
                 if loss.still_runs:
                     member = seats[loss.rank]
@@ -242,7 +242,7 @@ class Supervisor:
         return found
 
     def _keep(self, node_id: str, answer: NodeLook, *, asked_s: float) -> None:
-        lookout = self._gang.lookout
+        lookout = self._carrier.lookout
         lookout.note(node_id, answer.workers, there_s=answer.now_s, asked_s=asked_s, answered_s=time.time())
         for rank, (path, added) in answer.logs.items():
             lookout.note_log(rank, path, added)

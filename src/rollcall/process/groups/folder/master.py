@@ -26,7 +26,7 @@ from typing import Any, Self
 from rollcall.base.errors import ClusterError, NoRoomError
 from rollcall.base.stop import Stopped
 from rollcall.base.wait import Wait
-from rollcall.process.groups.backend import Ask, Call, Carrier, Member, NodeSeats, Overseer, Reservation, WorkerSpec
+from rollcall.process.groups.backend import Ask, Call, Carrier, Member, NodeSeats, Reservation, WorkerSpec
 from rollcall.process.groups.folder import messages
 from rollcall.process.groups.folder.messages import BEAT_S, SILENT_S, Messages, Peer, Presence, Rhythm, State
 from rollcall.process.groups.host import GROUP_MARK, RemoteFailureError, end_group
@@ -285,15 +285,14 @@ class Mail(Carrier):
         self._post, self.changed = post, post.changed
         self._mark = uuid.uuid4().hex
 
-    def open(self, gang: Overseer) -> None:
-        super().open(gang)
+    def open(self) -> None:
         self._post.begin_epoch()
 
     def launch(self, spec: WorkerSpec, *, lost: Member | None, wait: Wait) -> Member:
         """Use the worker that is waiting on the node, where a user has started it."""
         (worker,) = self._post.await_workers([spec.node.node_rank], timeout_s=wait.left_s)
         member = Member(replace(spec, node=replace(spec.node, node_id=worker.host)), link=worker)
-        worker.on_death = lambda why: self.gang.lose({member: why})
+        worker.on_death = lambda why: self.lose({member: why})
         return member
 
     def start_env(self, spec: WorkerSpec) -> Mapping[str, str]:
@@ -333,7 +332,7 @@ class Mail(Carrier):
                 )
             now_s, there_s = time.time(), time.monotonic()
             clock = dict(there_s=there_s, asked_s=now_s, answered_s=now_s)
-            self.gang.lookout.note(worker.incarnation, {member.spec.rank: seen}, **clock)
+            self.lookout.note(worker.incarnation, {member.spec.rank: seen}, **clock)
         return ()
 
     def stop(self, members: Sequence[Member], *, timeout_s: float) -> None:
