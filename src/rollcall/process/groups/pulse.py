@@ -258,11 +258,7 @@ class LogTail:
                 path = os.readlink(f"/proc/{pid}/fd/{number}")
                 if os.path.isabs(path) and os.path.isfile(path):
                     self._ends.setdefault(path, max(os.path.getsize(path) - LOG_BYTES // 2, 0))
-
-    @property
-    def path(self) -> str:
-        """Return the first of the files, or an empty string if the process prints to none."""
-        return next(iter(self._ends), "")
+        self.path = next(iter(self._ends), "")  # the first of the files; empty if the process prints to none
 
     def read(self) -> bytes:
         """Return the new lines."""
