@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -68,8 +68,6 @@ def make_request(
     _refuse_secrets(config, target=target, profile=profile)
     cluster = cluster.model_copy(update={"env": {**profile, **cluster.env}})
     config = config.model_copy(update={"cluster": cluster})
-    with _adding_to(problems):
-        workable_plan(config, cluster)
     ssh = launch.ssh if target == "ssh" else None
     hosts = () if ssh is None else choose_hosts(ssh.hosts, count=cluster.num_nodes, name=name, cwd=cwd)
     request = LaunchRequest(
@@ -82,19 +80,14 @@ def make_request(
         profile=profile,
         hosts=hosts,
     )
-    with _adding_to(problems):
-        get_target(target).check(request)
+    for check in (partial(workable_plan, config, cluster), partial(get_target(target).check, request)):
+        try:
+            check()
+        except (ValueError, ClusterError, LaunchError) as error:
+            if problems is None:
+                raise
+            problems.append(str(error))
     return request
-
-
-@contextmanager
-def _adding_to(problems: list[str] | None) -> Iterator[None]:
-    try:
-        yield
-    except (ValueError, ClusterError, LaunchError) as error:
-        if problems is None:
-            raise
-        problems.append(str(error))
 
 
 def read_profile(path: Path) -> dict[str, str]:
