@@ -152,10 +152,9 @@ class Reader:
 
     def __init__(self, pid: int) -> None:
         self._pid = pid
-        try:
+        self._process: psutil.Process | None = None
+        with contextlib.suppress(psutil.NoSuchProcess):
             self._process = psutil.Process(pid)
-        except psutil.NoSuchProcess:
-            self._process = None
         self._file: BinaryIO | None = None
         self._told = 0  # calls reported so far
         self._last: RecordedCall | None = None

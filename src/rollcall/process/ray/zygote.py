@@ -24,6 +24,7 @@ import signal
 import socket
 import sys
 import time
+from collections.abc import Iterator
 from contextlib import suppress
 from functools import partial
 from typing import Any, NoReturn
@@ -114,8 +115,7 @@ def _serve(listener: socket.socket) -> NoReturn:
             stub, _ = listener.accept()
             if (pid := _fork(stub, keep_out=[listener, *stubs.values()])) is not None:
                 stubs[pid] = stub
-        while (ended := _ended()) is not None:
-            pid, status = ended
+        for pid, status in _ended():
             if pid in stubs:
                 with stubs.pop(pid) as stub, suppress(OSError):  # the stub was killed
                     stub.sendall(bytes([status & 0xFF]))
@@ -125,13 +125,11 @@ def _serve(listener: socket.socket) -> NoReturn:
             os._exit(0)
 
 
-def _ended() -> tuple[int, int] | None:
-    """Return a child that has exited, and its exit status."""
-    try:
-        pid, status = os.waitpid(-1, os.WNOHANG)
-    except ChildProcessError:
-        return None
-    return (pid, os.waitstatus_to_exitcode(status)) if pid else None
+def _ended() -> Iterator[tuple[int, int]]:
+    """Yield each child that has exited, with its exit status."""
+    with suppress(ChildProcessError):  # there is no child
+        while (ended := os.waitpid(-1, os.WNOHANG))[0]:
+            yield ended[0], os.waitstatus_to_exitcode(ended[1])
 
 
 def _fork(stub: socket.socket, *, keep_out: list[socket.socket]) -> int | None:
