@@ -338,6 +338,8 @@ class _Job:
 
     def _passes(self, role: Role, group: RoleGroup, recompute: Recompute) -> Passes:
         section, mesh = self._section(role), self.meshes[role]
+        # On a CPU, the hand-written derivatives keep as few activations as compiled ones.
+        compiles = self.sizes.num_parameters >= COMPILE_FROM if section.compile is None else section.compile
         return Passes(
             sizes=self.sizes,
             width=self.width,
@@ -345,7 +347,7 @@ class _Job:
             gradient_width=4 if role in self.in_parts else self.width,  # FSDP adds them up in float32
             has_head=role is Role.ACTOR,
             tensor=mesh.tensor,
-            compiled=self._compiles(section, mesh),
+            compiled=compiles and mesh.tensor == 1,
             recompute=recompute,
             frozen=self.config.model.lora is not None,
         )
@@ -374,7 +376,8 @@ class _Job:
             gradients += self.sizes.layer_parameters * (4 + width) // mesh.tensor
         if section.cpu_offload:
             weights, optimizer = gathered, 0
-        passes, tokens = self._passes(role, group, choice.recompute), self._tokens(choice, role)
+        passes = self._passes(role, group, choice.recompute)
+        tokens = max(choice.tokens, self._longest(role))  # a longer row gets its own micro-batch
         return RoleMemory(
             role=role,
             weights=weights,
@@ -389,20 +392,9 @@ class _Job:
             longest=self._longest(role),
         )
 
-    def _compiles(self, section: OptimizerSection, mesh: Mesh) -> bool:
-        """Whether the learner compiles, or keeps as few activations as if it did. On a CPU, the hand-written derivatives keep just as
-        few."""
-        if mesh.tensor > 1:
-            return False
-        return section.compile if section.compile is not None else self.sizes.num_parameters >= COMPILE_FROM
-
-    def _tokens(self, choice: Choice, role: Role) -> int:
-        """Return a process's tokens per forward pass. A longer row gets its own micro-batch, and a context group splits it."""
-        return max(choice.tokens, self._longest(role))
-
     def _frozen(self, role: Role, *, shards: int, choices: Mapping[Role, Choice]) -> RoleMemory:
         mesh = self.meshes[role]
-        tokens = self._tokens(choices.get(Role.ACTOR, self._by_default(Role.ACTOR)), role)
+        tokens = max(choices.get(Role.ACTOR, self._by_default(Role.ACTOR)).tokens, self._longest(role))
         weights = self.sizes.num_parameters * self.width // shards
         if shards > mesh.tensor:
             weights += self._gathered(mesh)

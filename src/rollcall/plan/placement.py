@@ -12,7 +12,7 @@ in addition to the processes of other roles.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from itertools import combinations
@@ -224,11 +224,14 @@ def plan_placement(
             meshes[role] = meshes[Role.ACTOR]
         else:
             meshes[role] = _mesh_of(role, own, wanted=sizes.get(role), context=context.get(role, 1), notes=notes)
+    members: dict[tuple[Role, ...], list[PlannedProcess]] = {}
+    for process in at.values():
+        members.setdefault(tuple(process.ranks), []).append(process)
     return Plan(
         slots_per_node=nodes.sizes,
         slots=_slots(nodes, [*at.values(), *environments]),
         processes=processes | ({Role.ENVIRONMENT: environments} if environments else {}),
-        groups=_groups_of(at.values()),
+        groups=tuple(RoleGroup(roles=roles, processes=tuple(group)) for roles, group in members.items()),
         meshes=meshes,
         notes=tuple(notes),
     )
@@ -403,13 +406,6 @@ def _mesh_of(
                 f"waits for the network; a {kind}_parallel_size that divides each node's slots avoids this"
             )
     return Mesh(data=slots // together, tensor=tensor, context=context)
-
-
-def _groups_of(processes: Iterable[PlannedProcess]) -> tuple[RoleGroup, ...]:
-    members: dict[tuple[Role, ...], list[PlannedProcess]] = {}
-    for process in processes:
-        members.setdefault(tuple(process.ranks), []).append(process)
-    return tuple(RoleGroup(roles=roles, processes=tuple(own)) for roles, own in members.items())
 
 
 def shrink(section: ClusterSection, plan: Plan, *, kept: Sequence[int]) -> ClusterSection:

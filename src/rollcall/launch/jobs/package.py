@@ -13,7 +13,7 @@ import os
 import sys
 import sysconfig
 import zipfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -98,7 +98,9 @@ def _module_files(module: str, *, folder: Path, asked: str) -> dict[str, Path]:
         if name in seen or name == "rollcall" or name in sys.stdlib_module_names:
             continue
         seen.add(name)
-        origin = _find(name, search)
+        spec = importlib.machinery.PathFinder.find_spec(name, search)
+        place = None if spec is None else next(iter(spec.submodule_search_locations or ()), spec.origin)
+        origin = Path(place) if place else None  # a module's file or a package's folder
         if origin is None and len(seen) == 1:
             raise ClusterError(
                 f"{asked}: there is no module {name!r} in {folder}; submit from the folder that contains it"
@@ -110,13 +112,6 @@ def _module_files(module: str, *, folder: Path, asked: str) -> dict[str, Path]:
         for path in files:
             waiting += _imported(path) if path.suffix == ".py" else []
     return found
-
-
-def _find(name: str, search: Sequence[str]) -> Path | None:
-    """Return a module's file or a package's folder."""
-    spec = importlib.machinery.PathFinder.find_spec(name, search)
-    found = None if spec is None else next(iter(spec.submodule_search_locations or ()), spec.origin)
-    return Path(found) if found else None
 
 
 def _imported(path: Path) -> set[str]:
