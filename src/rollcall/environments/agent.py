@@ -17,7 +17,7 @@ import json
 import secrets
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NoReturn
 
 from rollcall.base.types import Completion, EndReason, FinishReason, Prompt
 from rollcall.base.wait import warn
@@ -29,15 +29,7 @@ from rollcall.environments.endpoint import LOOPBACK, Caller, Endpoint, EndpointS
 from rollcall.environments.episode import LONGEST_ERROR, one_ends_within, row_of, turn_seed
 from rollcall.environments.histories import Histories, HistoryRow
 from rollcall.environments.program import KEY
-from rollcall.environments.protocol import (
-    Ended,
-    EnvironmentFailed,
-    EnvironmentLost,
-    Host,
-    ProgramHost,
-    Programs,
-    SampleTurn,
-)
+from rollcall.environments.protocol import Ended, EnvironmentFailed, EnvironmentLost, ProgramHost, Programs, SampleTurn
 from rollcall.environments.wire import Refused, Wanted
 
 GRACE_S = 10.0  # time a program has to exit on its own after it reaches a limit
@@ -55,7 +47,7 @@ class AgentEnvironments:
         self._players.append(AgentPlayer(self, tokenizer=tokenizer, max_row=max_prompt_tokens + max_response_tokens))
         return self._players[-1]
 
-    async def find_host(self) -> Host:
+    async def find_host(self) -> NoReturn:
         raise EnvironmentFailed("a program drives its own episode, so it has no steps to call")
 
     def tools_of(self, kind: str) -> tuple[dict[str, Any], ...]:

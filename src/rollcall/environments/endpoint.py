@@ -303,20 +303,18 @@ async def _body(scope: Message, receive: Receive) -> bytes:
     too_long = Refused(413, f"the body has more than {MAX_BODY_BYTES >> 20} MiB; send less", code="body_too_long")
     if announced.isdigit() and int(announced[:20]) > MAX_BODY_BYTES:
         raise too_long
-    parts: list[bytes] = []
-    length = 0
+    body = bytearray()
     try:
         async with asyncio.timeout(READ_TIMEOUT_S):
             while True:
                 message = await receive()
                 if message["type"] == "http.disconnect":
                     raise _Left
-                parts.append(message.get("body", b""))
-                length += len(parts[-1])
-                if length > MAX_BODY_BYTES:
+                body += message.get("body", b"")
+                if len(body) > MAX_BODY_BYTES:
                     raise too_long
                 if not message.get("more_body", False):
-                    return b"".join(parts)
+                    return bytes(body)
     except TimeoutError:
         raise Refused(408, f"the body did not arrive within {READ_TIMEOUT_S:g} s", code="too_slow") from None
 
