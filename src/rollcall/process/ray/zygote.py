@@ -104,6 +104,7 @@ def _serve(listener: socket.socket) -> NoReturn:
         os.dup2(nothing, stream)
     gc.collect()
     gc.freeze()  # otherwise a collection in a worker would write to the shared pages, and thereby copy them
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # if a parent ignores it, a worker's status would be lost
     raylet, since_s = int(os.environ.get("RAY_RAYLET_PID", "0")), time.monotonic()
     stubs: dict[int, socket.socket] = {}  # by their worker's process id
     while True:
