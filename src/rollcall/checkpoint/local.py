@@ -89,7 +89,8 @@ def tidy(name: str, *, keep: Collection[str]) -> None:
 def elsewhere(directory: Path) -> dict[str, dict[str, Any]]:
     """Return the manifest entries of checkpoint files that exist only on the nodes' own disks."""
     files: Mapping[str, dict[str, Any]] = read_manifest(directory).fields["files"]
-    return {name: facts for name, facts in files.items() if facts.get("place") and not (directory / name).is_file()}
+    placed = {name: facts for name, facts in files.items() if facts.get("place") is not None}
+    return {name: facts for name, facts in placed.items() if not (directory / name).is_file()}
 
 
 def present(files: Mapping[str, Mapping[str, Any]]) -> list[str]:
