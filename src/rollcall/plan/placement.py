@@ -146,16 +146,11 @@ class Plan:
 
 def plan_for(config: Config, cluster: ClusterSection) -> Plan:
     """Return the plan for a run on this cluster. Raises PlacementError if there is none."""
-    roles = needed_roles(config)
     sizes = {Role.ACTOR: config.actor.tensor_parallel_size, Role.CRITIC: config.critic.tensor_parallel_size}
+    tensor = {role: size for role, size in sizes.items() if size > 1}
     context = dict.fromkeys((Role.ACTOR, *SCORERS), config.actor.context_parallel_size)
     context |= {Role.CRITIC: config.critic.context_parallel_size}
-    return plan_placement(
-        cluster,
-        needed=roles,
-        tensor_parallel={role: size for role, size in sizes.items() if role in roles and size > 1},
-        context_parallel={role: size for role, size in context.items() if size > 1},
-    )
+    return plan_placement(cluster, needed=needed_roles(config), tensor_parallel=tensor, context_parallel=context)
 
 
 def needed_roles(config: Config) -> frozenset[Role]:
@@ -299,8 +294,6 @@ def _roles_of(key: str) -> list[Role]:
             near = nearest(name, [role.value for role in Role]) if name else None
             hint = f"did you mean {near}? " if near else ""
             raise PlacementError(f"{WHERE}: {name!r} in {key!r} is not a role; {hint}the roles are {', '.join(Role)}")
-    if len(set(names)) < len(names):
-        raise PlacementError(f"{WHERE}: {key!r} names a role twice; write {','.join(dict.fromkeys(names))}")
     return [Role(name) for name in names]
 
 
