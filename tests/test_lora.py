@@ -679,13 +679,6 @@ def test_a_probe_that_cannot_be_read_is_refused(tmp_path: Path, damage: Any) -> 
         load_causal_lm(str(folder), device=CPU, dtype=torch.float32)
 
 
-def test_the_probe_of_an_earlier_version_is_not_compared(tmp_path: Path) -> None:
-    folder = saved_adapter(tmp_path) / "model"
-    path = folder / PROBE
-    path.write_text(json.dumps({**json.loads(path.read_text()), "base": "0123456789abcdef"}))
-    load_causal_lm(str(folder), device=CPU, dtype=torch.float32)
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_an_adapter_that_makes_weights_infinite_is_refused(tmp_path: Path, dtype: torch.dtype) -> None:
     folder = saved_adapter(tmp_path) / "model"

@@ -113,7 +113,7 @@ def refuse_other_model(
     elif saved and model.dtype == torch.float32:
         kind = next(iter(saved))
     else:
-        return  # saved by another program or an older version, or the weights were rounded to two dtypes that cannot be compared
+        return  # saved by another program, or the weights were rounded to two dtypes that cannot be compared
     if saved[kind] != _identities(tensors, [_DTYPES[kind]])[kind]:
         raise ModelFilesError(
             f"{where} is an adapter that was not trained on the weights in {base}: they have changed since it was saved, or it belongs to a "
@@ -133,8 +133,6 @@ def _noted(folder: Path, *, where: str) -> Mapping[str, str]:
     try:
         found = json.loads(read_small(path))
         base = found.get("base") or {}
-        if isinstance(base, str):  # an earlier version's checksum, which ignored the order
-            base = {}
         if not {found["dtype"], *base} <= _DTYPES.keys() or not all(isinstance(one, str) for one in base.values()):
             raise ValueError("its dtype or its fingerprints are not valid")
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:

@@ -244,18 +244,18 @@ def module_names(name: str) -> tuple[str, ...]:
 
 def _window(config: Any, index: int) -> int:
     layer_types = getattr(config, "layer_types", None)
-    is_sliding = layer_types is not None and layer_types[index] == "sliding_attention"
-    return (config.sliding_window or 0) if is_sliding or config.model_type == "mistral" else 0
+    if config.model_type == "mistral" or (layer_types is not None and layer_types[index] == "sliding_attention"):
+        return config.sliding_window or 0
+    return 0
 
 
 def refuse_unsupported(config: Any) -> None:
     kind, rope = config.model_type, getattr(config, "rope_parameters", None) or {}
-    rope_type = rope.get("rope_type", "default")
     if kind not in SUPPORTED:
         why = f"cannot run architecture {kind!r} exactly; it runs {', '.join(SUPPORTED)}"
     elif config.hidden_act != "silu":
         why = f"needs hidden_act=silu; this {kind} model has {config.hidden_act!r}"
-    elif rope_type not in ROPE_TYPES:
+    elif (rope_type := rope.get("rope_type", "default")) not in ROPE_TYPES:
         why = f"runs only rope types {', '.join(ROPE_TYPES)}; this {kind} model has {rope_type!r}"
     elif rope.get("partial_rotary_factor", 1.0) != 1.0:
         why = f"cannot run partial rotary embeddings; this {kind} model has them"
