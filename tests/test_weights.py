@@ -589,8 +589,12 @@ def test_all_actors_send_and_the_others_are_invited_once_until_one_fails_or_anot
         sync.push(9)
     group.fails = False
     assert invites_at(9) == 2, "one from each actor"
+    with pytest.raises(RuntimeError, match="a worker died"), mock.patch.object(group, "fails", True):
+        sync.push(10, has_new=True)
+    assert invites_at(10) == 2, "the invitations of before the failure are void"
+    assert invites_at(11) == 0
     team.members[Role.ROLLOUT] = [3]
-    assert invites_at(10) == 2
+    assert invites_at(12) == 2
 
 
 @pytest.mark.parametrize("transport", ["auto", "delta", "shared_memory"])

@@ -125,4 +125,5 @@ def headline(loss: BaseException) -> str:
     >>> headline(NoRoomError("no room for node 1\\nmore of it"))
     'no room for node 1'
     """
-    return next(filter(None, map(str.strip, str(loss).splitlines())), type(loss).__name__)
+    lines = [line.strip() for line in str(loss).splitlines() if line.strip()]
+    return lines[0] if lines else type(loss).__name__

@@ -103,7 +103,8 @@ class Run:
     def samples(self) -> Table:
         """Completions that the run saved for reading: the first groups at each checkpoint (``train``) and each evaluation (``val``)."""
         columns: dict[str, list[Any]] = {name: [] for name in ("step", "split", *_SAMPLE_COLUMNS)}
-        paths = (self.dir / "samples").glob("*.jsonl")
+        folder = self.dir / "samples"
+        paths = folder.iterdir() if folder.is_dir() else ()  # glob would hide an unreadable folder
         named = [(int(found[2]), found[1], path) for path in paths if (found := _SAMPLES.fullmatch(path.name))]
         for step, split, path in sorted(named):
             # Not splitlines: a completion may contain a separator that JSON does not escape, such as U+2028.

@@ -78,6 +78,7 @@ class WeightSync:
                 )
 
     def _invite(self, apart: dict[int, str]) -> None:
+        self._invited = None  # if this fails, some actors have new invitations
         group, actors = self._team.group, self._team.members[Role.ACTOR]
         metadata = group.worker_metadata
         futures = []
