@@ -30,7 +30,6 @@ import warnings
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import asyncio  # noqa: F401 isort:skip - imported here so that the children share it
@@ -39,7 +38,7 @@ from rollcall.environments import class_env, stepwise
 from rollcall.environments.class_env import ClassPlayer, load_class
 from rollcall.environments.stepwise import StepPlayer, WrongResult, load_stepwise
 from rollcall.nodes.framing import JSON, Body
-from rollcall.process.child import end_with, own_fds, serve
+from rollcall.process.child import end_with, own_fds, serve, user_error
 from rollcall.process.debug.child import ChildLine, Examined
 from rollcall.process.pause import patient_loop
 from rollcall.reward.confine import limit, see_no_others
@@ -133,7 +132,7 @@ class Zygote:
             _reseed()
 
             def examine(error: BaseException) -> None:
-                frames = _frames_of_user(error)
+                frames, _ = user_error(error, own_files=_OWN_FILES, memory_mb=self._memory_mb)
                 if self._post_mortem and frames is not None and not isinstance(error, WrongResult):
                     line.examine(error.with_traceback(frames))
 
@@ -242,10 +241,7 @@ class EnvironmentChild:
             self._player.examine(error)
             if isinstance(error, WrongResult):
                 raise RuntimeError(str(error)) from None
-            frames = _frames_of_user(error)
-            if isinstance(error, MemoryError):
-                error = MemoryError(f"{error} (this process is limited to memory_mb={self._memory_mb})".strip())
-            raise RuntimeError("".join(traceback.format_exception(type(error), error, frames)).rstrip()) from None
+            raise RuntimeError(user_error(error, own_files=_OWN_FILES, memory_mb=self._memory_mb)[1].rstrip()) from None
         finally:
             _flush()
 
@@ -287,14 +283,3 @@ def _flush() -> None:
     for stream in (sys.stdout, sys.stderr):
         with suppress(AttributeError, OSError, ValueError):  # user code removed or closed it
             stream.flush()
-
-
-def _frames_of_user(error: BaseException) -> TracebackType | None:
-    """Return the traceback, starting at the first frame of the user's code."""
-    frames = error.__traceback__
-    while frames is not None:
-        file = frames.tb_frame.f_code.co_filename
-        if file not in _OWN_FILES and f"{os.sep}asyncio{os.sep}" not in file:
-            break
-        frames = frames.tb_next
-    return frames

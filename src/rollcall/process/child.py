@@ -20,7 +20,9 @@ import select
 import signal
 import sys
 import traceback
+from collections.abc import Collection
 from functools import partial
+from types import TracebackType
 from typing import Any
 
 from rollcall.nodes.framing import CALL, DONE, HEAD, JSON, PART, PICKLE, RAISED, Body, frame, read_exactly, read_frame
@@ -96,6 +98,20 @@ def raised_body(error: BaseException) -> bytes:
     """Encode the class, message and traceback of an error."""
     shown = "".join(traceback.format_exception(error)).rstrip()
     return JSON.dumps([type(error).__name__, cut(str(error)), cut(shown)])
+
+
+def user_error(error: BaseException, *, own_files: Collection[str], memory_mb: int) -> tuple[TracebackType | None, str]:
+    """Return the traceback of an error in user code, as an object and as text. It begins at the first frame of the user's code, because
+    our own frames do not help the user."""
+    frames = error.__traceback__
+    while frames is not None:
+        file = frames.tb_frame.f_code.co_filename
+        if file not in own_files and f"{os.sep}asyncio{os.sep}" not in file:
+            break
+        frames = frames.tb_next
+    if isinstance(error, MemoryError):
+        error = MemoryError(f"{error} (this process is limited to memory_mb={memory_mb})".strip())
+    return frames, "".join(traceback.format_exception(type(error), error, frames))
 
 
 def cut(text: str, longest: int = MAX_WHY) -> str:

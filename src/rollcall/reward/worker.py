@@ -13,7 +13,6 @@ from __future__ import annotations
 import math
 import os
 import sys
-import traceback
 from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
@@ -21,7 +20,7 @@ from functools import partial
 from typing import Any, Literal
 
 from rollcall.base.redact import guard_streams, remember
-from rollcall.process.child import MAX_WHY, cut
+from rollcall.process.child import MAX_WHY, cut, user_error
 from rollcall.process.debug.child import ChildLine
 from rollcall.process.pause import patient_loop, running_s
 from rollcall.reward import user_function
@@ -173,16 +172,9 @@ class RewardWorker:
         elapsed_s = running_s() - since_s
         if isinstance(error, _LateError):
             return RewardResult(0.0, "hung", str(error), elapsed_s)
-        frames = error.__traceback__
-        while frames is not None and frames.tb_frame.f_code.co_filename in _OWN_FILES:
-            frames = frames.tb_next
+        frames, why = user_error(error, own_files=_OWN_FILES, memory_mb=self._setup.confinement.memory_mb)
         if self._setup.post_mortem and frames is not None:
             self._line.examine(error.with_traceback(frames))
-        if isinstance(error, MemoryError):
-            error = MemoryError(
-                f"{error} (this process is limited to memory_mb={self._setup.confinement.memory_mb})".strip()
-            )
-        why = "".join(traceback.format_exception(type(error), error, frames))
         return RewardResult(0.0, "raised", cut(why), elapsed_s)
 
     @contextmanager
