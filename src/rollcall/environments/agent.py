@@ -26,7 +26,7 @@ from rollcall.config.environments import EnvironmentBase
 from rollcall.engine.protocol import Sampling
 from rollcall.environments.conversation import Conversations
 from rollcall.environments.endpoint import LOOPBACK, Caller, Endpoint, EndpointServer, Open, in_loop, take_reward
-from rollcall.environments.episode import LONGEST_ERROR, one_ends_within, row_of, turn_seed
+from rollcall.environments.episode import LONGEST_ERROR, TooLong, row_of, turn_seed, within
 from rollcall.environments.histories import Histories, HistoryRow
 from rollcall.environments.program import KEY
 from rollcall.environments.protocol import Ended, EnvironmentFailed, EnvironmentLost, ProgramHost, Programs, SampleTurn
@@ -222,9 +222,10 @@ async def _run_within(
     stop = asyncio.Event()
     running, over = asyncio.create_task(host.run(variables, stop=stop)), asyncio.create_task(is_over.wait())
     try:
-        await one_ends_within(limit_s, running, over)
-        if over.done() and not running.done():
-            await one_ends_within(GRACE_S, running)
+        with suppress(TooLong):
+            await within(asyncio.wait({running, over}, return_when=asyncio.FIRST_COMPLETED), limit_s, "")
+            if not running.done():
+                await within(asyncio.wait({running}), GRACE_S, "")
         is_late = not running.done()
         stop.set()
         return await running, is_late

@@ -116,15 +116,6 @@ async def within(work: Awaitable[T], limit_s: float, late: str) -> T:
         timer.cancel()
 
 
-async def one_ends_within(limit_s: float, *tasks: asyncio.Future[Any]) -> bool:
-    """Return whether one of the tasks finishes within the limit."""
-    try:
-        await within(asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED), limit_s, "")
-    except TooLong:
-        return False
-    return True
-
-
 class _OneEpisode:
     """An episode and its outcome so far."""
 
