@@ -157,7 +157,7 @@ def nearest(given: str, names: list[str]) -> str | None:
 
     # On a tie, the first one, because sections begin with their most important keys.
     best = max(names, key=likeness, default=None)
-    return best if best is not None and likeness(best) >= 0.5 else None
+    return best if best is not None and likeness(best) >= 0.5 else None  # a less similar name is not worth suggesting
 
 
 def _ratio(one: str, other: str) -> float:

@@ -235,7 +235,7 @@ def environment(values: Mapping[str, str]) -> Iterator[None]:
     try:
         yield
     finally:
-        for name in values:
+        for name in values.keys() - before.keys():
             os.environ.pop(name, None)
         os.environ.update(before)
 

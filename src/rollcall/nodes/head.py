@@ -59,17 +59,22 @@ class NodeInfo:
         labels, resources = row["labels"], row["resources"]
         rank, num_nodes = labels.get(LABEL + "rank"), labels.get(LABEL + "num-nodes")
         return cls(
-            **{name: row[name] for name in ("alive", "is_head", "node_id", "started_ms", "ended_ms", "temp_dir")},
             rank=None if rank is None else int(rank),
             host=visible(row["host"]),
             address=visible(row["address"]),
             slots=round(resources.get("GPU", 0)),
             accelerator=labels.get(LABEL + "accelerator", "gpu"),
             memory_gib=round((resources.get("memory", 0) + resources.get("object_store_memory", 0)) / 2**30, 1),
+            alive=row["alive"],
+            is_head=row["is_head"],
             cluster=labels.get(LABEL + "cluster"),
             cluster_id=labels.get(LABEL + "cluster-id"),
             num_nodes=None if num_nodes is None else int(num_nodes),
+            node_id=row["node_id"],
             mark=labels.get(LABEL + "mark"),
+            started_ms=row["started_ms"],
+            ended_ms=row["ended_ms"],
+            temp_dir=row["temp_dir"],
             ports={name: port for name, port in row["ports"].items() if port > 0},
         )
 
