@@ -147,8 +147,8 @@ class Learner:
         with self._drawing():
             total, stepped = step_on(self, samples, rows=rows, weights=weights)
         self.num_tokens_trained += int(total.pop("packed"))
-        names = ("weight", "tokens", "mismatch_max", "loss", "mismatch")
-        weight, num_tokens, largest, loss, mismatch = map(total.pop, names)
+        weight, num_tokens, largest = total.pop("weight"), total.pop("tokens"), total.pop("mismatch_max")
+        loss, mismatch = total.pop("loss"), total.pop("mismatch")
         metrics = {name: value / weight for name, value in total.items()}
         return {**metrics, "loss": loss, "mismatch": mismatch / num_tokens, "mismatch_max": largest, **stepped}
 
