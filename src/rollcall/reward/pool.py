@@ -39,7 +39,7 @@ from rollcall.reward.confine import (
     sweep_folders,
 )
 from rollcall.reward.functions import check_score
-from rollcall.reward.worker import MAX_ANSWER_BYTES, About, FailureKind, Item, Ready, RewardResult, Setup
+from rollcall.reward.worker import MAX_ANSWER_BYTES, About, FailureKind, Item, Ready, RewardResult
 
 START_TIMEOUT_S = 120.0
 _MAX_STARTS_LOST = 3  # in a row; after that, the problem must be the machine, not an item
@@ -214,8 +214,8 @@ class _Seat:
             here, path = os.getcwd(), [os.getcwd(), *sys.path]
             if confinement.own_files:
                 path = [entry for entry in sys.path if entry and os.path.abspath(entry) != here]
-            setup = Setup(self._crew.specs, path, confinement, self._folder, bool(os.environ.get(POST_MORTEM)))
-            self._loading: Call | None = self.worker.begin("load", setup, deadline_s=START_TIMEOUT_S)
+            given = (self._crew.specs, confinement, path, self._folder, bool(os.environ.get(POST_MORTEM)))
+            self._loading: Call | None = self.worker.begin("load", *given, deadline_s=START_TIMEOUT_S)
             undo.pop_all()
 
     def wait_until_ready(self) -> None:

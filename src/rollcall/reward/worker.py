@@ -36,17 +36,6 @@ _OWN_FILES = (__file__, user_function.__file__)
 
 
 @dataclass(frozen=True, slots=True)
-class Setup:
-    """The argument of a worker's first call."""
-
-    specs: dict[int, dict[str, Any]]  # index in the run file's list -> the reward's fields
-    sys_path: list[str]  # the parent's sys.path, so the worker can import the same modules
-    confinement: Confinement
-    folder: str  # private to this worker
-    post_mortem: bool = False  # whether an exception in the user's function opens the debugger
-
-
-@dataclass(frozen=True, slots=True)
 class Item:
     """One completion for one reward, or all completions in a group for a reward that takes groups."""
 
@@ -92,19 +81,22 @@ class RewardWorker:
         self._cpu_s = math.inf  # CPU limit for the current item
         self._line = ChildLine(line_fd, of="reward", around=self._without_cpu_limit)
         self._loaded: dict[int, RewardFunction | UserFunction] = {}
-        self._setup: Setup
         self._runner: Any = None  # keeps one event loop for async functions, so that their open connections stay usable
 
-    def load(self, setup: Setup) -> dict[str, Any]:
-        """Load the rewards. Return ``Ready``. Raise ValueError if a reward cannot be loaded."""
+    def load(
+        self, specs: dict[int, dict[str, Any]], limits: Confinement, sys_path: list[str], folder: str, post_mortem: bool
+    ) -> dict[str, Any]:
+        """Load the rewards in ``specs`` (index in the run file's list -> the reward's fields). Return ``Ready``. Raise ValueError if a reward
+        cannot be loaded. ``sys_path`` is the parent's, so the worker can import the same modules. ``folder`` is private to this worker.
+        With ``post_mortem``, an exception in the user's function opens the debugger."""
         # User code may print its environment variables, and its output does not pass through the parent's streams.
-        remember(os.environ.get(name, "") for name in setup.confinement.env)
+        remember(os.environ.get(name, "") for name in limits.env)
         guard_streams()
-        sys.path.extend(entry for entry in setup.sys_path if entry not in sys.path)
-        self._setup = setup
-        in_force = confine(setup.confinement, folder=setup.folder, readable=sys.path)
+        sys.path.extend(entry for entry in sys_path if entry not in sys.path)
+        self._memory_mb, self._post_mortem = limits.memory_mb, post_mortem
+        in_force = confine(limits, folder=folder, readable=sys.path)
         sys.breakpointhook = self._line.stop
-        for index, spec in setup.specs.items():
+        for index, spec in specs.items():
             try:
                 self._loaded[index] = build_function(spec)
             except ValueError as error:
@@ -172,8 +164,8 @@ class RewardWorker:
         elapsed_s = running_s() - since_s
         if isinstance(error, _LateError):
             return RewardResult(0.0, "hung", str(error), elapsed_s)
-        frames, why = user_error(error, own_files=_OWN_FILES, memory_mb=self._setup.confinement.memory_mb)
-        if self._setup.post_mortem and frames is not None:
+        frames, why = user_error(error, own_files=_OWN_FILES, memory_mb=self._memory_mb)
+        if self._post_mortem and frames is not None:
             self._line.examine(error.with_traceback(frames))
         return RewardResult(0.0, "raised", cut(why), elapsed_s)
 
