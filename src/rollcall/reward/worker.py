@@ -96,13 +96,12 @@ class RewardWorker:
         self._memory_mb, self._post_mortem = limits.memory_mb, post_mortem
         in_force = confine(limits, folder=folder, readable=sys.path)
         sys.breakpointhook = self._line.stop
+        functions: dict[int, About] = {}
         for index, spec in specs.items():
             try:
-                self._loaded[index] = build_function(spec)
+                self._loaded[index] = one = build_function(spec)
             except ValueError as error:
                 raise ValueError(f"reward.{index}.{error}") from None
-        functions: dict[int, About] = {}
-        for index, one in self._loaded.items():
             if isinstance(one, UserFunction):
                 kind = "async" if one.is_async else "batched" if one.is_batched else ""
                 functions[index] = About(kind, sorted(one.needs), list(one.names) if one.is_trl else [])
