@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections import deque
+from typing import Any
 
 import numpy as np
 import pytest
+import ray
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from learners import make_sample
 
 from rollcall.process.groups.dispatch import NamedSharding, leaders, routes, split_arguments, split_rows
+from rollcall.process.ray.carrier import INLINE_BYTES, is_small
 
 
 def grid(*shape: int, names: str = "batch model") -> NamedSharding:
@@ -150,3 +153,16 @@ def test_rank_0_only_axes_name_axes_or_setup():
     assert leaders(grid(2, 2), ["setup"]) == [0]
     with pytest.raises(ValueError, match="'set_up' is not one of 'batch', 'model', 'setup'"):
         leaders(grid(2, 2), ["set_up"])
+
+
+def test_small_arguments_are_told_from_large_ones():
+    many = INLINE_BYTES + 1
+    ring: list[Any] = []
+    ring.append(ring)
+    for value in (
+        np.zeros(many, dtype=np.uint8), torch.zeros(many, dtype=torch.uint8), bytes(many), "x" * many, [0.5] * many,
+        {"a": [np.zeros(many, dtype=np.uint8)]}, [make_sample(1)], ring, {1}, lambda data: data,
+    ):  # fmt: skip
+        assert not is_small(value), type(value)
+    for value in (None, 3, "x", [1, 2], np.zeros(8), {"a": (1.5, [b"x", True])}, ray.ObjectRef.from_random()):
+        assert is_small(value), value

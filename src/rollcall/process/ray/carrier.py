@@ -24,7 +24,7 @@ from rollcall.process.ray import zygote
 from rollcall.process.ray.each_node import answers_of, pinned
 from rollcall.process.ray.supervise import Supervisor
 
-INLINE_CHARACTERS = 100 * 1024
+INLINE_BYTES = 100 * 1024  # Ray itself stores a larger argument, once for each call
 
 
 class OnRay(Carrier):
@@ -88,8 +88,10 @@ class OnRay(Carrier):
 
     def watch(self, member: Member) -> None:
         if member in self._may_have_moved:  # it may have moved to a different node, which has taken over the rank
-            spec, node_id = member.spec, self._state_of(member)["Address"]["NodeID"]
+            spec, node_id = member.spec, self._state_of(member).get("Address", {}).get("NodeID")
             addresses = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}
+            if node_id not in addresses:
+                return  # it has died since it answered, so Ray no longer names its node; the next call to it fails and says why
             member.spec = replace(spec, node=replace(spec.node, node_id=node_id, address=addresses[node_id]))
         self._supervisor.add(member)
 
@@ -97,9 +99,7 @@ class OnRay(Carrier):
         return {DEBUG_HOST: spec.node.address}  # the process already has the user's variables
 
     def share(self, value: Any) -> Any:
-        # A number or a short text costs less in every call than as a stored copy.
-        is_short = isinstance(value, str | bytes) and len(value) <= INLINE_CHARACTERS
-        return value if value is None or is_short or isinstance(value, int | float) else ray.put(value)
+        return value if is_small(value) else ray.put(value)
 
     def send(self, call: Call, method: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         host, cached = call.member.link  # creating a bound method takes longer than calling it
@@ -188,3 +188,21 @@ def _death(error: Exception) -> str:
     """Return Ray's reason, without its list of fields and its general advice."""
     lines = [line for line in str(error).splitlines() if line and not line.startswith("\t")]
     return lines[-1].partition(" Some common causes include")[0].removesuffix(".") if lines else type(error).__name__
+
+
+def is_small(value: Any) -> bool:
+    """Return whether a copy in each worker's call is cheaper than one stored copy, which every node has to fetch. This pickles nothing
+    to learn its size, so objects other than plain values and arrays count as large."""
+    left, num_bytes = [value], 0
+    while left and num_bytes <= INLINE_BYTES:
+        one = left.pop()
+        if isinstance(one, dict | list | tuple):
+            num_bytes += 8 * len(one)
+            left += [*one, *one.values()] if isinstance(one, dict) else one
+        elif isinstance(one, str | bytes):
+            num_bytes += len(one)
+        elif isinstance(size := getattr(one, "nbytes", None), int):  # an array or a tensor
+            num_bytes += size
+        elif one is not None and not isinstance(one, int | float | ray.ObjectRef):  # Ray refuses to store a reference
+            return False
+    return num_bytes <= INLINE_BYTES
