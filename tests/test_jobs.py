@@ -30,6 +30,7 @@ from typer.testing import CliRunner
 
 from rollcall.base import redact
 from rollcall.base.errors import ClusterError
+from rollcall.base.lease import hold
 from rollcall.base.wait import speaking
 from rollcall.cli.main import app
 from rollcall.config import Config, parse_config
@@ -455,6 +456,9 @@ def test_a_run_directory_that_is_in_use_is_refused_before_anything_is_sent(head:
         refuse_busy(run_dir, jobs_of(head).jobs())
     head.rows["rollcall-a"]["status"] = "SUCCEEDED"
     refuse_busy(run_dir, jobs_of(head).jobs())
+    with hold(run_dir), pytest.raises(ClusterError, match=f"another process is training in run.dir={run_dir}"):
+        refuse_busy(run_dir, [])
+    refuse_busy(run_dir, [])
 
 
 def test_stopping_asks_until_someone_is_there_to_stop(head: Any) -> None:

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
 from rollcall.base.errors import ClusterError
+from rollcall.base.lease import read_holder
 from rollcall.base.redact import Redactor, redact, remember
 from rollcall.base.stop import status_words
 from rollcall.base.version import __version__
@@ -286,13 +287,18 @@ def _of_this_node(name: str | None, *, ray_address: str | None = None) -> Jobs:
 
 
 def refuse_busy(run_dir: Path, jobs: Sequence[Job]) -> None:
-    """Refuse a run directory that is used by an unfinished job. (The run itself refuses one that any other process uses.)"""
+    """Refuse a run directory that is used by an unfinished job, or by a process on this machine that has its lease."""
     for job in jobs:
         if job.run_dir == str(run_dir) and not job.is_over:
             raise ClusterError(
                 f"run.dir={run_dir} belongs to job {job.id}, which is {job.status}; follow it with `rollcall job logs --follow "
                 f"{job.id}`, stop it with `rollcall job stop {job.id}`, or choose another run.dir"
             )
+    holder = read_holder(run_dir)
+    if holder is not None and holder.is_here and not holder.is_gone:
+        raise ClusterError(
+            f"another process is training in run.dir={run_dir}: {holder}; wait for it or stop it, or choose another run.dir"
+        )
 
 
 def _token(
