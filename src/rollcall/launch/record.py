@@ -11,6 +11,7 @@ import os
 import re
 import secrets
 import shutil
+from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import IO, Any, Literal
@@ -167,7 +168,10 @@ def forget(record: LaunchRecord) -> None:
 
 def held(name: str) -> IO[bytes]:
     """Lock a launch until the returned file is closed, so that only one command at a time works on it."""
-    lock = take_lock(own_folder(name) / "lock")
+    while True:
+        with suppress(FileNotFoundError):  # the command that held the lock ended the launch and removed its folder
+            lock = take_lock(own_folder(name) / "lock")
+            break
     if lock is None:
         raise LaunchError(
             f"another command is working on launch {name!r} on this machine; wait until it has finished, or stop it"
