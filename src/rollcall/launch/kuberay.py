@@ -8,6 +8,7 @@ variable. The file is encoded in base64 because KubeRay passes the job's variabl
 from __future__ import annotations
 
 import base64
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -55,7 +56,7 @@ class Kuberay(ToolTarget):
         >>> Kuberay().tool_name("My_run")
         'my-run'
         """
-        text = name.lower().replace("_", "-")
+        text = re.sub("_+", "-", name.lower())
         return text if text[0].isalpha() else f"run-{text}"
 
     def kind(self, request: LaunchRequest) -> str:
