@@ -181,14 +181,13 @@ def _width_problems(role: Role, width: int, rollout: RolloutSection) -> Iterator
                 f"{has}, but rollout.vllm.tensor_parallel_size={size} splits an engine across {counted(size, 'slot')}; make the two equal "
                 f'(a placement of "0-{4 * size - 1}:0-3" gives {size} to each of 4 processes)'
             )
+    elif width > 1 and role is Role.ROLLOUT:
+        yield (
+            f"{has}, but the native engine uses one slot per process; give it one process per slot, or set rollout.engine=vllm "
+            f"and rollout.vllm.tensor_parallel_size={width}"
+        )
     elif width > 1:
-        who, more = "it", ""
-        if role is Role.ROLLOUT:
-            who, more = (
-                "the native engine",
-                f", or set rollout.engine=vllm and rollout.vllm.tensor_parallel_size={width}",
-            )
-        yield f"{has}, but {who} uses one slot per process; give it one process per slot{more}"
+        yield f"{has}, but it uses one slot per process; give it one process per slot"
 
 
 def _unreachable(config: Config, plan: Plan) -> Iterator[str]:
