@@ -180,10 +180,10 @@ def test_a_replacement_that_has_died_before_it_is_watched_keeps_its_spec_until_i
     watched: list[Member] = []
     on_ray: Any = carrier.OnRay.__new__(carrier.OnRay)
     on_ray._supervisor = SimpleNamespace(add=watched.append)
+    member = Member(spec)
+    on_ray._may_have_moved = {member}
     for state in ({}, {"State": "DEAD", "Address": {"NodeID": ""}}):
         monkeypatch.setattr(on_ray, "_state_of", lambda _, state=state: state, raising=False)
-        member = Member(spec)
-        on_ray._may_have_moved = {member}
         on_ray.watch(member)
         assert not watched and member.spec is spec
     monkeypatch.setattr(on_ray, "_state_of", lambda _: {"State": "ALIVE", "Address": {"NodeID": "a"}}, raising=False)
