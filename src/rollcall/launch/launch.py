@@ -16,7 +16,6 @@ from rollcall.config import Config
 from rollcall.launch.dstack import Dstack
 from rollcall.launch.kuberay import Kuberay
 from rollcall.launch.record import (
-    ElsewhereError,
     LaunchError,
     LaunchRecord,
     find_record,
@@ -25,7 +24,7 @@ from rollcall.launch.record import (
     held,
     launches,
     new_record,
-    reason,
+    read_lines,
 )
 from rollcall.launch.rendered import VARIABLE, Rendered
 from rollcall.launch.skypilot import Skypilot
@@ -93,12 +92,8 @@ def make_request(
 def read_profile(path: Path) -> dict[str, str]:
     """Read the ``NAME=VALUE`` lines of `launch.profile`: network variables for the nodes. A value with spaces needs quotes.
     Variables in a value are not expanded."""
-    try:
-        lines = path.read_text().splitlines()
-    except (OSError, ValueError) as error:
-        raise LaunchError(f"launch.profile={path} cannot be read: {reason(error)}") from None
     found: dict[str, str] = {}
-    for number, line in enumerate(lines, 1):
+    for number, line in enumerate(read_lines(path, key="launch.profile"), 1):
         if not line.strip() or line.strip().startswith("#"):
             continue
         try:
@@ -200,11 +195,6 @@ def state_of(record: LaunchRecord) -> str:
 def stop(name: str) -> None:
     get_record(name)  # so that an unknown name leaves no folder behind
     with held(name):
-        before = get_record(name)
-        record = before.having(state="stopping").save()
-        try:
-            get_target(record.target).stop(record)
-        except ElsewhereError:
-            before.save()
-            raise
+        record = get_record(name)
+        get_target(record.target).stop(record)
         forget(record)

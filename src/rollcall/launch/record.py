@@ -33,13 +33,17 @@ class LaunchError(RuntimeError):
     """A launch failed or was refused; the message says what happened, on which host, and what to do."""
 
 
-class ElsewhereError(LaunchError):
-    """The tool now uses a different cluster or project, in which the launch does not exist. Nothing was done."""
-
-
 def reason(error: Exception) -> str:
     """Return why a file cannot be read, for a message that names the file."""
     return (isinstance(error, OSError) and error.strerror) or in_one_line(error)
+
+
+def read_lines(path: Path, *, key: str) -> list[str]:
+    """Read a text file that the run file names under ``key``."""
+    try:
+        return path.read_text().splitlines()
+    except (OSError, ValueError) as error:
+        raise LaunchError(f"{key}={path} cannot be read: {reason(error)}") from None
 
 
 class LaunchRecord(BaseModel):

@@ -31,7 +31,7 @@ from rollcall.config.run import dump_given
 from rollcall.config.sections import ClusterSection
 from rollcall.launch.container import Container, container_of
 from rollcall.launch.jobs.package import own_modules, resolve_paths
-from rollcall.launch.record import ElsewhereError, LaunchError, LaunchRecord, launch_token
+from rollcall.launch.record import LaunchError, LaunchRecord, launch_token
 from rollcall.launch.rendered import Rendered, exports, shell_path
 from rollcall.nodes.state import TOKEN
 
@@ -170,7 +170,7 @@ class Target(Protocol):
 
     @abstractmethod
     def stop(self, record: LaunchRecord) -> None:
-        """Stop everything that the record names and nothing else. Some of it may have ended already."""
+        """Save the record as "stopping", then stop everything that it names and nothing else. Some of it may have ended already."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -281,6 +281,7 @@ class ToolTarget(Target):
         if record.id is None:
             return
         self.refuse_elsewhere(record)
+        record = record.having(state="stopping").save()
         name = self.tool_name(record.name)
         there = [each for each in self.seen(record) if each.is_there]
         ids = [each.id for each in there if self.is_own(record, each)]
@@ -323,7 +324,7 @@ class ToolTarget(Target):
         """Refuse a different cluster or project: the launch is not listed there, so it would seem to have ended."""
         then = record.facts.get("place")
         if then and (now := self.place()) not in ("", then):
-            raise ElsewhereError(
+            raise LaunchError(
                 f"{record.name!r} was launched in {self.place_words} {then!r}, but the current one is {now!r}; {self.place_advice.format(then)}"
             )
 

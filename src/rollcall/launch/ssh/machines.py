@@ -19,7 +19,7 @@ from pydantic import TypeAdapter
 from rollcall.base.wait import on_stdout
 from rollcall.base.words import counted
 from rollcall.config.launch import SshSection
-from rollcall.launch.record import LaunchError, LaunchRecord, all_records, find_record, launches, reason
+from rollcall.launch.record import LaunchError, LaunchRecord, all_records, find_record, launches, read_lines
 from rollcall.launch.rendered import exports, shell_path
 from rollcall.launch.ssh.shell import Login, Outcome, prefixed, run_on_all
 from rollcall.launch.target import LaunchRequest
@@ -149,7 +149,9 @@ def choose_hosts(given: list[str] | Path, *, count: int, name: str, cwd: Path) -
     elif len(before) == count:
         return before
     else:
-        listed = _read(cwd / given.expanduser())
+        lines = read_lines(cwd / given.expanduser(), key="launch.ssh.hosts")
+        # One host per line; a ``#`` begins a comment.
+        listed = checked_hosts([host for line in lines if (host := line.partition("#")[0].strip())])
         free = tuple(host for host in listed if host not in used)
         if len(free) < count:
             others = "".join(f"\n  {host} is used by launch {used[host]!r}" for host in listed if host in used)
@@ -177,15 +179,6 @@ def _refuse_used(hosts: Sequence[str], used: Mapping[str, str]) -> None:
         raise LaunchError(
             f"already in use: {', '.join(taken)}; choose other hosts, or end that launch with `rollcall launch down NAME`"
         )
-
-
-def _read(path: Path) -> tuple[str, ...]:
-    """Read a file with one host per line; a ``#`` begins a comment."""
-    try:
-        lines = path.read_text().splitlines()
-    except (OSError, ValueError) as error:
-        raise LaunchError(f"launch.ssh.hosts={path} cannot be read: {reason(error)}") from None
-    return checked_hosts([host for line in lines if (host := line.partition("#")[0].strip())])
 
 
 def checked_hosts(hosts: Sequence[str], *, key: str = "launch.ssh.hosts") -> tuple[str, ...]:

@@ -155,6 +155,7 @@ class Ssh(Target):
             print(jobs.logs(_submitted(record, found).id), end="")
 
     def stop(self, record: LaunchRecord) -> None:
+        record = record.having(state="stopping").save()
         if record.id and DASHBOARD in record.facts:
             try:
                 with jobs_of(record) as (jobs, job):
