@@ -94,12 +94,12 @@ def profile(
       rollcall profile runs/gsm8k --role rollout --seconds 5 --out slow
       rollcall profile runs/gsm8k --role controller --format flamegraph
     """
-    from rollcall.launch.processes import Format, find_target, profile_role
+    from rollcall.launch.processes import FORMATS, find_target, profile_role
 
-    if form not in set(Format):
-        raise ValueError(f"--format {form} is not known; use {', '.join(Format)}")
+    if form not in FORMATS:
+        raise ValueError(f"--format {form} is not known; use {', '.join(FORMATS)}")
     where = find_target(target, cluster=cluster)
-    found = profile_role(where, role=role, seconds=seconds, kind=Format(form), out=out)
+    found = profile_role(where, role=role, seconds=seconds, kind=form, out=out)
     answer(found, _show_files, as_json=as_json, failed=found.failed)
 
 

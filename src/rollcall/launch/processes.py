@@ -13,7 +13,6 @@ import tempfile
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
-from enum import StrEnum
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -200,13 +199,7 @@ def find_waiting(text: str | None) -> list[Waiting]:
 # Profiles: torch's profiler runs in a thread of the process, and py-spy samples the process from outside
 
 
-class Format(StrEnum):
-    TORCH = "torch"  # a Chrome trace
-    SPEEDSCOPE = "speedscope"
-    FLAMEGRAPH = "flamegraph"  # an SVG
-
-
-_ENDINGS = {Format.TORCH: "trace.json.gz", Format.SPEEDSCOPE: "speedscope.json", Format.FLAMEGRAPH: "svg"}
+FORMATS = {"torch": "trace.json.gz", "speedscope": "speedscope.json", "flamegraph": "svg"}  # the endings of their files
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -215,7 +208,7 @@ class Result:
     failed: dict[str, str]  # reasons by process or host
 
 
-def profile_role(target: ProcessTarget, *, role: str, seconds: float, kind: Format, out: Path) -> Result:
+def profile_role(target: ProcessTarget, *, role: str, seconds: float, kind: str, out: Path) -> Result:
     """Profile each of the role's processes and write one file per process to the folder ``out``."""
     work = partial(profile_here, run=target.run, role=role, seconds=seconds, kind=kind)
     timeout_s = seconds + reachable.START_S + reachable.END_S
@@ -229,7 +222,7 @@ def profile_role(target: ProcessTarget, *, role: str, seconds: float, kind: Form
                 continue
             name = re.sub("[^a-z0-9]+", "-", f"{title} {host.partition(' (')[0]} {pid}".lower()).strip("-")
             out.mkdir(parents=True, exist_ok=True)
-            path = out / f"{name}.{_ENDINGS[kind]}"
+            path = out / f"{name}.{FORMATS[kind]}"
             write_atomic(path, data, durable=False)
             files.append(path)
     if not files and not failed:
@@ -243,7 +236,7 @@ def profile_role(target: ProcessTarget, *, role: str, seconds: float, kind: Form
 
 
 def profile_here(
-    *, run: str | None, role: str, seconds: float, kind: Format
+    *, run: str | None, role: str, seconds: float, kind: str
 ) -> tuple[dict[int, tuple[str, bytes, str]], list[str]]:
     """Return title, profile and error for each of the role's processes on this host, and all roles that are running here."""
     known = reachable.reachable_here(run=run)
@@ -251,7 +244,7 @@ def profile_here(
 
     def profiled(pid: int) -> tuple[str, bytes, str]:
         try:
-            if kind is Format.TORCH:
+            if kind == "torch":
                 return chosen[pid].title, reachable.profile_process(pid, seconds=seconds), ""
             return chosen[pid].title, _sample(pid, seconds=seconds, kind=kind), ""
         except (reachable.ProfileError, OSError) as error:
@@ -262,7 +255,7 @@ def profile_here(
     return found, sorted({role for about in known.values() for role in about.roles})
 
 
-def _sample(pid: int, *, seconds: float, kind: Format) -> bytes:
+def _sample(pid: int, *, seconds: float, kind: str) -> bytes:
     with tempfile.TemporaryDirectory(prefix="rollcall-profile-") as folder:
         path, timeout_s = Path(folder) / "profile", seconds + reachable.END_S
         command = [reachable.py_spy(), "record", "--pid", str(pid), "--duration", str(max(round(seconds), 1))]

@@ -16,7 +16,7 @@ from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from rollcall.base.atomic import fsync, take_lock
 from rollcall.base.patience import free_bytes, plain_disk_errors
@@ -35,10 +35,6 @@ OnBytes = Callable[[int, int], None]  # gets the number of bytes copied so far a
 
 class GatherError(RuntimeError, ValueError):
     """Parts could not be gathered; the message names each part with its node."""
-
-
-class _Stopped(Exception):
-    """Raised when another thread asked this one to stop."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,7 +108,13 @@ def gather(
         return done
     if delete:
         _refuse_parts_of_another(checkpoint, parts)
-    with _locked(checkpoint):
+    folder = checkpoint / FOLDER
+    with plain_disk_errors(folder):
+        folder.mkdir(exist_ok=True)
+        lock = take_lock(folder / "lock")
+    if lock is None:  # two processes would write to the same files
+        raise GatherError(f"{checkpoint} is being gathered by another process; wait until it has finished")
+    with lock:
         nodes = find()
         holders, faults = _holders(nodes, parts)
         if missing:
@@ -123,7 +125,7 @@ def gather(
             done.parts, done.num_bytes = [part.name for part in missing], work.num_received
         if delete:
             done.removed = _remove(checkpoint, parts, holders, gathered=done.parts)
-    shutil.rmtree(checkpoint / FOLDER, ignore_errors=True)
+    shutil.rmtree(folder, ignore_errors=True)
     return done
 
 
@@ -138,17 +140,6 @@ def _refuse_parts_of_another(checkpoint: Path, parts: Sequence[NodePart]) -> Non
             f"{checkpoints.parent} is a copy of another run, and {counted(len(others), 'part')} on the nodes, such as {others[0]}, "
             "belong to the original; nothing was removed. Gather without --delete, or gather in the run that saved the parts"
         )
-
-
-def _locked(checkpoint: Path) -> IO[bytes]:
-    """Lock the checkpoint until the returned file is closed. Two processes that gather it at the same time would write to the same files."""
-    folder = checkpoint / FOLDER
-    with plain_disk_errors(folder):
-        folder.mkdir(exist_ok=True)
-        lock = take_lock(folder / "lock")
-    if lock is None:
-        raise GatherError(f"{checkpoint} is being gathered by another process; wait until it has finished")
-    return lock
 
 
 def _holders(nodes: Sequence[Node], parts: Sequence[NodePart]) -> tuple[dict[str, Node], list[str]]:
@@ -221,12 +212,12 @@ class _Work:
         """Fetch a node's parts and return the reasons why some could not be fetched."""
         faults: list[str] = []
         for part in parts:
+            if self._stop.is_set():
+                break
             try:
                 self._fetch(node, part)
             except (NodeError, GatherError) as error:
                 faults.append(f"{part}: {error}")
-            except _Stopped:
-                break
         return faults
 
     def _fetch(self, node: Node, part: NodePart) -> None:
@@ -234,10 +225,8 @@ class _Work:
         with plain_disk_errors(begun):
             begun.parent.mkdir(parents=True, exist_ok=True)
             target.parent.mkdir(parents=True, exist_ok=True)
-        continued = False
         for wait_s in (*WAITS_S, None):
             offset, digest = _begun(begun, part)
-            continued = continued or offset > 0
             self._advance(offset, received=0)
             try:
                 self._receive(node, part, begun, digest, offset=offset)
@@ -247,7 +236,7 @@ class _Work:
                 self._advance(-_size(begun), received=0)
                 say(f"{part.name}: {error}; continuing in {wait_s:.0f} s")
                 if self._stop.wait(wait_s):
-                    raise _Stopped from None
+                    raise
                 continue
             if digest.hexdigest() == part.blake2b:
                 with plain_disk_errors(target):
@@ -256,16 +245,15 @@ class _Work:
                 return
             self._advance(-_size(begun), received=0)
             begun.unlink()
-            if not continued:  # otherwise the bytes from an earlier attempt may be wrong
+            if not offset:  # otherwise the bytes from an earlier attempt may be wrong
                 break
-            continued = False
         raise GatherError("its size or checksum differs from the one in the manifest")
 
     def _receive(self, node: Node, part: NodePart, begun: Path, digest: Any, *, offset: int) -> None:
         with plain_disk_errors(begun), begun.open("ab") as file:
             for data in node.chunks(asdict(part), offset=offset):
                 if self._stop.is_set():
-                    raise _Stopped
+                    raise GatherError("the transfer was stopped")
                 file.write(data)
                 digest.update(data)
                 self._advance(len(data), received=len(data))
