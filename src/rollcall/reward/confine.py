@@ -193,8 +193,8 @@ def limit_cpu(seconds: float) -> None:
 
 def available() -> dict[str, str]:
     """Return how this machine confines built-in scorers, in the same format as ``confine``."""
-    filtered, none = seccomp.why_missing(), "" if landlock.version() else "the kernel has no landlock"
-    why_not = {"processes": filtered, "files": none, "network": filtered}
+    filtered = seccomp.why_missing()
+    why_not = {"processes": filtered, "files": landlock.why_missing(), "network": filtered}
     return {thing: _restricted(thing, why) for thing, why in why_not.items()}
 
 

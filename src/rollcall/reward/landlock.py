@@ -31,11 +31,18 @@ def version() -> int:
     return max(0, _call(_CREATE_RULESET, None, ctypes.c_size_t(0), ctypes.c_uint32(_ASK_VERSION)))
 
 
+def why_missing() -> str:
+    """Return why this machine has no landlock, or ""."""
+    if sys.platform != "linux":
+        return f"{sys.platform} has no landlock"
+    return "" if version() else "the kernel has no landlock"
+
+
 def restrict(*, readable: Iterable[str], writable: Iterable[str]) -> str:
     """Allow this process to open only these files and folders. Return why this failed, or ""."""
+    if missing := why_missing():
+        return missing
     known = version()
-    if not known:
-        return "the kernel has no landlock" if sys.platform == "linux" else f"{sys.platform} has no landlock"
     every = _FIRST_VERSION | sum(right for since, right in _LATER.items() if since <= known)
     handled = struct.pack("<Q", every)
     ruleset = _call(_CREATE_RULESET, handled, ctypes.c_size_t(len(handled)), ctypes.c_uint32(0))
