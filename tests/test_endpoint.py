@@ -7,15 +7,18 @@ import json
 import socket
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import Any
 
 import endpoints
+import numpy as np
 import openai
 import pytest
 from debugged import wait_for
 from endpoints import NAME, Standing, Writer, standing
 from pydantic import ValidationError
 
+from rollcall.base.types import Completion
 from rollcall.environments.wire import ChatRequest, GenerateRequest, TextRequest, Worth
 
 TOOLS: Any = [
@@ -369,6 +372,19 @@ def test_rubbish_is_refused_in_the_same_form(stands: Standing, body: bytes) -> N
     status, text = answer.split(b" ")[1], answer.partition(b"\r\n\r\n")[2]
     assert status in (b"400", b"200") and (status == b"200" or "message" in json.loads(text)["error"])
     assert status == b"400" or b"[" * 900 in body
+
+
+class Diverged(Writer):
+    async def sample(self, prompt_ids: Any, **given: Any) -> Completion:
+        completion = await super().sample(prompt_ids, **given)
+        return replace(completion, logprobs=np.full_like(completion.logprobs, np.nan))
+
+
+def test_an_answer_that_json_cannot_hold_is_refused_in_the_same_form(tokenizer: Any) -> None:
+    with standing(Diverged(tokenizer=tokenizer, says=said), tokenizer=tokenizer) as one:
+        with pytest.raises(openai.BadRequestError, match="Out of range float"):
+            chat(one.client(), logprobs=True)
+        assert chat(one.client()).choices[0].message.content
 
 
 def test_templates_in_messages_are_text(stands: Standing, writer: Writer) -> None:

@@ -159,8 +159,10 @@ class AgentPlayer:
         self, host: ProgramHost, prompt: Prompt, seed: int, sampling: Sampling, session: str, sample: SampleTurn
     ) -> Completion:
         histories = Histories(self._conversations, name=session)
-        given: dict[str, Any] = {"section": self.section, "seed_of_attempt": seed, "histories": histories}
-        rules = EpisodeRules(model=None, default=sampling, **given)  # a program may use any model name
+        # A program may use any model name.
+        rules = EpisodeRules(
+            model=None, default=sampling, section=self.section, seed_of_attempt=seed, histories=histories
+        )
         caller = Caller(rules=rules, histories=histories, sample=sample, takes_reward=True)
         key = secrets.token_urlsafe(32)
         self._callers[key] = caller
@@ -207,9 +209,10 @@ class AgentPlayer:
             return EndReason.ERROR, f"the program ended with {program.how}; stderr: {_tail(program.stderr)}"
         if not caller.histories.rows:
             why = f"the program ended without sending a request to OPENAI_BASE_URL; stderr: {_tail(program.stderr)}"
-            if caller.num_requests + caller.num_refused:
-                refused = f"{caller.num_refused} of the program's requests were refused"
-                why = f"{refused}, and none was answered; the last refusal: {caller.last_refusal}"
+            if caller.last_error:
+                why = f"none of the program's requests was answered; the last error: {caller.last_error}"
+            elif caller.num_requests:
+                why = f"the program ended before any of its requests was answered; stderr: {_tail(program.stderr)}"
             return EndReason.ERROR, why
         is_cut = any(row.finish is FinishReason.LENGTH for row in caller.histories.rows)
         return EndReason.TOKENS if is_cut and rules.used >= rules.default.max_tokens else EndReason.DONE, ""

@@ -48,8 +48,10 @@ class _Unreadable(ValueError):
     """Tells the model why a call cannot be parsed."""
 
 
-def format_of(chat_template: str | None) -> CallFormat:
+def format_of(chat_template: str | Mapping[str, str] | None) -> CallFormat:
     """Return the call format of a model with this chat template. Raise ConfigError if the format is unknown."""
+    if isinstance(chat_template, Mapping):  # several templates; transformers uses this one if a chat has tools
+        chat_template = chat_template.get("tool_use") or chat_template.get("default")
     template = chat_template or ""
     if _OPEN in template and "<function=" not in template:
         return "hermes"

@@ -48,7 +48,7 @@ T = TypeVar("T")
 Message = dict[str, Any]
 Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
-Reply = dict[str, Any] | Iterator[bytes]  # a JSON object, or stream events
+Reply = bytes | Iterator[bytes]  # a JSON object, or stream events
 
 
 class Endpoint:
@@ -88,8 +88,9 @@ class Endpoint:
                 error = Refused(500, why, code="internal_error")
             elif caller is not None:
                 caller.num_refused += 1
-                caller.last_refusal = str(error)
-            reply, status = error.body(), error.status
+            if caller is not None:
+                caller.last_error = str(error)
+            reply, status = to_bytes(error.body()), error.status
             # If the body was not read, this connection cannot take another request.
             closes = status in (401, 408, 413, 500)
         await _send(reply, send, status=status, closes=closes)
@@ -113,7 +114,7 @@ class Endpoint:
         method, path = scope["method"], scope["path"]
         if path == "/v1/models" and method == "GET":
             model = {"id": self._name, "object": "model", "created": 0, "owned_by": "rollcall"}
-            return {"object": "list", "data": [model | {"max_model_len": self._max_model_len}]}
+            return to_bytes({"object": "list", "data": [model | {"max_model_len": self._max_model_len}]})
         work = self._posts.get(path)
         if work is None or (path == "/v1/reward" and not caller.takes_reward):
             raise Refused(404, f"{method} {path[:200]} is not served", code="not_found")
@@ -199,11 +200,11 @@ class Endpoint:
         self._check_model(caller, request.model)
         asked = [self._by_ids(caller, request.token_ids)]
         answered = await self._sample(caller, asked, request.sampling_params, None)
-        return generate_body(answered, request)
+        return to_bytes(generate_body(answered, request))
 
     async def _reward(self, caller: Caller, body: bytes) -> Reply:
         take_reward(caller, body)
-        return {"reward": caller.reward}
+        return to_bytes({"reward": caller.reward})
 
     def _check_model(self, caller: Caller, name: str | None) -> None:
         if name is not None and caller.rules.model not in (None, name):
@@ -281,7 +282,7 @@ class Endpoint:
 
 
 def _reply_to(request: ChatRequest | TextRequest, body: dict[str, Any]) -> Reply:
-    return events_of(body, has_usage=request.stream_options.include_usage) if request.stream else body
+    return events_of(body, has_usage=request.stream_options.include_usage) if request.stream else to_bytes(body)
 
 
 def take_reward(caller: Caller, body: bytes) -> None:
@@ -320,14 +321,14 @@ async def _body(scope: Message, receive: Receive) -> bytes:
 
 
 async def _send(reply: Reply, send: Send, *, status: int, closes: bool) -> None:
-    body, kind = (to_bytes(reply), b"application/json") if isinstance(reply, dict) else (b"", b"text/event-stream")
+    body, kind = (reply, b"application/json") if isinstance(reply, bytes) else (b"", b"text/event-stream")
     headers = [(b"content-type", kind), (b"cache-control", b"no-store"), (b"x-content-type-options", b"nosniff")]
-    if isinstance(reply, dict):
+    if isinstance(reply, bytes):
         headers.append((b"content-length", str(len(body)).encode()))
     if closes:
         headers.append((b"connection", b"close"))
     await send({"type": "http.response.start", "status": status, "headers": headers})
-    for event in () if isinstance(reply, dict) else reply:
+    for event in () if isinstance(reply, bytes) else reply:
         await send({"type": "http.response.body", "body": event, "more_body": True})
     await send({"type": "http.response.body", "body": body})
 
@@ -396,7 +397,7 @@ class Caller:
     reward: float | None = None  # reported by the program
     metrics: dict[str, float] = field(default_factory=dict)
     takes_reward: bool = False
-    last_refusal: str = ""
+    last_error: str = ""  # of a request that was refused, or that failed in the server
     is_ended: bool = False
 
     async def end_requests(self) -> None:

@@ -102,7 +102,8 @@ class EnvironmentHost:
                 if method == "run":
                     return await here.run(*arguments, stop=stop)
                 if method == "start":
-                    return playing.append(await here.start(*arguments))
+                    playing.append(await here.start(*arguments))
+                    return None
                 assert method in ("reset", "step", "reward", "attributes"), f"the controller asked for {method!r}"
                 return await getattr(playing[0], method)(*arguments)
             finally:

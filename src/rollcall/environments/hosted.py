@@ -155,7 +155,8 @@ class _Hosted(Environment):
         self._is_lost = False
 
     async def connect(self) -> None:
-        link, longest = _Connection(await _connect(self.place), where=self.place.name), MAX_ANSWER_BYTES + 1024
+        link = _Connection(await _connect(self.place), where=self.place.name)
+        longest = MAX_ANSWER_BYTES + 1024
         self._worker = Worker(link, name=self.place.name, hears=JSON, answers=_ANSWERS, longest=longest)
 
     async def start(self, kind: str) -> Environment:

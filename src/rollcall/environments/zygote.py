@@ -90,9 +90,8 @@ class Zygote:
         """Fork a child and return its process ID."""
         _, (connection_fd, line_fd), _, _ = socket.recv_fds(self._control, 1, 2)
         try:
-            with warnings.catch_warnings(
-                action="ignore"
-            ):  # about threads of the user's module, which a child does not have
+            # Python warns about threads of the user's module, which a child does not have.
+            with warnings.catch_warnings(action="ignore"):
                 pid = os.fork()
             if pid == 0:
                 self._become_child(connection_fd, line_fd, kind)
@@ -132,9 +131,10 @@ class Zygote:
             _reseed()
 
             def examine(error: BaseException) -> None:
-                frames, _ = user_error(error, own_files=_OWN_FILES, memory_mb=self._memory_mb)
-                if self._post_mortem and frames is not None and not isinstance(error, WrongResult):
-                    line.examine(error.with_traceback(frames))
+                if self._post_mortem and not isinstance(error, WrongResult):
+                    frames, _ = user_error(error, own_files=_OWN_FILES, memory_mb=self._memory_mb)
+                    if frames is not None:
+                        line.examine(error.with_traceback(frames))
 
             player = self._kinds[kind]
             player.examine = examine
