@@ -146,9 +146,6 @@ class Carrier(ABC):
     lookout: Lookout  # the gang's
     lose: Callable[[Mapping[Member, str]], None]  # the gang's; any thread may call it
 
-    def open(self) -> None:  # noqa: B027 - not every carrier prepares anything
-        """Prepare for a gang's processes."""
-
     @abstractmethod
     def launch(self, spec: WorkerSpec, *, lost: Member | None, wait: Wait) -> Member:
         """Start a process in this seat, in place of the lost member. It may still be starting when this returns."""

@@ -46,7 +46,6 @@ class Gang:
     def start(self, *, timeout_s: float) -> None:
         """Create every worker."""
         wait, recipe = Wait(timeout_s), self._recipe
-        self._carrier.open()
         for spec in self._specs:
             self.members.append(self._carrier.launch(spec, lost=None, wait=wait))
         self._shared = (

@@ -40,8 +40,6 @@ class OnRay(Carrier):
         self._hosts: dict[int, Any] = {}  # by rank
         self._may_have_moved: set[Member] = set()
         self._has_ended = False
-
-    def open(self) -> None:
         self._supervisor = Supervisor(self._mark, self)
         self._supervisor.start()
 

@@ -49,14 +49,12 @@ class NodeWorker:
         self.calls: dict[int, Call] = {}  # open calls by number; the worker handles them one after the other
         self.since_s = 0.0  # when it began the first open call, or finished its last call; monotonic clock
         self.done: list[RecordedCall] = []  # finished calls that were not reported yet
-        self.num_done = 0
 
     def end_call(self, number: int) -> Call:
         """Record that a call was answered, and that the worker is now working on the next call."""
         call, began_s, self.since_s = self.calls.pop(number), self.since_s, time.monotonic()
         if call.link:
             self.done.append(RecordedCall(call.link, began_s, self.since_s))
-            self.num_done += 1
         return call
 
 
@@ -284,9 +282,7 @@ class Mail(Carrier):
     def __init__(self, post: FolderBackend) -> None:
         self._post, self.changed = post, post.changed
         self._mark = uuid.uuid4().hex
-
-    def open(self) -> None:
-        self._post.begin_epoch()
+        post.begin_epoch()
 
     def launch(self, spec: WorkerSpec, *, lost: Member | None, wait: Wait) -> Member:
         """Use the worker that is waiting on the node, where a user has started it."""
@@ -325,14 +321,12 @@ class Mail(Carrier):
                     is_alive=not member.death,
                     doing=next((call.link for call in worker.calls.values()), ""),
                     since_s=worker.since_s or None,
-                    num_done=worker.num_done,
                     calls=tuple(done),
                     memory_bytes=facts.get("memory_bytes", 0),
                     device_bytes=facts.get("device_bytes", 0),
                 )
-            now_s, there_s = time.time(), time.monotonic()
-            clock = dict(there_s=there_s, asked_s=now_s, answered_s=now_s)
-            self.lookout.note(worker.incarnation, {member.spec.rank: seen}, **clock)
+            now_s, own = time.time(), {member.spec.rank: seen}
+            self.lookout.note(worker.incarnation, own, there_s=time.monotonic(), asked_s=now_s, answered_s=now_s)
         return ()
 
     def stop(self, members: Sequence[Member], *, timeout_s: float) -> None:
