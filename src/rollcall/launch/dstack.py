@@ -21,7 +21,6 @@ ENDED = ("terminated", "failed", "done")
 class Dstack(ToolTarget):
     name = "dstack"
     title = "dstack"
-    program = "dstack"
     look = "dstack ps"
     image_key = "launch.dstack.image"
     place_words = "dstack's project"

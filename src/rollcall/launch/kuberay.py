@@ -29,7 +29,6 @@ MOST_BYTES = 90_000
 class Kuberay(ToolTarget):
     name = "kuberay"
     title = "Kubernetes"
-    program = "kubectl"
     look = "kubectl get rayjobs"
     image_key = "launch.kuberay.image"
     place_words = "kubectl's context"

@@ -25,7 +25,6 @@ FOLDER = ".rollcall-run"  # in each node's home folder
 class Skypilot(ToolTarget):
     name = "skypilot"
     title = "SkyPilot"
-    program = "sky"
     look = "sky status` and `sky jobs queue"
     image_key = "launch.skypilot.resources.image_id"
 

@@ -53,7 +53,6 @@ MODULE_FILES = (
 class Slurm(ToolTarget):
     name = "slurm"
     title = "Slurm"
-    program = "sbatch"
     look = "squeue"
     place_words = "the Slurm cluster"
     place_advice = "run this on a machine in cluster {}"

@@ -189,7 +189,6 @@ class Seen:
 
 class ToolTarget(Target):
     title: ClassVar[str]  # the tool's name in messages
-    program: ClassVar[str]
     look: ClassVar[str]  # the command that lists the user's jobs
     image_key: ClassVar[str] = ""  # the key that names the image
     place_words: ClassVar[str] = ""  # "kubectl's context": the cluster or project that the tool talks to
@@ -317,7 +316,7 @@ class ToolTarget(Target):
             return self.find(record)
         except (LookupError, TypeError, AttributeError, ValueError) as error:
             raise LaunchError(
-                f"{self.program} printed something unexpected ({type(error).__name__}: {error}); see `{self.look}`"
+                f"{self.title} printed something unexpected ({type(error).__name__}: {error}); see `{self.look}`"
             ) from None
 
     def refuse_elsewhere(self, record: LaunchRecord) -> None:

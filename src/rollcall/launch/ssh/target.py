@@ -82,7 +82,7 @@ class Ssh(Target):
             f"script, the cluster's token ({TOKEN}) and the head's address ($head)",
             f"then this machine submits the run through an ssh tunnel to the dashboard of {head[0]}",
         ]
-        if (lines := _container_lines(request)) is not None:
+        if lines := _container_lines(request):
             script = "\n".join(["main() {", *lines, "}", "main; exit", ""])
             steps.insert(0, (CONTAINER_FILE, hosts, "start the container", script))
             notes.insert(0, f"scripts after {CONTAINER_FILE} run in the container: `{shlex.join(site.inside)}`")
@@ -205,14 +205,14 @@ def _node_line(request: LaunchRequest, rank: int) -> str:
     return f'{line} --head-address "$head"'
 
 
-def _container_lines(request: LaunchRequest) -> list[str] | None:
-    """Return shell lines that start the container for a host's node, or None if there is nothing to do before the node starts."""
+def _container_lines(request: LaunchRequest) -> list[str]:
+    """Return shell lines that start the container for a host's node. There are none if nothing has to be done before the node starts."""
     container = request.container()
     if container is None:
-        return None
+        return []
     lines = [f"{{ {line}; }} || exit 1" for line in container.before()]
     if not container.is_daemon:
-        return lines or None
+        return lines
     seen = [container.section.runtime, "container", "inspect", "--format", "{{.State.Running}}", container.name]
     return [
         f'[ -n "$rollcall_again" ] && [ "$({shlex.join(seen)} 2>/dev/null)" = true ] && exit',
