@@ -17,7 +17,7 @@ from rollcall.base.atomic import write_atomic
 from rollcall.base.errors import ClusterError
 from rollcall.base.wait import Wait
 from rollcall.nodes.head import HeadAnswer, HeadRefuses, HeadUnreachable, ask_head
-from rollcall.nodes.state import TOKEN
+from rollcall.nodes.state import TOKEN, make_private
 
 ASK_EVERY_S = 1.0
 
@@ -106,13 +106,7 @@ class Rendezvous:
     def prepare(self) -> None:
         """Create the folder, readable only by its owner."""
         try:
-            self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-            owner = self.folder.stat().st_uid
-            if owner != os.getuid():
-                raise ClusterError(
-                    f"{self.folder} belongs to user {owner}, not to you; use another --rendezvous or --cluster"
-                )
-            self.folder.chmod(0o700)
+            make_private(self.folder, advice="use another --rendezvous or --cluster")
         except PermissionError as error:
             raise ClusterError(f"cannot create {self.folder} for the rendezvous: {error.strerror}") from None
 

@@ -10,7 +10,6 @@ import json
 import os
 import re
 import shutil
-import stat
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -63,20 +62,20 @@ def state_dir(cluster: str) -> Path:
         )
     # TMPDIR is not used: a launcher sets a different one for each job, and `down` must find the files of `node`.
     root = Path(os.environ.get(STATE_DIR) or f"/tmp/rollcall-{os.getuid()}").absolute()
-    folder = root / cluster
+    for path in (root, root / cluster):
+        make_private(path, advice=f"set {STATE_DIR} to a folder that you own")
+    return root / cluster
+
+
+def make_private(folder: Path, *, advice: str) -> None:
+    """Create a folder that only its owner can read, and refuse a folder of another user."""
     try:
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-    except FileExistsError:  # `rollcall down` removed the folder between pathlib's two checks
+    except FileExistsError:  # another command removed the folder between pathlib's two checks
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-    for path in (root, folder):
-        found = path.stat()
-        if found.st_uid != os.getuid():
-            raise ClusterError(
-                f"{path} belongs to user {found.st_uid}, not to you; set {STATE_DIR} to a folder that you own"
-            )
-        if stat.S_IMODE(found.st_mode) & 0o077:
-            path.chmod(0o700)
-    return folder
+    if (owner := folder.stat().st_uid) != os.getuid():
+        raise ClusterError(f"{folder} belongs to user {owner}, not to you; {advice}")
+    folder.chmod(0o700)
 
 
 def token_path(cluster: str) -> Path:
