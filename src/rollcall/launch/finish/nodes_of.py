@@ -33,24 +33,17 @@ class NodeError(ClusterError):
     """A node did not answer, or its answer was wrong; the message names the node and the reason."""
 
 
-class ThisNode:
+class ThisNode(NodeFiles):
     where: str = "this node"  # its name in messages
-
-    def present(self, parts: Sequence[Asked]) -> list[str]:
-        """Return the names of the parts that the node has."""
-        return NodeFiles().present(list(parts))
 
     def chunks(self, part: Asked, *, offset: int) -> Iterator[bytes]:
         """Yield a part's bytes from ``offset`` on."""
         try:
-            while data := NodeFiles().read(dict(part), offset, CHUNK_BYTES):
+            while data := self.read(dict(part), offset, CHUNK_BYTES):
                 yield data
                 offset += len(data)
         except (OSError, ValueError) as error:
             raise NodeError(f"{self.where}: {error}") from error
-
-    def remove(self, parts: Sequence[Asked]) -> None:
-        NodeFiles().remove(list(parts))
 
 
 class RayNodeFiles:

@@ -120,13 +120,10 @@ def _imported(path: Path) -> set[str]:
         tree = ast.parse(path.read_bytes())
     except SyntaxError as error:
         raise ClusterError(f"{path}, line {error.lineno}: {error.msg}") from None
-    names: set[str] = set()
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Import):
-            names.update(alias.name.partition(".")[0] for alias in node.names)
-        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
-            names.add(node.module.partition(".")[0])
-    return names
+    nodes = list(ast.walk(tree))
+    names = [alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names]
+    names += [node.module for node in nodes if isinstance(node, ast.ImportFrom) and node.module and not node.level]
+    return {name.partition(".")[0] for name in names}
 
 
 # Paths in the run file, which refer to the cluster's file system
