@@ -143,7 +143,7 @@ class Jobs:
         raise ClusterError(f"the cluster at {self.where} has no job {job_id!r}; its jobs are:\n{known}")
 
     def job(self, job_id: str) -> Job:
-        return Job(self._details(job_id))
+        return Job(self._client.call("get_job_info", job_id))
 
     def logs(self, job_id: str) -> str:
         """Return everything that the job's driver has printed so far, redacted."""
@@ -193,7 +193,7 @@ class Jobs:
 
     def stop(self, job_id: str) -> Job:
         """Stop a job and wait until it has saved and ended; a finished job is not changed."""
-        details = self._details(job_id)
+        details = self._client.call("get_job_info", job_id)
         job = Job(details)
         wait = Wait(60.0 + float(_variables(details).get(STOP_WAIT, 0)), first_s=5.0, every_s=5.0)
         asked = False
@@ -207,19 +207,11 @@ class Jobs:
             job = self.job(job_id)
         return job
 
-    def _details(self, job_id: str) -> JobDetails:
-        from rollcall.process.ray.job_client import UnknownJob
-
-        try:
-            return self._client.call("get_job_info", job_id)
-        except UnknownJob:
-            self.find(job_id)  # its error lists the existing jobs
-            raise
-
     def _learn_secrets(self, job_id: str) -> None:
         """Register the job's sealed values, so that this process also redacts them in the job's log."""
         if self._token:
-            remember(sealed_values(_variables(self._details(job_id)), token=self._token).values())
+            details = self._client.call("get_job_info", job_id)
+            remember(sealed_values(_variables(details), token=self._token).values())
 
 
 def reach(

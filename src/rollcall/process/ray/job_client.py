@@ -43,10 +43,6 @@ class Unreachable(ClusterError):
     """The head did not answer."""
 
 
-class UnknownJob(ClusterError):
-    """The head has no such job."""
-
-
 class HttpClient(JobSubmissionClient):
     def __init__(
         self, url: str, *, token: str | None, token_source: str, connect: Callable[[], str] = lambda: ""
@@ -83,8 +79,6 @@ class HttpClient(JobSubmissionClient):
             ) from None
         except RuntimeError as error:  # the client raises this for every error status
             text = redact_end(str(error).strip(), LAST_CHARACTERS)
-            if text.startswith("Request failed with status code 404"):
-                raise UnknownJob(f"the cluster at {self.where} has no such job: {visible(text)}") from None
             raise ClusterError(f"the head at {self.where} answered: {visible(text).splitlines()[-1]}") from None
 
     def submit_package(self, package: bytes, *, runtime_env: dict[str, Any], **options: Any) -> str:
