@@ -63,7 +63,11 @@ class GroupMaker:
 
     async def make(self, step: int, draw: int) -> SuppliedGroup:
         prompt = self._prompts[self._order.index(draw)]
-        group = self._take_journaled(step, draw)
+        if step not in self._journaled:  # the step's file is read before this process adds to it
+            groups = self._journal.read(step)
+            self._journaled[step] = {group.draw: group for group in groups}
+            self._unscored[step] = failed_on_all(groups)
+        group = self._journaled[step].pop(draw, None)
         if group is None:
             return SuppliedGroup(group=await self._generate(step, draw, prompt), from_journal=False)
         failed = self._unscored[step]
@@ -84,21 +88,18 @@ class GroupMaker:
         """Raise if a reward failed on all completions, instead of training on zeros until the last step."""
         failed = failed_on_all(batch.groups)
         if failed and not self._is_trained(batch.groups[0].draw):
+            if min(failed) == ENVIRONMENT:
+                fix, kept = "the environment", "these episodes will be played again"
+            else:
+                fix = "the reward (`rollcall reward test RUN.yaml` tries it)"
+                kept = "the completions are kept and will be scored again"
             raise RunError(
                 f"step {batch.step}: {why_unscored(batch.groups, reward=min(failed), scorer=self._scorer)}\n"
-                f"The step was not trained. {_what_to_do(min(failed))}"
+                f"The step was not trained. Fix {fix}, then run the same command again (leave out --fresh): {kept}"
             )
 
     def _is_trained(self, draw: int) -> bool:
         return any(draw in draws for draws in self.trained.values())
-
-    def _take_journaled(self, step: int, draw: int) -> Group | None:
-        """Take a draw's group from the journal. The step's file is read before this process adds to it."""
-        if step not in self._journaled:
-            groups = self._journal.read(step)
-            self._journaled[step] = {group.draw: group for group in groups}
-            self._unscored[step] = failed_on_all(groups)
-        return self._journaled[step].pop(draw, None)
 
     async def _make_again(self, group: Group, *, failed: frozenset[str]) -> Group:
         """Score the same completions again. Episodes whose environment failed are played again."""
@@ -190,15 +191,6 @@ class OpenGroups:
 
 def is_finite(completion: Completion) -> bool:
     return all(np.isfinite(np.add.reduce(row.logprobs)) for row in rows_of(completion))
-
-
-def _what_to_do(failed: str) -> str:
-    if failed == ENVIRONMENT:
-        return "Fix the environment, then run the same command again (leave out --fresh): these episodes will be played again"
-    return (
-        "Fix the reward (`rollcall reward test RUN.yaml` tries it), then run the same command again (leave out --fresh): "
-        "the completions are kept and will be scored again"
-    )
 
 
 def sampling_of(

@@ -34,7 +34,6 @@ from rollcall.observe.samples import SCORED_GROUPS, TOKEN_SCORES, write_samples,
 from rollcall.observe.sinks import Sink, read_rows
 
 FIRST_WORD_S = 1.0  # a wait shorter than this is not worth a message
-LOOK_S = 0.5
 LONGEST_S = 6 * 3600.0  # timeout for one checkpoint; a terabyte over a slow network takes two hours
 
 
@@ -94,7 +93,7 @@ class Saves:
         word, deadline = Wait(first_s=FIRST_WORD_S), time.monotonic() + LONGEST_S
         while not save.done():
             word.tell(f"waiting for the checkpoint of step {step}, which is still being written")
-            wait([save], timeout=min(word.until_word_s, LOOK_S))
+            wait([save], timeout=min(word.until_word_s, 0.5))
             if heeded().is_interrupted:
                 raise KeyboardInterrupt
             if time.monotonic() > deadline:

@@ -40,31 +40,8 @@ def make_samples(
         scores = reference(samples)
         samples = [sample.with_(reference_logprobs=row.logprobs) for sample, row in zip(samples, scores, strict=True)]
     if values is not None and samples:
-        rows = values(samples)
-        samples = [sample.with_(values=row) for sample, row in zip(samples, rows, strict=True)]
-    kept = [compared(group, environment) for group in groups]
-    return _with_advantages(samples, kept, algorithm, max_response_tokens, environment_weight)
-
-
-def _rows(group: Group, environment: EnvironmentBase | None) -> list[Sample]:
-    samples: list[Sample] = []
-    treatments = treatments_of(group, environment)
-    for attempt, (completion, treatment) in enumerate(zip(group.completions, treatments, strict=True)):
-        if treatment == "drop":
-            continue
-        for row in rows_of(completion):
-            sample = Sample.of(row, draw=group.draw, attempt=attempt, prompt_ids=group.prompt.token_ids)
-            samples.append(sample.with_(mask=np.zeros_like(row.mask)) if treatment == "mask" else sample)
-    return samples
-
-
-def _with_advantages(
-    samples: list[Sample],
-    groups: Sequence[Group],
-    algorithm: Algorithm,
-    max_response_tokens: int,
-    environment_weight: float,
-) -> list[Sample]:
+        samples = [sample.with_(values=row) for sample, row in zip(samples, values(samples), strict=True)]
+    groups = [compared(group, environment) for group in groups]
     rows = iter(samples)
     by_group = [
         [[next(rows) for _ in rows_of(completion)] for completion in group.completions] for group in groups
@@ -88,6 +65,18 @@ def _with_advantages(
         for attempt, tokens in zip(group, of_group, strict=True)
         for sample in _divided(attempt, tokens)
     ]
+
+
+def _rows(group: Group, environment: EnvironmentBase | None) -> list[Sample]:
+    samples: list[Sample] = []
+    treatments = treatments_of(group, environment)
+    for attempt, (completion, treatment) in enumerate(zip(group.completions, treatments, strict=True)):
+        if treatment == "drop":
+            continue
+        for row in rows_of(completion):
+            sample = Sample.of(row, draw=group.draw, attempt=attempt, prompt_ids=group.prompt.token_ids)
+            samples.append(sample.with_(mask=np.zeros_like(row.mask)) if treatment == "mask" else sample)
+    return samples
 
 
 def _divided(attempt: list[Sample], tokens: TokenAdvantages) -> list[Sample]:

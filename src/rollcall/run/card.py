@@ -7,7 +7,7 @@ memory, first by the plan's estimate and then by a measured pass. All ranks of a
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -20,14 +20,12 @@ from rollcall.config import Config
 from rollcall.learner.fit import passes_of, sizes_of
 from rollcall.learner.learner import Critic, Learner
 from rollcall.learner.measure import Rows, measured
-from rollcall.learner.packing import Fit
 from rollcall.model.decoder import Decoder
 from rollcall.plan.activations import Recompute
 from rollcall.plan.choose import (
     KV_BLOCK,
     NO_KV,
     SAFE,
-    Choice,
     EngineNeeds,
     KvNeed,
     Line,
@@ -106,7 +104,13 @@ def _size(learner: Learner | Critic, *, config: Config, kv: KvNeed, rows: Rows) 
 
     if "auto" not in (section.tokens_per_microbatch, section.activation_checkpointing):
         return estimate(fit.recompute).peak(fit.tokens)
-    _agree(learner, choose(section, room=room, passes=estimate, longest=longest, kv=kv))
+
+    def agree(passes: Callable[[Recompute], Needs]) -> None:
+        """Set ``fit`` to a size that works on all ranks of the gang."""
+        choice = choose(section, room=room, passes=passes, longest=longest, kv=kv)
+        fit.agree(body.gang.gather([choice.tokens, choice.recompute]))
+
+    agree(estimate)
     first = fit.recompute
     line = _together(learner, measured(learner, rows)) if section.tokens_per_microbatch == "auto" else None
 
@@ -114,10 +118,11 @@ def _size(learner: Learner | Critic, *, config: Config, kv: KvNeed, rows: Rows) 
         return line if line is not None and recompute == first else estimate(recompute)
 
     if line is not None:
-        _agree(learner, choose(section, room=room, passes=known, longest=longest, kv=kv))
+        agree(known)
     needed = known(fit.recompute).peak(fit.tokens)
     if body.gang.rank == 0:
-        say(_chosen(fit, line, room=room))
+        by = f"measured: {size(line.fixed)} plus {size(int(line.per_token))} per token" if line else "by estimate"
+        say(f"{fit.name}: {fit.tokens} tokens in a micro-batch{fit.recompute.sentence} ({by}; {size(room)} were free)")
         about = on_microbatch(
             config,
             fit.name,
@@ -132,11 +137,6 @@ def _size(learner: Learner | Critic, *, config: Config, kv: KvNeed, rows: Rows) 
     return needed
 
 
-def _agree(learner: Learner | Critic, choice: Choice) -> None:
-    """Set the learner's ``fit`` to a size that works on all ranks of the gang."""
-    learner.fit.agree(learner.body.gang.gather([choice.tokens, choice.recompute]))
-
-
 def _together(learner: Learner | Critic, line: Line | None) -> Line | None:
     """Combine the ranks' measurements into the worst case. Returns None if a rank has no measurement; all ranks then use that rank's
     smaller size."""
@@ -148,11 +148,6 @@ def _together(learner: Learner | Critic, line: Line | None) -> Line | None:
     if None in lines:
         return None
     return Line(fixed=max(fixed for fixed, _ in lines), per_token=max(per_token for _, per_token in lines))
-
-
-def _chosen(fit: Fit, line: Line | None, *, room: int) -> str:
-    by = "by estimate" if line is None else f"measured: {size(line.fixed)} plus {size(int(line.per_token))} per token"
-    return f"{fit.name}: {fit.tokens} tokens in a micro-batch{fit.recompute.sentence} ({by}; {size(room)} were free)"
 
 
 def _kv_tokens(engine: EngineNeeds, *, device: torch.device, needs: Sequence[int]) -> int:

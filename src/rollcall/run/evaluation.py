@@ -37,8 +37,6 @@ from rollcall.run.build import NUM_REWARD_WORKERS, build_environments, judges_of
 
 GIVEN = "given by model.path"
 
-OnProgress = Callable[[int, int], None]  # number of finished prompts, number of all prompts
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelPlan:
@@ -140,7 +138,8 @@ def plan_evaluation(
     return plan_model(config, origin=GIVEN if sets_model(overrides, changes or {}) else None)
 
 
-def run_evaluation(plan: ModelPlan, *, on_progress: OnProgress) -> EvalReport:
+def run_evaluation(plan: ModelPlan, *, on_progress: Callable[[int, int], None]) -> EvalReport:
+    """Evaluate the model. ``on_progress`` gets the number of finished prompts and of all prompts."""
     refuse_few_files()
     config = plan.config
     started = time.perf_counter()

@@ -17,8 +17,6 @@ import numpy as np
 from rollcall.base.atomic import write_atomic
 from rollcall.base.errors import CheckpointError, ModelFilesError
 from rollcall.base.patience import persist
-from rollcall.base.types import Prompt
-from rollcall.base.version import __version__
 from rollcall.base.words import ANOTHER_RUN, are, counted
 from rollcall.checkpoint.run_dir import has_begun
 from rollcall.config import Config
@@ -71,16 +69,13 @@ def refuse_changed_rows(run_dir: Path, split: str, prompts: PromptSet, *, limit:
 
 
 def _identities(prompts: PromptSet) -> np.ndarray:
-    """Return an 8-byte hash for each row."""
-    return np.frombuffer(b"".join(map(_identity, prompts.prompts)), dtype="<u8")
-
-
-def _identity(prompt: Prompt) -> bytes:
-    """Hash everything that a run reads from a row."""
-    read = [prompt.id, prompt.text, prompt.answer, prompt.metadata]
-    digest = blake2b(json.dumps(read, sort_keys=True, default=str).encode(), digest_size=8)
-    digest.update(prompt.token_ids.tobytes())
-    return digest.digest()
+    """Return for each row an 8-byte hash of everything that a run reads from it."""
+    hashes = bytearray()
+    for prompt in prompts.prompts:
+        read = [prompt.id, prompt.text, prompt.answer, prompt.metadata]
+        text = json.dumps(read, sort_keys=True, default=str).encode()
+        hashes += blake2b(text + prompt.token_ids.tobytes(), digest_size=8).digest()
+    return np.frombuffer(hashes, dtype="<u8")
 
 
 def _read_rows(found: Any, split: str) -> tuple[np.ndarray, int | None]:
@@ -256,19 +251,13 @@ def _noted(run_dir: Path, name: str, read: Callable[[Any], T]) -> T | None:
     path = run_dir / name
     if not has_begun(run_dir):
         return None
-    earlier = (
-        f"a version of Rollcall before {__version__} began this run; finish the run with that version, or {ANOTHER_RUN}"
-    )
     try:
         found = json.loads(read_small(path, most=1 << 31))
         if found["format"] < FORMAT:
-            raise CheckpointError(f"{path} has format {found['format']}: {earlier}")
+            raise ValueError(f"its format is {found['format']}, but this version needs {FORMAT}")
         return read(found)
-    except FileNotFoundError:
-        raise CheckpointError(f"{run_dir} has no {name}: {earlier}") from None
-    except CheckpointError:
-        raise
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise CheckpointError(
-            f"{path} is damaged ({type(error).__name__}: {error}); restore the file, or {ANOTHER_RUN}"
+            f"{path} is missing, damaged or from an earlier version of Rollcall ({type(error).__name__}: {error}); restore the file, finish "
+            f"the run with that version, or {ANOTHER_RUN}"
         ) from None
