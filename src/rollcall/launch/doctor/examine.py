@@ -16,7 +16,7 @@ from typing import Any
 from pydantic import TypeAdapter
 from rich.text import Text
 
-from rollcall.base.errors import ClusterError, SizesUnknown
+from rollcall.base.errors import SizesUnknown
 from rollcall.base.wait import Wait, say
 from rollcall.base.words import counted
 from rollcall.checkpoint import run_dir
@@ -131,8 +131,6 @@ class _Examination:
     """Runs the examination: each stage calls the probes, waits and judges their answers."""
 
     def __init__(self, cluster: Cluster, roster: Roster, *, config: Config | None) -> None:
-        if not roster.alive:
-            raise ClusterError(f"no node of {roster.title} is alive; start its nodes with: {cluster.join_command('R')}")
         self.cluster, self.roster, self.config = cluster, roster, config
         self.infos: dict[int, NodeInfo] = {node.rank: node for node in roster.alive if node.rank is not None}
         self.findings: list[Finding] = []
