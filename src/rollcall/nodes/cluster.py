@@ -41,7 +41,6 @@ from rollcall.nodes.state import (
     DEFAULT_CLUSTER,
     NodeRecord,
     auth_env,
-    note_driver,
     read_record,
     read_token,
     require_record,
@@ -131,9 +130,6 @@ class OurCluster:
     def environment(self, answer: HeadAnswer) -> dict[str, str | None]:
         # A token in this variable would take precedence over the token's file.
         return {"RAY_AUTH_TOKEN": None, **auth_env(self.name)}
-
-    def note_driver(self) -> None:
-        note_driver(self.name)
 
     def join_command(self, rank: int | str) -> str:
         record = self.record
@@ -228,9 +224,6 @@ class PlainRay:
 
     def environment(self, answer: HeadAnswer) -> dict[str, str | None]:
         return {MODE: "disabled" if answer.is_open else _mode()}
-
-    def note_driver(self) -> None:
-        """Do nothing: only `rollcall node --block` looks for drivers."""
 
     def join_command(self, rank: int | str) -> str:
         return f"ray start --address={self.head_address}"

@@ -130,15 +130,11 @@ def end_with(lifeline_fd: int) -> None:
     pipe; only the parent has the other end.
 
     While user code hangs inside C (a runaway regular expression), no Python thread or signal handler can run. A parent-death signal does
-    not work either, because the kernel sends it when the parent's thread exits, not when its process exits. Without kernel support
-    (macOS), a process exits at its next read.
+    not work either, because the kernel sends it when the parent's thread exits, not when its process exits.
     """
-    set_signal = getattr(fcntl, "F_SETSIG", None)
-    if set_signal is None:
-        return
     pid = os.getpid()
     fcntl.fcntl(lifeline_fd, fcntl.F_SETOWN, -pid if os.getpgrp() == pid else pid)
-    fcntl.fcntl(lifeline_fd, set_signal, signal.SIGKILL)
+    fcntl.fcntl(lifeline_fd, fcntl.F_SETSIG, signal.SIGKILL)
     fcntl.fcntl(lifeline_fd, fcntl.F_SETFL, fcntl.fcntl(lifeline_fd, fcntl.F_GETFL) | os.O_ASYNC)
     if select.select([lifeline_fd], [], [], 0)[0]:  # it closed before this process requested the signal
         os._exit(1)

@@ -192,7 +192,7 @@ class LinePdb(_Debugger):
         self._goes_on = True
         return super().do_continue(arg)
 
-    do_c = do_cont = do_continue
+    do_c = do_cont = do_EOF = do_continue  # EOF: the line is closed, and no terminal can attach any longer
 
     def do_quit(self, arg: str) -> None:
         """q(uit)
@@ -202,10 +202,6 @@ class LinePdb(_Debugger):
         self._talk.say(left=True)
 
     do_q = do_exit = do_quit
-
-    def do_EOF(self, arg: str) -> Any:
-        """Continue, because the line is closed and no terminal can attach any longer."""
-        return self.do_continue(arg)
 
     def do_interact(self, arg: str) -> None:
         """interact
@@ -246,9 +242,6 @@ class _Talk(io.TextIOBase):
         for begin in range(0, len(shown), PIECE):
             self.say(text=shown[begin : begin + PIECE])
         return len(text)
-
-    def flush(self) -> None:
-        return None
 
     def close(self) -> None:
         """Keep the line open, because `exit()` in an interpreter closes standard input."""

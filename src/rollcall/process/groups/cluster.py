@@ -125,8 +125,7 @@ class VirtualCluster:
         return gang
 
     def forget(self, group: Any) -> None:
-        if group in self._groups:
-            self._groups.remove(group)
+        self._groups.remove(group)
 
     def shutdown(self) -> None:
         """Shut down the groups in this cluster, the last one first, and release the slots even if a group cannot be stopped."""

@@ -87,8 +87,8 @@ def be_reachable(about: About) -> None:
     if _descriptor < 0:
         _descriptor = os.memfd_create(ABOUT)  # stays open so that others can find it
         serve_profiles()
-    if sys.platform == "linux":  # a kernel without this restriction rejects the call, but needs no permission
-        ctypes.CDLL(None).prctl(_PR_SET_PTRACER, _ANY if about.title else 0, 0, 0, 0)
+    # A kernel without this restriction rejects the call, but needs no permission.
+    ctypes.CDLL(None).prctl(_PR_SET_PTRACER, _ANY if about.title else 0, 0, 0, 0)
     os.pwrite(_descriptor, json.dumps(asdict(about)).encode().ljust(PAGE, b"\0")[:PAGE], 0)
 
 
@@ -225,17 +225,13 @@ def _name(process: Process) -> str:
 
 
 def serve_profiles() -> None:
-    """Answer requests for profiles in a thread. If it may not create sockets, this process still runs but cannot be profiled."""
+    """Answer requests for profiles in a thread."""
     own = Process.of(os.getpid())
     if own is None:  # a sandbox may show the /proc of a different process namespace
         return
     server = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    try:
-        server.bind(_name(own))
-        server.listen(1)
-    except OSError:
-        server.close()
-        return
+    server.bind(_name(own))
+    server.listen(1)
     threading.Thread(target=_serve, args=(server,), name="waits to be profiled", daemon=True).start()
 
 

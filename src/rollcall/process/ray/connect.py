@@ -24,6 +24,7 @@ from rollcall.nodes.address import is_loopback, resolve, split_address
 from rollcall.nodes.cluster import (
     MODE,
     Cluster,
+    OurCluster,
     PlainRay,
     find_cluster,
     is_in_a_job,
@@ -32,6 +33,7 @@ from rollcall.nodes.cluster import (
     wished_cluster,
 )
 from rollcall.nodes.head import HeadUnreachable
+from rollcall.nodes.state import note_driver
 from rollcall.process.debug.board import BOARD, Waiting, dump_board, parse_board
 from rollcall.process.debug.here import serve
 from rollcall.process.groups.cluster import use_by_default
@@ -110,8 +112,8 @@ def connect(cluster: Cluster | None = None, *, ray_address: str | None = None, l
             "RAY_AUTH_MODE=token and RAY_AUTH_TOKEN before `ray start` on each node"
         )
     _join(cluster, node_ip=node_ip, temp_dir=temp_dir, log_to_driver=log_to_driver)
-    if is_heeding():
-        cluster.note_driver()
+    if is_heeding() and isinstance(cluster, OurCluster):
+        note_driver(cluster.name)
     return cluster
 
 
