@@ -222,10 +222,12 @@ def test_a_debugger_that_the_user_has_chosen_stays(
 ) -> None:
     monkeypatch.setattr(sys, "breakpointhook", sys.__breakpointhook__)
     monkeypatch.setenv(*variable)
-    assert not here.serve() and sys.breakpointhook is sys.__breakpointhook__
+    here.serve()
+    assert sys.breakpointhook is sys.__breakpointhook__
     monkeypatch.delenv(variable[0])
     monkeypatch.setenv("PYTHONBREAKPOINT", "ray.util.rpdb.set_trace")  # Ray's own doing
-    assert here.serve()
+    here.serve()
+    assert sys.breakpointhook is here._hook
     monkeypatch.setenv("PYTHONBREAKPOINT", "0")
     assert add_up(3) == 4
 

@@ -56,17 +56,13 @@ _telling = threading.Lock()
 _making = threading.Lock()
 _own = threading.local()  # the thread's debuggers; each keeps the frames where it stopped
 _serials = count()  # numbers the lines of this process
+# The places where exceptions have opened the debugger. A zygote's children each create their own at the first exception.
+_examined = cache(Examined)
 
 
-@cache
-def _examined() -> Examined:
-    """Return the places where exceptions have opened the debugger. A zygote's children each create their own at the first exception."""
-    return Examined()
-
-
-def serve(*, host: str | None = None, node: int | None = None, on_stop: OnStop | None = None) -> bool:
-    """Stop at breakpoints from now on. Return False if a different debugger handles them. Terminals on other nodes reach this machine
-    at ``host``; ``node`` is its rank. ``on_stop`` is called at each stop; by default, it posts to this process's board."""
+def serve(*, host: str | None = None, node: int | None = None, on_stop: OnStop | None = None) -> None:
+    """Stop at breakpoints from now on, unless a different debugger handles them. Terminals on other nodes reach this machine at
+    ``host``; ``node`` is its rank. ``on_stop`` is called at each stop; by default, it posts to this process's board."""
     _served.host, _served.on_stop = host or _served.host, on_stop or _served.on_stop
     _served.line = None  # the next stop gets a porter with these values
     _served.node = _served.node if node is None else node
@@ -74,10 +70,8 @@ def serve(*, host: str | None = None, node: int | None = None, on_stop: OnStop |
     named = os.environ.get("PYTHONBREAKPOINT", "")
     # Ray sets its hook in each of its processes (2.60), even if the user has not set RAY_DEBUG.
     is_named = named not in ("", "0") and not named.startswith("ray.util.")
-    if is_rays() or is_named or sys.breakpointhook not in (sys.__breakpointhook__, _hook):
-        return False
-    sys.breakpointhook = _hook
-    return True
+    if not is_rays() and not is_named and sys.breakpointhook is sys.__breakpointhook__:
+        sys.breakpointhook = _hook
 
 
 def is_rays() -> bool:
