@@ -216,12 +216,12 @@ class _Examination:
         say(f"measuring an all-reduce between {len(nodes)} nodes")
         places = {rank: place for place, rank in enumerate(sorted(self.probes))}
         first, secret = min(places), new_secret()
-        meeting = {first: self.probes[first].call("open_meeting", self.infos[first].address, secret)}
+        meeting = {first: self.probes[first].call("open_meeting", self.infos[first].address)}
         ports = self._collect("open a port for the all-reduce", meeting)
         if not ports:
             return backend, None
         at = (self.infos[first].address, ports[first], secret)
-        task = {"world_size": len(places), "backend": backend, "timeout_s": MEASURE_S / 2}
+        task = {"size": len(places), "backend": backend}
         calls = {
             rank: self.probes[rank].call("all_reduce", self.infos[rank].address, at, rank=place, **task)
             for rank, place in places.items()
