@@ -106,13 +106,17 @@ def differences(key: str, before: Any, after: Any) -> Iterator[Change]:
     """Yield the leaves that differ. Lists of sections are compared item by item, other lists as a whole."""
     if key == "run.dir":  # always this directory, even if it is spelled differently
         return
-    pairs = _pairs(before, after)
-    if pairs is None:
+    if isinstance(before, dict) and isinstance(after, dict):
+        names = dict.fromkeys([*before, *after])
+        parts = [(name, before.get(name, NOT_SET), after.get(name, NOT_SET)) for name in names]
+    elif _is_of_sections(before) and _is_of_sections(after):
+        parts = [(place, *pair) for place, pair in enumerate(zip_longest(before, after, fillvalue=NOT_SET))]
+    else:
         if before != after and not _means_the_same(key, before, after):
             yield Change(key=key, before=before, after=after)
         return
-    for name, (one, other) in pairs.items():
-        yield from differences(f"{key}.{name}" if key else name, one, other)
+    for name, one, other in parts:
+        yield from differences(f"{key}.{name}" if key else str(name), one, other)
 
 
 def _means_the_same(key: str, before: Any, after: Any) -> bool:
@@ -121,16 +125,6 @@ def _means_the_same(key: str, before: Any, after: Any) -> bool:
     if key == "model.path":
         return before.rstrip("/") == after.rstrip("/")
     return key == "model.lora.targets" and modules_of(before) == modules_of(after)
-
-
-def _pairs(before: Any, after: Any) -> dict[str, tuple[Any, Any]] | None:
-    """Return the two values for each name, or None for leaves."""
-    if isinstance(before, dict) and isinstance(after, dict):
-        names = dict.fromkeys([*before, *after])
-        return {str(name): (before.get(name, NOT_SET), after.get(name, NOT_SET)) for name in names}
-    if _is_of_sections(before) and _is_of_sections(after):
-        return {str(place): pair for place, pair in enumerate(zip_longest(before, after, fillvalue=NOT_SET))}
-    return None
 
 
 def _is_of_sections(value: Any) -> bool:

@@ -187,10 +187,6 @@ class Begun:
     place: int = 0  # position in the order in which groups finished
     missing: bool = False  # the group will not finish
 
-    @property
-    def is_finished(self) -> bool:
-        return self.made is not None
-
 
 class AsCompleted(Supply):
     """``recorded`` contains the draws of steps that were trained before a crash. These steps get the same draws again.
@@ -297,12 +293,12 @@ class AsCompleted(Supply):
     def _is_stuck(self) -> bool:
         """Whether no further group will finish."""
         items = self._begun.values()
-        return any(item.missing for item in items) and all(item.missing or item.is_finished for item in items)
+        return any(item.missing for item in items) and all(item.missing or item.made for item in items)
 
     def _choice(self, step: int) -> list[int] | None:
         if step in self._recorded:
             draws = self._recorded[step]
-            return list(draws) if all(self._begun[draw].is_finished for draw in draws) else None
+            return list(draws) if all(self._begun[draw].made for draw in draws) else None
         return choose(self._begun.values(), step=step, wanted=self._demand.wanted, staleness=self._demand.staleness)
 
 
@@ -316,7 +312,7 @@ def choose(begun: Iterable[Begun], *, step: int, wanted: int, staleness: int) ->
     ([1, 2], None)
     """
     begun = list(begun)
-    finished = sorted((item for item in begun if item.is_finished), key=lambda item: item.place)
+    finished = sorted((item for item in begun if item.made), key=lambda item: item.place)
     if len(finished) < wanted:
         return None
     due = {item.draw: item.version + 1 + staleness for item in begun}

@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from contextlib import ExitStack, suppress
 from functools import partial
-from pathlib import Path
 
 from rollcall.base.errors import PlacementError, SizesUnknown
 from rollcall.base.types import Completion, Floats, Prompt, Sample
@@ -137,9 +136,6 @@ def _fill(
         environments = build_environments(section, tokenizer, *rows)
     missing_nodes = frozenset(range(config.cluster.num_nodes)) - frozenset(site.kept)
 
-    def export(directory: Path) -> None:
-        team.call_role(Role.ACTOR, "export", directory.resolve())
-
     for each in spares:
         owned.callback(each.close)
     return Workers(
@@ -162,7 +158,7 @@ def _fill(
             processes=sorted({worker for role in TRAINED for worker in team.members.get(role, ())}),
             in_parts=config.model.lora is None and not in_parts.isdisjoint(TRAINED),
         ),
-        export=export,
+        export=lambda directory: team.call_role(Role.ACTOR, "export", directory.resolve()),
         owned=owned.pop_all(),
         is_remote=True,
         look=partial(look_at, groups, missing_nodes=missing_nodes, on_ray=on_ray),

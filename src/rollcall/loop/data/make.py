@@ -143,7 +143,10 @@ def math(rows: Iterable[Row]) -> Iterator[RowDict]:
     r"""Convert MATH's `problem` and `solution`. The answer is the solution's last ``\boxed{...}``."""
     for row in rows:
         problem, solution = _text(row, "problem"), _text(row, "solution")
-        answer = last_boxed(solution) or _loosely_boxed(solution)
+        answer = last_boxed(solution)
+        if not answer:  # a few rows write ``\boxed 2`` or ``\fbox{2}``
+            found = re.findall(r"\\(?:boxed|fbox)\s*\{?\s*([^\s{}$]+)", solution)
+            answer = found[-1].rstrip(".") if found else None
         if answer is None:
             raise MakeError(
                 f"{row.where}: the solution has no \\boxed{{...}}; MATH solutions mark their result with it"
@@ -151,12 +154,6 @@ def math(rows: Iterable[Row]) -> Iterator[RowDict]:
         prompt = f"{problem}\n\nThink step by step and put the final answer in \\boxed{{}}."
         extra = {key: str(row.columns.get(key) or "") for key in ("level", "type")}
         yield {"prompt": prompt, "answer": answer, "solution": solution, **extra}
-
-
-def _loosely_boxed(solution: str) -> str | None:
-    """Find a result that is written as ``\\boxed 2`` or ``\\fbox{2}``, as in a few rows of MATH."""
-    found = re.findall(r"\\(?:boxed|fbox)\s*\{?\s*([^\s{}$]+)", solution)
-    return found[-1].rstrip(".") if found else None
 
 
 def _text(row: Row, key: str) -> str:
@@ -217,7 +214,17 @@ def _hub_rows(task: str, split: str) -> Iterator[Row]:
 
 def reasoning_gym(task: str, *, num_rows: int, seed: int) -> Iterator[RowDict]:
     """Yield rows from a reasoning-gym task, whose own scorer grades answers. Refuses tasks whose scorer cannot do this."""
-    dataset = _reasoning_gym_dataset(task, num_rows=num_rows, seed=seed)
+    try:
+        import reasoning_gym as gym
+        from reasoning_gym.factory import DATASETS
+    except ModuleNotFoundError:
+        raise MakeError("reasoning-gym is not installed; pip install reasoning-gym") from None
+    if task not in DATASETS:
+        raise MakeError(f"reasoning-gym has no task {task!r}; its tasks are {', '.join(sorted(DATASETS))}")
+    try:
+        dataset: Any = gym.create_dataset(task, size=num_rows, seed=seed)
+    except Exception as error:  # noqa: BLE001 - each task checks its own settings in its own way
+        raise MakeError(f"reasoning-gym cannot make {task} with its default settings: {error}") from None
     entries = (dataset[index] for index in range(num_rows))
     first = next(entries)
     if first["answer"] is None:
@@ -234,20 +241,6 @@ def reasoning_gym(task: str, *, num_rows: int, seed: int) -> Iterator[RowDict]:
         }
         for entry in itertools.chain([first], entries)
     )
-
-
-def _reasoning_gym_dataset(task: str, *, num_rows: int, seed: int) -> Any:
-    try:
-        import reasoning_gym as gym
-        from reasoning_gym.factory import DATASETS
-    except ModuleNotFoundError:
-        raise MakeError("reasoning-gym is not installed; pip install reasoning-gym") from None
-    if task not in DATASETS:
-        raise MakeError(f"reasoning-gym has no task {task!r}; its tasks are {', '.join(sorted(DATASETS))}")
-    try:
-        return gym.create_dataset(task, size=num_rows, seed=seed)
-    except Exception as error:  # noqa: BLE001 - each task checks its own settings in its own way
-        raise MakeError(f"reasoning-gym cannot make {task} with its default settings: {error}") from None
 
 
 # Generated tasks
