@@ -18,6 +18,7 @@ from __future__ import annotations
 import os
 import platform
 from dataclasses import dataclass, replace
+from functools import cache
 
 from rollcall.base.errors import ClusterError
 from rollcall.base.version import installed
@@ -50,7 +51,6 @@ from rollcall.nodes.state import (
 RAY_ADDRESS = "RAY_ADDRESS"
 IN_A_JOB = "RAY_JOB_CONFIG_JSON_ENV_VAR"  # Ray sets this variable, together with RAY_ADDRESS, for the drivers of submitted jobs
 MODE = "RAY_AUTH_MODE"
-_said: set[str] = set()
 
 
 @dataclass(frozen=True, slots=True)
@@ -379,8 +379,7 @@ def _plain(wish: _Wish) -> PlainRay:
         ) from None
 
 
+@cache
 def say_once(text: str) -> None:
     """Print a note only once, although every attempt of a run looks up its cluster."""
-    if text not in _said:
-        _said.add(text)
-        say(text)
+    say(text)
