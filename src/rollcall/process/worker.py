@@ -261,10 +261,10 @@ class Worker:
                 meanwhile(said_s - began_s)
 
     def _is_too_late(self, call: Call) -> bool:
-        if call.left_s > 0:
-            return False
         if self.line is not None and self.line.is_held:
             self._restart_all()
+            return False
+        if call.left_s > 0:
             return False
         self._gone, self._is_late = f"has not answered {call.method} within {call._deadline_s:g} s", True
         return True
