@@ -170,13 +170,18 @@ class _Run:
                 from rollcall.view.page_process import serving_page
 
                 opened.enter_context(serving_page(run_dir, tell=say))
-            with _marking_failure(run_dir):
+            try:
                 controller, number = run_attempts(
                     lambda number: (self._attempt(store, console, number=number), number),
                     budget=Budget(most=trainer.max_restarts, window_s=trainer.restart_window_s),
                     reached=lambda: max((path.name for path in store.dir.glob("step-*")), default=""),
                     note=self._note_end,
                 )
+            except Exception as error:
+                # If the lease is lost, another controller writes the events.
+                if (run_dir / EVENTS).exists() and not any(isinstance(one, LeaseLostError) for one in causes(error)):
+                    _mark(run_dir, RUN_FAILED, MarkKind.FAULT, reason=error)
+                raise
             summary = build_summary(
                 MetricsTable(run_dir),
                 seconds=time.perf_counter() - started,
@@ -266,7 +271,10 @@ class _Run:
             kind = MarkKind.RECOVERY if number > 1 else MarkKind.NOTE
             events.mark(Mark(time.time(), f"attempt {number} begins", kind, None, f"from step {start_step}"))
             _say_changes(events, changes, step=start_step, code=other_code)
-            _say_where(run_dir, start_step, journal)
+            if start_step or journal.steps():
+                ahead = sum(len(journal.read(step)) for step in journal.steps() if step > start_step)
+                groups = counted(ahead, "finished group")
+                say(f"resuming {run_dir} from step {start_step}; {groups} {are(ahead)} waiting in the journal")
             controller = Controller(
                 config,
                 workers,
@@ -296,17 +304,6 @@ class _Run:
 def _has_slots(config: Config) -> bool:
     """Whether the run needs processes in addition to this one."""
     return config.cluster is not None and config.cluster.num_slots > 1
-
-
-@contextmanager
-def _marking_failure(run_dir: Path) -> Iterator[None]:
-    """If the block raises, record in the events why the run ended, unless another controller has taken over the run."""
-    try:
-        yield
-    except Exception as error:
-        if (run_dir / EVENTS).exists() and not any(isinstance(one, LeaseLostError) for one in causes(error)):
-            _mark(run_dir, RUN_FAILED, MarkKind.FAULT, reason=error)
-        raise
 
 
 def _mark(run_dir: Path, name: str, kind: MarkKind, *, reason: Exception) -> None:
@@ -433,13 +430,6 @@ def _say_changes(events: Events, changes: list[Change], *, step: int, code: list
     events.write(
         {"resumed_at_step": step, "changed": {change.key: [change.before, change.after] for change in changes}}
     )
-
-
-def _say_where(run_dir: Path, start_step: int, journal: Journal) -> None:
-    if start_step or journal.steps():
-        ahead = sum(len(journal.read(step)) for step in journal.steps() if step > start_step)
-        groups = counted(ahead, "finished group")
-        say(f"resuming {run_dir} from step {start_step}; {groups} {are(ahead)} waiting in the journal")
 
 
 def _journaled_failures(directory: Path, *, shown: list[dict[str, str]]) -> list[dict[str, str]]:
