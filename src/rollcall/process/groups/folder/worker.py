@@ -192,7 +192,6 @@ class FolderWorker:
             self._say(
                 f"worker {self.rank} was silent for too long, so the master considered it dead; it is rejoining as a new worker"
             )
-            self._drop()
             self._presence.say(incarnation=messages.new_id())  # so that the master treats this process as a new worker
         label = self._current_label()
         if label == self._label:
