@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from functools import partial
@@ -153,7 +153,8 @@ class RoleWorker(Trained):
         unread = None
         if samples or not roles.isdisjoint(POLICY):
             # If the model is in parts, only this process's parts go to the device, unless its engine reads the full model.
-            model, unread = self._load(gang, Role.ACTOR, in_roles=roles, whole=samples)
+            in_parts = Role.ACTOR in roles and Role.ACTOR in self._in_parts
+            model, unread = self._load(gang, Role.ACTOR, in_parts=in_parts, whole=samples)
         else:
             model = self._outline()
         self.stop_token_ids = stop_token_ids(  # before anything else is loaded, because the run file's ids may be wrong
@@ -169,7 +170,7 @@ class RoleWorker(Trained):
             if self.learner.body.in_parts and not (samples or is_alone):
                 model.to("meta")
         if Role.CRITIC in roles:
-            critic, unread = self._load(gang, Role.CRITIC, in_roles=roles)
+            critic, unread = self._load(gang, Role.CRITIC, in_parts=Role.CRITIC in self._in_parts)
             section, algorithm = self.config.critic, self.config.algorithm
             assert isinstance(algorithm, Ppo)
             self.critic = Critic(
@@ -182,7 +183,7 @@ class RoleWorker(Trained):
                 unread=unread,
             )
         if Role.REFERENCE in roles:
-            self.reference = self._build_reference(gang, in_roles=roles)
+            self.reference = self._build_reference(gang)
         rewards = self.config.reward if Role.REWARD in roles else ()
         self.reward_models = load_reward_models(rewards, device=self.device, trust_remote_code=self.trust)
         # By now everything that stays for the whole run is loaded; the engine gets the remaining memory.
@@ -208,7 +209,7 @@ class RoleWorker(Trained):
             self.learner.body if self.learner else whole_body(model, gang=gang, context=context, adapter=self.adapter)
         )
 
-    def _build_reference(self, gang: Gang, *, in_roles: Collection[Role]) -> Reference:
+    def _build_reference(self, gang: Gang) -> Reference:
         """Build the frozen model, sharded like the actor. If the learner trains an adapter, it already contains the frozen model, which
         is then not loaded again."""
         learner, section, in_parts = self.learner, self.config.actor, Role.REFERENCE in self._in_parts
@@ -217,20 +218,17 @@ class RoleWorker(Trained):
         if plain:
             body = learner.body
         else:
-            frozen, unread = self._load(gang, Role.REFERENCE, in_roles=in_roles)
+            frozen, unread = self._load(gang, Role.REFERENCE, in_parts=in_parts)
             if in_parts:
                 body = make_body(frozen, section, gang=gang, device=self.device, frozen=True, unread=unread)
             else:
                 body = whole_body(frozen, gang=gang, context=section.context_parallel_size)
         return Reference(body=body, section=section, temperature=self.config.rollout.temperature, plain=plain)
 
-    def _load(
-        self, gang: Gang, role: Role, *, in_roles: Collection[Role], whole: bool = False
-    ) -> tuple[Any, Stored | None]:
-        """Load the model for ``role``. If the model is split over the gang, load only its outline and the location of its weights,
-        because each process later reads its own part. If the files do not allow that, the first process of the gang loads the model and
-        sends the others their parts. ``whole`` means that something in this process needs the full model."""
-        in_parts = role in self._in_parts and role in in_roles
+    def _load(self, gang: Gang, role: Role, *, in_parts: bool, whole: bool = False) -> tuple[Any, Stored | None]:
+        """Load the model for ``role``. If the model is split over the gang (``in_parts``), load only its outline and the location of its
+        weights, because each process later reads its own part. If the files do not allow that, the first process of the gang loads the
+        model and sends the others their parts. ``whole`` means that something in this process needs the full model."""
         outline = self._outline() if in_parts and not whole else None
         unread, why = None, None
         if outline is not None:
