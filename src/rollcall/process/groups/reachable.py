@@ -27,7 +27,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -266,17 +266,14 @@ def _profile(path: Path, peer: socket.socket, *, seconds: float) -> bool:
         raise ProfileError("the process has not loaded torch")
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # otherwise it prints into the run's output
     import torch
+    from torch._C._profiler import _ExperimentalConfig
     from torch.profiler import ProfilerActivity, profile
 
     kinds = [ProfilerActivity.CPU]
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         kinds.append(ProfilerActivity.CUDA)
-    options: dict[str, Any] = {}
-    with suppress(ImportError, TypeError):  # also records the other threads; without it, only their kernels
-        from torch._C._profiler import _ExperimentalConfig
-
-        options["experimental_config"] = _ExperimentalConfig(profile_all_threads=True)
-    profiler = profile(activities=kinds, **options)
+    # Without this, it records only the kernels of the other threads.
+    profiler = profile(activities=kinds, experimental_config=_ExperimentalConfig(profile_all_threads=True))
     profiler.start()
     peer.sendall(json_frame({}))  # reports that the profiler has started
     try:
