@@ -94,14 +94,12 @@ class Rendezvous:
         except FileNotFoundError:
             return None
 
-    def withdraw(self, cluster_id: str) -> bool:
+    def withdraw(self, cluster_id: str) -> None:
         """Remove the published head, unless a different start of the cluster has published it."""
         head = self.read()
-        if head is None or head.cluster_id != cluster_id:
-            return False
-        self.head_file.unlink(missing_ok=True)
-        self.token_file.unlink(missing_ok=True)
-        return True
+        if head is not None and head.cluster_id == cluster_id:
+            self.head_file.unlink(missing_ok=True)
+            self.token_file.unlink(missing_ok=True)
 
     def prepare(self) -> None:
         """Create the folder, readable only by its owner."""
