@@ -21,12 +21,10 @@ from rollcall.environments.protocol import Environments
 from rollcall.nodes.address import is_own, own_address
 from rollcall.nodes.door import new_secret
 from rollcall.plan.placement import Role
-from rollcall.process.groups.cluster import VirtualCluster
 from rollcall.process.groups.group import WorkerBuilder, WorkerGroup
 from rollcall.process.groups.reachable import About, be_reachable
 from rollcall.run.team import Site, Spares
 
-PURPOSES = {"listen": "to start the environment"}
 WAIT_S = 360.0  # how long to wait if no process is left; a taskset's server has 300 s to start
 
 
@@ -72,7 +70,7 @@ class EnvironmentHosts:
             WorkerBuilder(worker, section, chat_template=chat_template, folder=os.getcwd(), run_dir=run_dir),
             self._site.plan.environments,
             name=str(Role.ENVIRONMENT),
-            purposes=PURPOSES,
+            purposes={"listen": "to start the environment"},
             env={name: os.environ[name] for name in section.env if name in os.environ},
             takes_slots=False,
         )
@@ -91,7 +89,10 @@ class EnvironmentHosts:
         )
         if not isinstance(section, Driven):
             return hosted
-        address = _endpoint_address(self._site.cluster, toward=places[0].address)
+        routed = own_address(toward=places[0].address, node_ip=None, interface=None)
+        known = [node.address for node in self._site.cluster.nodes if node.address and is_own(node.address)]
+        # If this node has no slots in the cluster, its address on the route to the hosts is used.
+        address = routed if routed in known or not known else known[0]
         return AgentEnvironments(section, programs=hosted, address=address)
 
     def _listen(self, ranks: Sequence[int]) -> list[HostPlace]:
@@ -105,11 +106,3 @@ class EnvironmentHosts:
             if isinstance(answer, str):
                 raise ConfigError(f"node {spec.node.node_rank}: {answer}")
         return [answer for answer in answers if not isinstance(answer, str)]
-
-
-def _endpoint_address(cluster: VirtualCluster, *, toward: str) -> str:
-    """Return this node's address in the cluster. If this node has no slots in the cluster, return its address on the route to
-    ``toward``."""
-    routed = own_address(toward=toward, node_ip=None, interface=None)
-    known = [node.address for node in cluster.nodes if node.address and is_own(node.address)]
-    return routed if routed in known or not known else known[0]

@@ -258,6 +258,6 @@ def _noted(run_dir: Path, name: str, read: Callable[[Any], T]) -> T | None:
         return read(found)
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise CheckpointError(
-            f"{path} is missing, damaged or from an earlier version of Rollcall ({type(error).__name__}: {error}); restore the file, finish "
-            f"the run with that version, or {ANOTHER_RUN}"
+            f"{path} is missing, damaged or from an earlier version of Rollcall ({type(error).__name__}: {error}); restore the file, "
+            f"finish the run with that version, or {ANOTHER_RUN}"
         ) from None

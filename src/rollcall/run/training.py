@@ -65,7 +65,6 @@ from rollcall.view.curves import learning_curve
 from rollcall.view.growing import MetricsTable
 from rollcall.view.summary import build_summary, finished, say_result, trained, write_summary
 
-TOKENIZER = "tokenizer.json"  # in a run directory
 FAILURE = ("reward", "kind", "prompt", "completion", "why")  # fields of a reward failure in the summary
 
 
@@ -257,7 +256,7 @@ class _Run:
             console.phase(None)
             # Not earlier, because a refused run file must not replace this directory's run file.
             _claim(config, run_dir, continued=(run_dir / "journal").exists())
-            _keep_tokenizer(workers.tokenizer, run_dir / TOKENIZER)
+            _keep_tokenizer(workers.tokenizer, run_dir / "tokenizer.json")
             limit = config.eval.max_prompts
             note_origin(run_dir, train=workers.train, val=workers.val, limit=limit, base=base, code=code)
             sinks = make_sinks(config, run_dir, resume.step if resume else None)

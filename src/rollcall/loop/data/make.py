@@ -23,10 +23,6 @@ from rollcall.reward.math_answer import last_boxed
 
 RowDict = dict[str, Any]
 
-TASKS = ("arithmetic", "countdown", "gsm8k", "math", "reasoning-gym:TASK")
-
-_MAX_GENERATED_TEST_ROWS = 1000
-_DEFAULT_ROWS = {"countdown": 10_000, "reasoning-gym": 1_000}
 _ANSWER_TAG_ADVICE = "Put the final answer between <answer> and </answer>."
 _HUB = {  # task -> repository, folder with the wanted configuration
     "gsm8k": ("openai/gsm8k", "main/"),
@@ -54,9 +50,9 @@ def make_task(task: str, *, num: int | None, seed: int, source: Path | None) -> 
     if source is not None and name not in _HUB:
         raise MakeError(f"{task} is generated and reads no file; remove --source")
     if name == "reasoning-gym":
-        return _make_generated(name, partial(reasoning_gym, gym_task, seed=seed), num=num)
+        return _make_generated(name, partial(reasoning_gym, gym_task, seed=seed), num_train=num or 1_000)
     if task == "countdown":
-        return _make_generated(task, partial(countdown, seed=seed), num=num)
+        return _make_generated(task, partial(countdown, seed=seed), num_train=num or 10_000)
     if task == "arithmetic":
         train, test = list(arithmetic(split="train", seed=seed)), list(arithmetic(split="val", seed=seed))
         if num is not None and num > len(train):
@@ -64,7 +60,7 @@ def make_task(task: str, *, num: int | None, seed: int, source: Path | None) -> 
         return TaskRows(train=train[:num], test=test, num_rows=len(train[:num]) + len(test), reward="exact")
     if task in _HUB:
         return _make_from_files(task, source=source, num=num, seed=seed)
-    raise MakeError(f"{task!r} is not a task; the tasks are {', '.join(TASKS)}")
+    raise MakeError(f"{task!r} is not a task; the tasks are arithmetic, countdown, gsm8k, math, reasoning-gym:TASK")
 
 
 def write_parquet(rows: Iterable[RowDict], path: Path) -> int:
@@ -246,9 +242,8 @@ def reasoning_gym(task: str, *, num_rows: int, seed: int) -> Iterator[RowDict]:
 # Generated tasks
 
 
-def _make_generated(name: str, make: Callable[..., Iterator[RowDict]], *, num: int | None) -> TaskRows:
-    num_train = num or _DEFAULT_ROWS[name]
-    num_rows = num_train + max(1, min(_MAX_GENERATED_TEST_ROWS, int(num_train * TEST_FRACTION)))
+def _make_generated(name: str, make: Callable[..., Iterator[RowDict]], *, num_train: int) -> TaskRows:
+    num_rows = num_train + max(1, min(1000, int(num_train * TEST_FRACTION)))
     rows = make(num_rows=num_rows)
     seen: set[str] = set()
 
