@@ -38,16 +38,8 @@ MASTER_WAIT_S = 1800.0  # how long to wait for a master that has not started yet
 END_S = 10.0  # for killed processes to exit
 
 
-# These do not derive from Exception, so that the code of a call does not catch them as its own errors.
 class _Abandoned(BaseException):
-    """Nobody is waiting for this call any longer."""
-
-
-class _Terminated(BaseException):
-    """The process received this signal to stop."""
-
-    def __init__(self, number: int) -> None:
-        self.number = signal.Signals(number)
+    """Nobody is waiting for this call any longer. Not an Exception, so that the code of a call does not catch it as its own error."""
 
 
 class FolderWorker:
@@ -71,6 +63,7 @@ class FolderWorker:
         self._host: Host | None = None
         self._mark = ""  # the mark of its group
         self._inbox: Inbox | None = None
+        self._why = "it was ended"  # why it left
         self._tells = rank > 0  # worker 0, the master's child, is quiet, because the master prints the same messages
 
     def run(self) -> None:
@@ -88,23 +81,19 @@ class FolderWorker:
         self._refuse_other_options()
         before = self._master.incarnation if self._master.facts.get("state") == State.ENDED else None
         self._presence.begin()
-        why = "it was ended"
         try:
             self._say(f"worker {self.rank} of {self.num_nodes} nodes, in {self.folder}")
             self._serve(ended_before=before)
-            why = "the run is over"
+            self._why = "the run is over"
         except KeyboardInterrupt:
-            why = "Ctrl-C"
+            self._why = "Ctrl-C"
             raise
-        except _Terminated as end:
-            why = end.number.name
-            raise SystemExit(128 + end.number) from None
         except Exception as error:
-            why = str(error)
+            self._why = str(error)
             raise
         finally:
             self._drop()
-            self._presence.end(state=State.LEFT, why=why)
+            self._presence.end(state=State.LEFT, why=self._why)
 
     def _refuse_other_options(self) -> None:
         """Compare options before the master can assign work to this worker. If the worker exited later, the run's attempt would fail."""
@@ -261,7 +250,8 @@ class FolderWorker:
             raise _Abandoned
 
     def _terminate(self, number: int, frame: Any) -> None:
-        raise _Terminated(number)
+        self._why = signal.Signals(number).name
+        raise SystemExit(128 + number)
 
     def _say(self, text: str) -> None:
         if self._tells:
