@@ -20,7 +20,7 @@ from rollcall.base.types import Completion, Group, Prompt, Score, failed_on_all,
 from rollcall.config import Config, RolloutSection
 from rollcall.engine.protocol import LOCAL, Sampling
 from rollcall.loop.attempts import RunError
-from rollcall.loop.data.order import DataOrder
+from rollcall.loop.data.order import prompt_index
 from rollcall.loop.phases import Bounds, Phase
 from rollcall.loop.rollout import Rollouts, sampling_seeds
 from rollcall.loop.supply import NothingLeftError, StepBatch, SuppliedGroup
@@ -46,7 +46,8 @@ class GroupMaker:
     ) -> None:
         self._config = config
         self._prompts, self._scorer = workers.train.prompts, workers.scorer
-        self._order = DataOrder(len(self._prompts), seed=config.run.seed, shuffle=config.data.shuffle)
+        num_prompts, shuffle = len(self._prompts), config.data.shuffle
+        self._index = partial(prompt_index, num_prompts=num_prompts, seed=config.run.seed, shuffle=shuffle)
         self._sampling = sampling_of(config.rollout, workers.stop_token_ids)
         self._journal, self._rollouts, self._call = journal, rollouts, call
         self._generates = bounds.phase is not Phase.UPDATE
@@ -62,7 +63,7 @@ class GroupMaker:
         self._unscored: dict[int, frozenset[str]] = {}
 
     async def make(self, step: int, draw: int) -> SuppliedGroup:
-        prompt = self._prompts[self._order.index(draw)]
+        prompt = self._prompts[self._index(draw)]
         if step not in self._journaled:  # the step's file is read before this process adds to it
             groups = self._journal.read(step)
             self._journaled[step] = {group.draw: group for group in groups}
