@@ -31,7 +31,7 @@ MAX_DEPTH = 50  # of nested lists and mappings
 
 
 class DataError(ValueError):
-    """A data file or dataset is wrong; the message names the file and the row, and says what to do."""
+    """A data file or dataset is wrong or cannot be built; the message says where and what to do."""
 
 
 class ColumnError(ValueError):
