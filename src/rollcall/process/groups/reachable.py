@@ -225,13 +225,17 @@ def _name(process: Process) -> str:
 
 
 def serve_profiles() -> None:
-    """Answer requests for profiles in a thread."""
+    """Answer requests for profiles in a thread. If it may not create sockets, this process still runs but cannot be profiled."""
     own = Process.of(os.getpid())
     if own is None:  # a sandbox may show the /proc of a different process namespace
         return
     server = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    server.bind(_name(own))
-    server.listen(1)
+    try:
+        server.bind(_name(own))
+        server.listen(1)
+    except OSError:
+        server.close()
+        return
     threading.Thread(target=_serve, args=(server,), name="waits to be profiled", daemon=True).start()
 
 
