@@ -26,7 +26,6 @@ from rollcall.model.stored.files import file_checksum
 from rollcall.model.stored.find import read_manifest
 
 FOLDER_NAME = "node-folder"  # the file with the folder's name, in the run's checkpoints folder
-_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,99}")
 
 
 def name_of_run(checkpoints: Path, *, run: str) -> str:
@@ -55,7 +54,7 @@ def names_of_run(checkpoints: Path) -> tuple[list[str], int | None]:
     path = checkpoints / FOLDER_NAME
     text = path.read_text(errors="replace")
     lines = [line.split(" ") for line in text.splitlines()]
-    if not lines or not all(_NAME.fullmatch(line[0]) for line in lines):
+    if not lines or not all(re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,99}", line[0]) for line in lines):
         raise CheckpointError(
             f"{path} contains {text[:100]!r}, which is not a valid folder name; restore the file from a copy of the run, or remove it "
             "to continue without the parts on the nodes' disks"

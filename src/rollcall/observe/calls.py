@@ -23,7 +23,6 @@ from rollcall.process.groups.pulse import RecordedCall
 
 CALLS = "calls.jsonl"
 JOIN_S = 0.02  # calls of the same method with a shorter pause between them are merged
-MOST_AFTER = 8 << 20  # bytes to read past the end of a window to find calls that began in it
 
 
 class _Line(BaseModel):
@@ -105,8 +104,8 @@ def read_calls(run_dir: Path, *, first_s: float = -math.inf, last_s: float = mat
                     elif start_s + took_s > first_s:
                         found.setdefault(lane, []).append(RecordedCall(name, start_s, start_s + took_s, count))
             if row.time > last_s:
-                # A call is written when it ends, which may be long after the window.
-                until = file.tell() + MOST_AFTER if until is None else until
+                # A call is written when it ends, which may be long after the window. Look for it in the next 8 MiB.
+                until = file.tell() + (8 << 20) if until is None else until
                 if past >= found.keys() or file.tell() > until:
                     break
     return found

@@ -201,12 +201,9 @@ def samples_table(title: str, rows: Sequence[SampleRow]) -> Table:
     table.add_column("answer", ratio=1, overflow="fold")
     table.add_column("reward", justify="right", no_wrap=True)
     for prompt, completion, answer, reward in rows:
-        # Text, not str: model output must not be interpreted as rich markup.
-        cells = [Text(_end(text.strip("\n"))) for text in (prompt, completion, answer)]
+        texts = [text.strip("\n") for text in (prompt, completion, answer)]
+        # Text, not str: model output must not be interpreted as rich markup. The start of a long text is cut off, because the answer is
+        # at the end.
+        cells = [Text(text if len(text) <= _MAX_CELL else "…" + text[1 - _MAX_CELL :]) for text in texts]
         table.add_row(*cells, Text(f"{reward:.2f}", style="green" if reward > 0 else "red"))
     return table
-
-
-def _end(text: str) -> str:
-    """Cut off the start of a long text, because the answer is at the end."""
-    return text if len(text) <= _MAX_CELL else "…" + text[1 - _MAX_CELL :]

@@ -82,11 +82,21 @@ class Recorder:
         since_s = self._rewards.since_s
         state, doing = (WorkState.IDLE, "") if since_s is None else (WorkState.BUSY, REWARDS)
         rewards = ProcessState(lane=REWARDS, state=state, doing=doing, since_s=since_s)
+        phase = self._events.current
+        controller = ProcessState(
+            lane=CONTROLLER,
+            pid=os.getpid(),
+            state=WorkState.BUSY if phase else WorkState.IDLE,
+            doing=f"{phase[0]} of step {phase[1]}" if phase else "",
+            since_s=phase[2] if phase else None,
+            memory_bytes=psutil.Process().memory_info().rss,
+            device_bytes=device_bytes(),
+        )
         live = Live(
             time_s=round(now, 3),
             host=socket.gethostname(),
             is_over=is_over,
-            processes=(self._controller(), rewards, *look.processes),
+            processes=(controller, rewards, *look.processes),
             missing_nodes=tuple(look.missing_nodes),
             on_ray=look.on_ray,
         )
@@ -96,18 +106,6 @@ class Recorder:
             self._calls.append(calls, time_s=now)
             write_live(self._run_dir, live)
             keep_logs(self._run_dir, look.logs)
-
-    def _controller(self) -> ProcessState:
-        current = self._events.current
-        return ProcessState(
-            lane=CONTROLLER,
-            pid=os.getpid(),
-            state=WorkState.BUSY if current else WorkState.IDLE,
-            doing=f"{current[0]} of step {current[1]}" if current else "",
-            since_s=current[2] if current else None,
-            memory_bytes=psutil.Process().memory_info().rss,
-            device_bytes=device_bytes(),
-        )
 
     @contextmanager
     def _noting_faults(self) -> Iterator[None]:

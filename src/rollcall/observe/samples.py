@@ -113,7 +113,10 @@ def said_in_row(row: dict[str, Any]) -> list[tuple[str, str]]:
     for number, turn in enumerate(row["turns"], start=1):
         said.append((f"turn {number}", turn["text"]))
         calls = turn.get("calls") or ()
-        said += [("call", _called(call)) for call in calls]
+        for call in calls:
+            given = ", ".join(f"{name}={_short(value)}" for name, value in call.get("arguments", {}).items())
+            sign = "failed:" if call.get("failed") else "->"
+            said.append(("call", f"{call['name']}({given}) {sign} {call.get('result', '')}"))
         if turn.get("observation") and not calls:
             said.append(("environment", turn["observation"]))
         if turn.get("reward") is not None:
@@ -147,11 +150,6 @@ def _turn(turn: Turn) -> dict[str, Any]:
 def _given(columns: dict[str, Any]) -> dict[str, Any]:
     """Remove empty columns."""
     return {name: value for name, value in columns.items() if value is not None and value not in ("", [], {})}
-
-
-def _called(call: dict[str, Any]) -> str:
-    given = ", ".join(f"{name}={_short(value)}" for name, value in call.get("arguments", {}).items())
-    return f"{call['name']}({given}) {'failed:' if call.get('failed') else '->'} {call.get('result', '')}"
 
 
 def _short(value: Any) -> str:

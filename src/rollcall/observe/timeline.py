@@ -22,7 +22,6 @@ from rollcall.observe.events import Mark, MarkKind, PhaseEvent, StepPhase, read_
 from rollcall.observe.live import CONTROLLER, REWARDS, read_live
 
 SHORTEST_WAIT_S = 0.05  # shorter pauses between two calls are not shown
-SAME_S = 0.02
 HERE = "local"  # the name of the controller's own process in events
 CONTROLLER_ENDED = "controller ended"  # a mark
 ATTEMPT_LOST = "attempt lost"  # a mark: all workers are stopped
@@ -47,7 +46,6 @@ _CALL_KINDS = {
     **dict.fromkeys(("copy_parts", "write_parts", "parts_written", "export"), "save"),
     **dict.fromkeys(("parts_here", "bring_parts", "tidy_parts"), "save"),
 }
-_WORKER = re.compile(r"(\w+)-(\d+) on node (\d+)\b.*")
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,7 +172,7 @@ def _spans(lane: str, calls: Sequence[RecordedCall], places: _Places) -> list[Ti
     """Build a worker's spans. A worker handles one call at a time, so if two calls overlap because of clock errors, cut the first one."""
     spans: list[TimeSpan] = []
     for call in sorted(calls, key=lambda call: (call.start_s, -call.end_s)):
-        if spans and spans[-1].name == call.name and call.end_s <= spans[-1].end_s + SAME_S:
+        if spans and spans[-1].name == call.name and call.end_s <= spans[-1].end_s + 0.02:
             continue  # a lost worker's last call may be reported twice
         if spans and spans[-1].end_s > call.start_s:
             spans[-1] = replace(spans[-1], end_s=call.start_s)
@@ -190,7 +188,7 @@ def _spans(lane: str, calls: Sequence[RecordedCall], places: _Places) -> list[Ti
 
 def _with_lane(phase: TimeSpan, lanes: Sequence[str]) -> TimeSpan:
     """Translate the worker's name from the format of events and journal to its timeline lane."""
-    match = _WORKER.fullmatch(phase.waited_for)
+    match = re.fullmatch(r"(\w+)-(\d+) on node (\d+)\b.*", phase.waited_for)
     if match is None:
         return phase
     role, node = f"{match[1]} {match[2]}", f"@ node {match[3]}"
@@ -248,7 +246,6 @@ def _order(lane: str) -> tuple[bool, list[tuple[int, str]]]:
 
 # Export as a Chrome trace
 
-_NODE = re.compile(r"(?P<worker>.+) @ node (?P<node>\d{1,9})")
 _CONTROLLER = 1  # the controller's process id in the trace; a node's process id is its rank + 2
 
 
@@ -292,7 +289,7 @@ def _micros(seconds: float) -> int:
 
 def _place(lane: str, number: int) -> tuple[int, int, str]:
     """Return process id, thread id and thread name."""
-    match = _NODE.fullmatch(lane)
+    match = re.fullmatch(r"(?P<worker>.+) @ node (?P<node>\d{1,9})", lane)
     return (_CONTROLLER, number, lane) if match is None else (int(match["node"]) + 2, number, match["worker"])
 
 

@@ -101,7 +101,9 @@ def find_torn(run_dir: Path, *, files: Sequence[StepFile], checkpoints: Sequence
         Torn(path, "left over from a write that was killed")
         for folder in (run_dir, *(run_dir / name for name in ("checkpoints", *ATOMIC_FOLDERS)))
         for path in (sorted(folder.iterdir()) if folder.is_dir() else [])
-        if path.name.startswith((".tmp-", ".trash-")) or _is_superseded(path)
+        if path.name.startswith((".tmp-", ".trash-"))
+        # An old checkpoint that was replaced. If nothing has replaced it, it is still the current checkpoint.
+        or (path.name.startswith(".old-") and path.with_name(path.name.removeprefix(".old-")).exists())
     ]
     return torn
 
@@ -117,11 +119,6 @@ def judge_file(path: Path) -> list[tuple[bytes, bool]]:
     rows = [(line + b"\n", parse_row(line)) for line in data[:end].split(b"\n")[:-1]]
     judged = [(line, row is not None and (path.name != TRAINED or is_trained_row(row))) for line, row in rows]
     return judged + ([(data[end:], False)] if end < len(data) else [])
-
-
-def _is_superseded(path: Path) -> bool:
-    """Whether this is an old checkpoint that was replaced. If nothing has replaced it, it is still the current checkpoint."""
-    return path.name.startswith(".old-") and path.with_name(path.name.removeprefix(".old-")).exists()
 
 
 def _skipped(run_dir: Path, trained: set[int], journaled: set[int], checkpoints: Sequence[Checkpoint]) -> set[int]:

@@ -147,8 +147,7 @@ class RunReader:
         if phase.end_s is None:
             return RunState(word="killed", text=f"its controller ended during {where}", since_s=phase.start_s)
         if phase.result is not None and phase.result.startswith("failed: ") and "Cancelled" not in phase.result:
-            why = phase.result.removeprefix("failed: ")
-            return RunState(word="failed", text=f"{why} during {where}", since_s=at_s)
+            return RunState(word="failed", text=f"{phase.result.removeprefix('failed: ')} during {where}", since_s=at_s)
         text = f"stopped after step {step}; the same command continues the run"
         return RunState(word="stopped", text=text, since_s=at_s)
 

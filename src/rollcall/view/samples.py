@@ -27,7 +27,6 @@ from rollcall.view.journal_index import FOLDER, GroupRow, JournalIndex
 
 SHORT = 280  # characters of each text in a list
 LONG = 20_000  # characters of each text in a group
-_HELD_OUT = re.compile(r"val-(\d{6,12})\.jsonl")
 
 
 class NoGroupError(LookupError):
@@ -334,7 +333,7 @@ def _text_of(ids: list[int], vocabulary: Vocabulary | None) -> dict[str, Any]:
 
 
 def held_out_steps(root: Path) -> list[int]:
-    found = (_HELD_OUT.fullmatch(path.name) for path in (root / "samples").glob("val-*"))
+    found = (re.fullmatch(r"val-(\d{6,12})\.jsonl", path.name) for path in (root / "samples").glob("val-*"))
     return sorted(int(match[1]) for match in found if match)
 
 

@@ -182,7 +182,7 @@ def standing(metrics: MetricsTable, *, num_steps: int | None, holder: Holder | N
         "reward": so_far["reward_mean"]["last"],
         "headline": {"metric": headline.metric, "words": headline.words, **so_far["eval"][headline.key]},
         "step_s": so_far["step_s"],
-        "left_s": None if holder is None else _left_s(metrics, num_steps=num_steps, since=_since(holder)),
+        "left_s": None if holder is None else _left_s(metrics, num_steps=num_steps, holder=holder),
         "no_signal": so_far["no_signal"],
         "episodes": _episodes(metrics),
     }
@@ -225,8 +225,12 @@ def _in_words(episodes: Mapping[str, float]) -> str:
     return f"{', '.join(counts)} each; {', '.join(ends)}"
 
 
-def _left_s(metrics: MetricsTable, *, num_steps: int | None, since: float) -> float | None:
+def _left_s(metrics: MetricsTable, *, num_steps: int | None, holder: Holder) -> float | None:
     """Estimate the time left from recent steps of the current process. Ignores its first step, which includes the warm-up."""
+    try:  # the start of the process, on the same clock as its metrics
+        since = datetime.strptime(holder.since, "%Y-%m-%d %H:%M:%S UTC").replace(tzinfo=UTC).timestamp()
+    except ValueError:
+        since = 0.0
     steps, times, _ = metrics.column("time/step_s")
     recent = set(steps[times >= since][1:][-STEPS_COUNTED:].tolist())
     if not recent or num_steps is None or steps[-1] >= num_steps:
@@ -236,11 +240,3 @@ def _left_s(metrics: MetricsTable, *, num_steps: int | None, since: float) -> fl
         at, _, seconds = metrics.column(f"time/{part}_s")
         spent_s += sum(value for step, value in zip(at.tolist(), seconds.tolist(), strict=True) if step in recent)
     return max(0.0, spent_s / len(recent) * (num_steps - float(steps[-1])) - (time.time() - float(times[-1])))
-
-
-def _since(holder: Holder) -> float:
-    """Return the time at which the holder took the directory, on the same clock as its metrics; 0 if this is not known."""
-    try:
-        return datetime.strptime(holder.since, "%Y-%m-%d %H:%M:%S UTC").replace(tzinfo=UTC).timestamp()
-    except ValueError:
-        return 0.0

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from hashlib import blake2b
 from importlib import metadata
 from pathlib import Path
@@ -22,7 +23,6 @@ CONFIG_ENDS = (".json", ".txt", ".model", ".jinja", ".tiktoken", ".py")
 NOT_COPIED = (
     "model.safetensors.index.json", "pytorch_model.bin.index.json", "verified.json", "README.md", ADAPTER_CONFIG,
 )  # fmt: skip
-_HUB_NAME = re.compile(r"[\w][\w.-]*(/[\w][\w.-]*)?")
 
 
 def not_of_a_model(folder: Path) -> Path | None:
@@ -60,18 +60,12 @@ def copy_config_files(stored: Stored, folder: Path, out: Path, *, dtype: DType |
         if path.name == "config.json":
             data = _config(data, path, dtype=dtype)
         if path.name == PROBE and folder != stored.folder:
-            data = _free_config_files(data)
+            # The user chose other config files, so only the log-probs must match: drop the config files' checksums.
+            with suppress(ValueError, TypeError, RecursionError):  # the next reader reports the error
+                data = json.dumps({**json.loads(data), "beside": {}}, indent=1).encode()
         target = out / (path.relative_to(folder) if path.is_relative_to(folder) else path.name)
         target.parent.mkdir(exist_ok=True)
         target.write_bytes(data)
-
-
-def _free_config_files(data: bytes) -> bytes:
-    """Drop the config file checksums from the probe, because the user chose other config files. Only the log-probs must match then."""
-    try:
-        return json.dumps({**json.loads(data), "beside": {}}, indent=1).encode()
-    except (ValueError, TypeError, RecursionError):
-        return data  # the next reader reports the error
 
 
 def _config(data: bytes, path: Path, *, dtype: DType | None) -> bytes:
@@ -95,7 +89,7 @@ def is_hub_name(name: str) -> bool:
     >>> is_hub_name("Qwen/Qwen3-0.6B"), is_hub_name("/data/models/qwen"), is_hub_name("../qwen")
     (True, False, False)
     """
-    return _HUB_NAME.fullmatch(name) is not None and not Path(name).exists()
+    return re.fullmatch(r"[\w][\w.-]*(/[\w][\w.-]*)?", name) is not None and not Path(name).exists()
 
 
 def run_facts(stored: Stored) -> dict[str, str]:

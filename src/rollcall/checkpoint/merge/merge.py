@@ -10,7 +10,7 @@ import os
 import shutil
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from concurrent.futures import FIRST_COMPLETED, CancelledError, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
@@ -30,7 +30,7 @@ from rollcall.model.files import read_model_config
 from rollcall.model.stored.files import StoredError, file_checksum
 from rollcall.model.stored.find import adapter_folder, checkpoint_of, read_manifest
 from rollcall.model.stored.open import open_stored
-from rollcall.model.stored.outline import ROTARY, Outline, known_outline, outline_of
+from rollcall.model.stored.outline import ROTARY, known_outline, outline_of
 from rollcall.model.stored.safetensors import INDEX, open_model_dir
 from rollcall.model.stored.tensors import DTYPES as KINDS
 from rollcall.model.stored.tensors import Stored, other_tensors, refuse_whole_numbers
@@ -181,8 +181,7 @@ def _refuse_target(out: Path, stored: Stored, folder: Path) -> None:
 
 def _notes(stored: Stored, plan: MergePlan) -> list[str]:
     notes = []
-    checked = stored.kind == ADAPTED or all(unit.file.blake2b or unit.records for unit in plan.units)
-    if not checked:
+    if stored.kind != ADAPTED and not all(unit.file.blake2b or unit.records for unit in plan.units):
         notes.append("the files have no checksums, so a changed byte in them would not be noticed")
     if stored.facts.get("has_critic"):
         notes.append("the critic is not part of the model; it stays in the checkpoint")
@@ -217,22 +216,18 @@ def select(stored: Stored, folder: Path) -> tuple[list[str], list[str]]:
                 "tie_word_embeddings in config.json, or use files from the same model"
             )
     names = [name for name in stored.tensors if name not in {*copies, *heads, *rotary}]
-    _refuse_others(stored, outline, names, folder=folder)
-    if "quantization_config" not in fields:
-        refuse_whole_numbers(stored.types, names, origin=stored.origin)
-    notes = [f"{head} is a value head, not part of the model, and was left out" for head in heads]
-    if rotary:
-        notes.append(f"{rotary[0]} was left out, because the model computes it when it is loaded")
-    return names, notes
-
-
-def _refuse_others(stored: Stored, outline: Outline, names: Sequence[str], *, folder: Path) -> None:
     wanted = {name: shape for name, shape in outline.shapes.items() if name not in outline.tied}
     # A tied tensor may be stored under either name.
     there = {outline.tied.get(name, name): stored.tensors[name].shape for name in names}
     if faults := other_tensors(wanted=wanted, found=there):
         both = f"{stored.origin} does not match {folder / 'config.json'}"
         raise StoredError(f"{both}: {faults}. Use files from the same model")
+    if "quantization_config" not in fields:
+        refuse_whole_numbers(stored.types, names, origin=stored.origin)
+    notes = [f"{head} is a value head, not part of the model, and was left out" for head in heads]
+    if rotary:
+        notes.append(f"{rotary[0]} was left out, because the model computes it when it is loaded")
+    return names, notes
 
 
 @contextmanager

@@ -61,8 +61,7 @@ class Unit:
 
     @property
     def name(self) -> str:
-        begin = min((copy.begin for copy in self.copies), default=0)
-        return f"{self.file.path}:{begin}"
+        return f"{self.file.path}:{min((copy.begin for copy in self.copies), default=0)}"
 
     @property
     def num_bytes(self) -> int:
