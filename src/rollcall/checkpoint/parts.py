@@ -107,8 +107,7 @@ class PartWriter:
     def _image(self, file: File) -> Tensor:
         if isinstance(file.content, bytes):
             return torch.frombuffer(bytearray(file.content), dtype=torch.uint8) if file.content else _nothing()
-        memory = self._memory.setdefault(file.name, HostMemory())
-        return image_of(file.content, memory)
+        return image_of(file.content, self._memory.setdefault(file.name, HostMemory()))
 
     def _write(self, folder: Path, place: Path | None) -> Written:
         node = {"node": os.environ.get("NODE_RANK") or socket.gethostname(), "host": socket.gethostname()}
@@ -182,8 +181,7 @@ def image_of(tensors: Sequence[PartTensor], memory: HostMemory) -> Tensor:
     write_header(head, shapes, metadata={"format": "pt", "parts": json.dumps(parts, separators=(",", ":"))})
     begin = head.tell()
     sizes = [prod(tensor.values.shape) * tensor.dtype.itemsize for tensor in ordered]
-    on_cuda = any(tensor.values.is_cuda for tensor in ordered)
-    image = memory.take(begin + sum(sizes), pinned=on_cuda)
+    image = memory.take(begin + sum(sizes), pinned=any(tensor.values.is_cuda for tensor in ordered))
     image[:begin].copy_(torch.frombuffer(bytearray(head.getvalue()), dtype=torch.uint8))
     for tensor, size in zip(ordered, sizes, strict=True):
         if size:

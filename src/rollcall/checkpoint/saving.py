@@ -54,8 +54,7 @@ class Saving:
     def tidy(self, checkpoints: Path, *, keep: Sequence[str]) -> None:
         """Remove parts on the nodes' own disks that no checkpoint refers to any longer."""
         if (checkpoints / local.FOLDER_NAME).exists():
-            run = local.name_of_run(checkpoints, run=self.run_name)
-            self.call(self.processes, "tidy_parts", run, list(keep))
+            self.call(self.processes, "tidy_parts", local.name_of_run(checkpoints, run=self.run_name), list(keep))
 
     def missing(self, directory: Path) -> str:
         """Describe a checkpoint part that no node has. Empty if no part is missing."""

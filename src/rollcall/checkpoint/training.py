@@ -147,8 +147,7 @@ def read_learner(learner: Learner, directory: Path) -> None:
 
 
 def read_critic(critic: Critic, directory: Path) -> None:
-    weights = _read_weights(critic.body, directory, "critic")
-    _read_optimizer(critic, directory, "critic", weights=weights)
+    _read_optimizer(critic, directory, "critic", weights=_read_weights(critic.body, directory, "critic"))
 
 
 class PartsOf(Mapping[str, Tensor]):

@@ -70,7 +70,14 @@ def verify(model_dir: Path, probe: Path | None = None, *, dtype: str | None = No
         raise VerifyError(f"{why}, so {model_dir} cannot be compared with it; use an earlier checkpoint")
     stored = open_model_dir(model_dir)
     wanted = dtype or recorded.dtype
-    _refuse_other_dtype(stored, wanted=wanted, trained=recorded.dtype, model_dir=model_dir)
+    floats = {tensor.dtype.name: name for name, tensor in stored.tensors.items() if tensor.dtype.is_floating_point}
+    floats.pop(wanted, None)
+    for kind, name in floats.items():
+        how = "trained" if wanted == recorded.dtype else "supposed to be stored"
+        raise VerifyError(
+            f"{model_dir} stores {name} in {kind}, but it was {how} in {wanted}; merge the checkpoint again, or accept this "
+            f"precision: --dtype {kind} --verify"
+        )
     before = describe_files(model_dir, leave_out=OURS)
     model, computed = _load(model_dir, stored)
     found = _logprobs(model, recorded, model_dir=model_dir)
@@ -116,18 +123,6 @@ def mark_of(model_dir: Path) -> dict[str, Any] | None:
         return found if sound else None
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return None
-
-
-def _refuse_other_dtype(stored: Stored, *, wanted: str, trained: str, model_dir: Path) -> None:
-    floats = {tensor.dtype.name: name for name, tensor in stored.tensors.items() if tensor.dtype.is_floating_point}
-    floats.pop(wanted, None)
-    if floats:
-        other, name = next(iter(floats.items()))
-        why = f"it was trained in {trained}" if wanted == trained else f"it was supposed to be stored in {wanted}"
-        raise VerifyError(
-            f"{model_dir} stores {name} in {other}, but {why}; merge the checkpoint again, or accept this precision: "
-            f"--dtype {other} --verify"
-        )
 
 
 def _load(model_dir: Path, stored: Stored) -> tuple[Any, str]:

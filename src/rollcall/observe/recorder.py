@@ -73,8 +73,7 @@ class Recorder:
                 doing = f"{phase.phase} of step {phase.step}" if phase.end_s is None else ""
                 ended_s = phase.end_s or phase.start_s
         ended_s = max([ended_s, *(mark.at_s for mark in read_marks(self._run_dir)[-1:])])
-        note = f"in {doing}" if doing else ""
-        self._events.mark(Mark(ended_s, CONTROLLER_ENDED, MarkKind.FAULT, CONTROLLER, note))
+        self._events.mark(Mark(ended_s, CONTROLLER_ENDED, MarkKind.FAULT, CONTROLLER, f"in {doing}" if doing else ""))
 
     def _record(self, *, is_over: bool) -> None:
         look, now = self._look(last=is_over), time.time()

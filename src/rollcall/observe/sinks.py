@@ -46,8 +46,10 @@ class JsonlSink:
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         check_names(metrics)
-        row = {"step": step, "time": round(time.time(), 3)}
-        row.update({name: _finite(value) for name, value in metrics.items()})
+        row: dict[str, Any] = {"step": step, "time": round(time.time(), 3)}
+        for name, value in metrics.items():
+            number = value if isinstance(value, int) else float(value)
+            row[name] = number if math.isfinite(number) else None
         line = (json.dumps(row) + "\n").encode()
         persist(lambda: self._file.append(line), path=self.path, what=f"the metrics of step {step}")
         self._file.forget_unsynced()
@@ -159,8 +161,3 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
             continue
         rows.setdefault(row["step"], {}).update(row)
     return [rows[step] for step in sorted(rows)]
-
-
-def _finite(value: float) -> float | int | None:
-    number = value if isinstance(value, int) else float(value)
-    return number if math.isfinite(number) else None

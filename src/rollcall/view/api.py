@@ -197,8 +197,7 @@ class Api:
     def runs(self, ask: Ask | None) -> Any:
         rows = []
         for place in self._places.all():
-            row = self.run(place.id).row()
-            rows.append({"id": place.id, "name": place.name, "dir": str(place.dir), **row})
+            rows.append({"id": place.id, "name": place.name, "dir": str(place.dir), **self.run(place.id).row()})
         return {"runs": rows, "now_s": time.time()}
 
     def metrics(self, ask: Ask) -> Any:

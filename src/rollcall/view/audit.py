@@ -23,7 +23,6 @@ from rollcall.loop.supply import Cursor
 from rollcall.view.reader import RunReader
 
 TRAINED = "trained.jsonl"
-LINE_FILES = (f"journal/{TRAINED}", "metrics.jsonl", "events.jsonl")
 FARTHEST = 10_000  # how many draws a run can leave out for each trained or journaled draw
 
 
@@ -93,7 +92,7 @@ def find_torn(run_dir: Path, *, files: Sequence[StepFile], checkpoints: Sequence
     """Return everything that a killed write may have left incomplete."""
     bad_bytes = [(file.path, file.num_bad_bytes) for file in files if file.num_bad_bytes]
     torn = [Torn(path, f"{counted(num, 'byte')} {are(num)} not a complete record") for path, num in bad_bytes]
-    for name in LINE_FILES:
+    for name in (f"journal/{TRAINED}", "metrics.jsonl", "events.jsonl"):
         if bad := sum(not good for _, good in judge_file(run_dir / name)):
             torn.append(Torn(run_dir / name, f"{counted(bad, 'line')} {are(bad)} incomplete"))
     torn += [Torn(state.path, state.reason) for state in checkpoints if state.reason]
@@ -143,5 +142,4 @@ def _skipped(run_dir: Path, trained: set[int], journaled: set[int], checkpoints:
     if not whole:
         return set()
     cursor = Cursor.of(whole[-1].state, where=str(whole[-1].path))
-    known = journaled | set(cursor.pending)
-    return {draw for draw in missing - known if draw < cursor.next_draw}
+    return {draw for draw in missing - journaled - set(cursor.pending) if draw < cursor.next_draw}

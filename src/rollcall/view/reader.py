@@ -161,8 +161,7 @@ class RunReader:
         summary, step = read_summary(self.dir), self.step
         if summary is not None and summary["steps"] >= step:  # otherwise the run was trained further after it finished
             return summary
-        name = None if self.config is None else self.config.run.name
-        return build_summary(self.metrics, resume_step=step, run=name)
+        return build_summary(self.metrics, resume_step=step, run=None if self.config is None else self.config.run.name)
 
     def moved_s(self) -> float | None:
         """Return the time of the run's last write."""
