@@ -45,7 +45,6 @@ _SAY_EVERY_S = 60.0
 _MAX_REDIRECTS = 3
 # 403 is included because some services return it for a single text that they reject.
 _LATER = (403, 408, 409, 425, 500, 502, 503, 504)
-_REFUSED = (401, 402, 404, 405, 407)
 
 
 class EndpointLostError(RuntimeError, ValueError):
@@ -169,8 +168,7 @@ class Endpoint:
     async def _answers_others(self, *, after_s: float) -> bool:
         """Return whether a request that began after ``after_s`` was answered. To find out, repeat the last question that was answered."""
         async with self._one_checks:
-            is_known = max(self._answered_began_s, self._unanswered_began_s) >= after_s
-            if not is_known and self._answered is not None:
+            if max(self._answered_began_s, self._unanswered_began_s) < after_s and self._answered is not None:
                 began_s = time.monotonic()
                 try:
                     await self._once(self._answered, is_first=False)
@@ -219,8 +217,7 @@ class Endpoint:
             async with asyncio.timeout(limit_s):
                 return await self._follow(question, session=session)
         except TimeoutError as error:  # also raised while connecting
-            told = str(error) or f"no answer within timeout_s={limit_s:g}"
-            raise Problem(told, Cause.PASSING, kind="hung") from None
+            raise Problem(str(error) or f"no answer within timeout_s={limit_s:g}", Cause.PASSING, kind="hung") from None
         except (aiohttp.ClientSSLError, ssl.SSLError) as error:
             raise Problem(f"its certificate is not trusted: {error}", Cause.REFUSED) from None
         except (aiohttp.ClientError, OSError) as error:
@@ -249,21 +246,17 @@ async def _body(answer: Any) -> bytes:
             answer.close()  # the rest is never read
             break
     if not is_good:
-        raise _problem_of(answer.status, bytes(said), answer.headers.get("Retry-After"))
+        text = " ".join(said.decode(errors="replace").split())[:300]
+        told = f"status {answer.status}{f': {text}' if text else ''}"
+        if answer.status == 429 or answer.status in _LATER or answer.status > 504:
+            cause = Cause.LIMIT if answer.status == 429 else Cause.PASSING
+            raise Problem(told, cause, retry_after_s=_retry_after_s(answer.headers.get("Retry-After")))
+        raise Problem(told, Cause.REFUSED if answer.status in (401, 402, 404, 405, 407) else Cause.QUESTION)
     if len(said) > most:
         raise Problem(f"its answer is longer than {most >> 20} MiB", Cause.QUESTION)
     if (encoding := answer.headers.get("Content-Encoding", "identity").lower()) != "identity":
         raise Problem(f"its answer is encoded as {encoding[:40]}, which the request does not allow", Cause.QUESTION)
     return bytes(said)
-
-
-def _problem_of(status: int, said: bytes, retry_after: str | None) -> Problem:
-    text = " ".join(said.decode(errors="replace").split())[:300]
-    told = f"status {status}{f': {text}' if text else ''}"
-    if status == 429 or status in _LATER or status > 504:
-        cause = Cause.LIMIT if status == 429 else Cause.PASSING
-        return Problem(told, cause, retry_after_s=_retry_after_s(retry_after))
-    return Problem(told, Cause.REFUSED if status in _REFUSED else Cause.QUESTION)
 
 
 def _redirected(url: str, status: int, location: str) -> str:

@@ -37,8 +37,6 @@ _NUMBER = re.compile(
     r"(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+|(?<![0-9])(?=\.[0-9]))"
     r"(?:\.[0-9]+)?(?:[eE][+-]?[0-9]{1,3}(?![0-9]))?"
 )
-_EXPRESSION = re.compile(r"[0-9+\-*/() ]+")
-_MAX_EXPRESSION_CHARS = 200
 _OPERATORS: dict[type[ast.operator], Callable[[Fraction, Fraction], Fraction]] = {
     ast.Add: operator.add,
     ast.Sub: operator.sub,
@@ -111,8 +109,7 @@ def _countdown(format_score: float) -> RewardFunction:
         if expression is None:
             return 0.0
         value, used = evaluate(expression)
-        solved = value == target and sorted(used) == numbers
-        return 1.0 if solved else format_score
+        return 1.0 if value == target and sorted(used) == numbers else format_score
 
     return countdown
 
@@ -134,7 +131,7 @@ def extract_expression(completion: str) -> str | None:
 
 
 def _is_expression(text: str) -> bool:
-    if len(text) > _MAX_EXPRESSION_CHARS or not _EXPRESSION.fullmatch(text):
+    if len(text) > 200 or not re.fullmatch(r"[0-9+\-*/() ]+", text):
         return False
     try:
         evaluate(text)

@@ -76,5 +76,4 @@ def _allow(ruleset: int, path: str, rights: int) -> None:
 
 
 def _call(number: int, *arguments: object) -> int:
-    libc = ctypes.CDLL(None, use_errno=True)
-    return libc.syscall(ctypes.c_long(number), *arguments)
+    return ctypes.CDLL(None, use_errno=True).syscall(ctypes.c_long(number), *arguments)

@@ -21,8 +21,6 @@ from typing import Any
 
 from rollcall.reward.eval_guard import guarded
 
-_MAX_ANSWER_CHARS = 1000  # longer text is not an answer and takes minutes to parse
-_MAX_SEARCH_CHARS = 2000  # in a text without a mark, only this many characters at the end are searched
 _TAG_OPEN, _TAG_CLOSE = "<answer>", "</answer>"
 _BOX = "\\boxed{"
 _ANNOUNCED = re.compile(r"(?i)\banswer\s*(?:is|=|:)[\s:*]*")
@@ -47,7 +45,6 @@ _BARE_NAME = re.compile(
 )
 _BARE_ROOT = re.compile(r"(?<![\\A-Za-z])sqrt\s*\(([^()]*)\)")
 _LETTERS = re.compile(r"[^\W\d_]+(?:[ '-][^\W\d_]+)*")
-_LONGEST_NAME = 3  # letters; shorter text may name a number (e, pi) or be a product (ab) in a formula
 _LISTED = re.compile(r",(?!\d{3}\b)|;|\b(?:and|or)\b")
 _NAMED = re.compile(r"\b[A-Za-z]\s*=")
 _MIXED = re.compile(r"(?<![\d./])(\d+)\s+(\d+/\d+)(?![\d./])")  # 1 1/2
@@ -79,7 +76,7 @@ def math_equal(prompt: str, completion: str, answer: str, metadata: dict[str, An
         words = plain_words(wanted)
         if words in map(plain_words, (given, _after_words(given), *within[-1:])):
             return 1.0
-        if len(words) > _LONGEST_NAME or is_word(given):
+        if len(words) > 3 or is_word(given):  # shorter text may name a number (e, pi) or be a product (ab) in a formula
             return 0.0
     if "\\begin{cases}" in wanted:  # math-verify parses every such answer as 0
         return float("".join(wanted.split()) == "".join(given.split()))
@@ -130,7 +127,7 @@ def final_answer(text: str) -> str | None:
     ['2\\sqrt{3}', '72 apples', 'x^2+1', '5']
     """
     found = _NUMERAL.sub(lambda match: f"*{_NUMERALS[(match[1] or match[2]).casefold()]}", _bare(_final(text)))
-    return found if found and len(found) <= _MAX_ANSWER_CHARS else None
+    return found if found and len(found) <= 1000 else None  # longer text is not an answer and takes minutes to parse
 
 
 def _final(text: str) -> str:
@@ -194,7 +191,7 @@ def plain_words(answer: str) -> str:
 
 
 def _unmarked(text: str) -> str:
-    end = text[-_MAX_SEARCH_CHARS:]
+    end = text[-2000:]  # in a text without a mark, only the end is searched
     announced = [match.end() for match in _ANNOUNCED.finditer(end)]
     if announced and (said := end[announced[-1] :].strip()):
         return said.partition("\n")[0].rstrip(" *.!")

@@ -42,8 +42,6 @@ from rollcall.reward.functions import check_score
 from rollcall.reward.worker import MAX_ANSWER_BYTES, About, FailureKind, Item, Ready, RewardResult
 
 START_TIMEOUT_S = 120.0
-_MAX_STARTS_LOST = 3  # in a row; after that, the problem must be the machine, not an item
-_MAX_CHUNK = 32
 _READ_RESULTS = reader(list[RewardResult] | None)
 
 
@@ -107,7 +105,7 @@ class _Crew:
     def take(self) -> deque[_Task]:
         """Take a chunk for one worker. Chunks are large while the queue is long and shrink to single items near its end, so that a slow
         item delays few others. All items in a chunk have the same limit."""
-        share = min(_MAX_CHUNK, -(-len(self.queue) // (2 * len(self.seats))))
+        share = min(32, -(-len(self.queue) // (2 * len(self.seats))))
         chunk: deque[_Task] = deque()
         while self.queue and len(chunk) < share and (not chunk or self.queue[0].timeout_s == chunk[0].timeout_s):
             task = self.queue.popleft()
@@ -268,7 +266,7 @@ class _Seat:
             raise self._cannot_start(error) from None
         except Lost as error:
             self._crew.num_starts_lost += 1
-            if self._crew.num_starts_lost >= _MAX_STARTS_LOST or self._crew.ready is None:
+            if self._crew.num_starts_lost >= 3 or self._crew.ready is None:  # the machine is at fault, not an item
                 raise self._cannot_start(error) from None
             self._replace()
             return False

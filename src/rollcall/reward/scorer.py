@@ -246,10 +246,9 @@ def why_unscored(groups: Sequence[Group], *, reward: str, scorer: Scorer) -> str
     told = scores[0].errors[reward]
     # An evaluation may have failed earlier in a different way.
     same = (one.why for one in scorer.failures if one.reward == reward and _short(one.kind, one.why) == told)
-    first = next(same, told)
     kinds = Counter(score.errors[reward].partition(":")[0] for score in scores)
     how = ", ".join(f"{count} {kind}" for kind, count in kinds.most_common())
-    lines = first.strip().splitlines()
+    lines = next(same, told).strip().splitlines()
     shown = lines if len(lines) <= 25 else ["...", *lines[-25:]]
     what = "environment" if reward == ENVIRONMENT else f"reward {reward}"
     # Put the cause in the first line, because a list of runs shows only that line.

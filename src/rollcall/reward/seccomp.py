@@ -88,8 +88,7 @@ def why_missing() -> str:
 def refuse(*, network: bool, processes: bool) -> str:
     """Refuse ``network`` (all sockets except Unix sockets) and ``processes`` (starting processes, accessing other processes,
     all sockets, and file changes that landlock does not cover). Return why this failed, or ""."""
-    missing = why_missing()
-    if missing:
+    if missing := why_missing():
         return missing
     program = _program(network=network, processes=processes)
     packed = b"".join(struct.pack("<HBBI", *instruction) for instruction in program)

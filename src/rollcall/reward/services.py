@@ -101,8 +101,11 @@ class Asker:
         section = self._sections[place]
         if isinstance(section, JudgeReward):
             questions = _judge_questions(section, prompt, completions)
+        elif section.whole_group:
+            texts = [completion.text for completion in completions]
+            questions = [_question(prompt, len(texts), completions=texts)]
         else:
-            questions = _http_questions(section, prompt, completions)
+            questions = [_question(prompt, 1, completion=completion.text) for completion in completions]
         answers = await asyncio.gather(*(self._answer(place, one) for one in questions))
         return [result for answer in answers for result in answer]
 
@@ -115,14 +118,6 @@ class Asker:
             return [RewardResult(0.0, problem.kind, str(problem))] * question.count
         except Exception:  # noqa: BLE001 - counted like any reward failure, and the run continues
             return [RewardResult(0.0, "raised", traceback.format_exc())] * question.count
-
-
-def _http_questions(section: HttpReward, prompt: Prompt, completions: tuple[Completion, ...]) -> list[Question]:
-    """Return the questions, in the order of the completions."""
-    texts = [completion.text for completion in completions]
-    if section.whole_group:
-        return [_question(prompt, len(texts), completions=texts)]
-    return [_question(prompt, 1, completion=text) for text in texts]
 
 
 def _question(prompt: Prompt, count: int, **completions: Any) -> Question:
@@ -155,9 +150,6 @@ def _scores_in(answer: Any, *, count: int) -> tuple[list[Any], list[str]]:
 
 _PLACEHOLDER = re.compile(r"\{(prompt|completion|answer)\}")
 _CHAT = "/chat/completions"
-_READ_CHARS = 100_000  # only the end of an answer is read
-_MOST_OBJECTS = 200  # how many opening braces are tried as the start of the JSON object that ends the answer
-_FENCE = re.compile(r"\A```[a-z]*\s*|\s*```\Z")
 _OUT_OF = re.compile(r"([0-9])\s*(?:/|out of)\s*[0-9][0-9.,]*", re.IGNORECASE)
 
 _OPENING = (
@@ -231,8 +223,8 @@ def read_score(text: str, *, low: float, high: float) -> float:
     >>> read_score('Well. {"reason": "it claims 1", "score": 0}', low=0, high=1), read_score("I give it 7/10.", low=0, high=10)
     (0.0, 7.0)
     """
-    text = text.rpartition("</think>")[2][-_READ_CHARS:].strip()
-    text = _FENCE.sub("", text)
+    text = text.rpartition("</think>")[2][-100_000:].strip()  # only the end is read
+    text = re.sub(r"\A```[a-z]*\s*|\s*```\Z", "", text)
     no_score = "the judge gave no score"
     found = _object_at_end(text) or _object_at(text, 0)[0]
     if found is None and text.startswith("{"):
@@ -255,7 +247,7 @@ def read_score(text: str, *, low: float, high: float) -> float:
 def _object_at_end(text: str) -> dict[str, Any] | None:
     """Return the largest JSON object at the end of the text."""
     start = -1
-    for _ in range(_MOST_OBJECTS if text.endswith("}") else 0):
+    for _ in range(200 if text.endswith("}") else 0):  # at most this many opening braces are tried as its start
         start = text.find("{", start + 1)
         if start < 0:
             return None

@@ -110,7 +110,8 @@ def user_function(path: str, target: Any) -> UserFunction:
     is_trl = _is_trl(given, signature)
     names = tuple(signature.parameters) if is_trl else _named(signature)
     if names is not None:
-        is_batched, needs = is_trl or "completions" in names, _needed_columns(signature)
+        is_batched = is_trl or "completions" in names
+        needs = frozenset(_required(signature) - {"prompt", "completion", "metadata", *_TRL_LISTS, *_TRL_OTHERS})
         if not is_trl and is_batched == ("completion" in names):
             raise ValueError(f"{given}, but a reward takes either completion or completions; use {_EXPECTED}")
         return UserFunction(target, names, is_batched=is_batched, is_async=is_async, needs=needs, is_trl=is_trl)
@@ -157,11 +158,6 @@ def _required(signature: inspect.Signature) -> set[str]:
     variable = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
     parameters = signature.parameters.values()
     return {each.name for each in parameters if each.default is each.empty and each.kind not in variable}
-
-
-def _needed_columns(signature: inspect.Signature) -> frozenset[str]:
-    """Return the columns that a row must have for a function that takes arguments by name."""
-    return frozenset(_required(signature) - {"prompt", "completion", "metadata", *_TRL_LISTS, *_TRL_OTHERS})
 
 
 def _named(signature: inspect.Signature) -> tuple[str, ...] | None:

@@ -30,7 +30,6 @@ from rollcall.reward.user_function import UserFunction, check_scores
 
 MAX_ANSWER_BYTES = 1 << 20
 ASYNC_GRACE_S = 1.0  # an async call stops at its own limit; after this extra time, its process is killed
-_MIN_WHY = 100  # each completion's error message keeps at least this many characters, however large the group is
 # Tracebacks leave out frames in these files, because they do not help the author of a reward.
 _OWN_FILES = (__file__, user_function.__file__)
 
@@ -125,7 +124,7 @@ class RewardWorker:
             results = self._batch(lambda: self._run(work()), len(given), is_trl=function.is_trl)
         else:
             results = self._run(self._together(function, item, limit_s=limit_s))
-        longest = max(_MIN_WHY, MAX_WHY // max(len(given), 1))
+        longest = max(100, MAX_WHY // max(len(given), 1))  # a message stays readable, however large the group is
         return [replace(one, why=cut(one.why, longest)) for one in results]
 
     def _batch(self, call: Callable[[], Any], count: int, *, is_trl: bool = False) -> list[RewardResult]:
