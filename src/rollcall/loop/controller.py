@@ -277,8 +277,7 @@ class Controller:
                 seed=self.config.run.seed,
                 step=step,
             )
-            seconds = time.perf_counter() - started
-            await self._call(partial(self.record.log_evaluation, step, result, seconds=seconds))
+            await self._call(partial(self.record.log_evaluation, step, result, seconds=time.perf_counter() - started))
         if step in (0, self.config.trainer.steps):
             self.console.show_samples(f"answers {title}", sample_rows(result.groups, limit=6))
         # Reset the counters, so that the next step's metrics do not include the evaluation.

@@ -73,7 +73,12 @@ class GroupMaker:
             return SuppliedGroup(group=await self._generate(step, draw, prompt), from_journal=False)
         failed = self._unscored[step]
         if failed and not self._is_trained(draw):  # its rewards failed, so the earlier process stopped
-            group = await self._make_again(group, failed=failed)
+            if ENVIRONMENT in failed and self._rollouts.player is not None and self._generates:
+                again = self._given(group.step, group.draw, group.prompt)  # the episodes are played again
+                group = await self._rollouts.group(group.prompt, **again)
+            else:
+                scores = await self._rollouts.rewards.score(self._scorer, group.prompt, group.completions)
+                group = replace(group, scores=scores)  # finished_s remains the time at which the completions finished
             await self._call(partial(self._journal.append, group, again=True))
         return SuppliedGroup(group=group, from_journal=True)
 
@@ -101,14 +106,6 @@ class GroupMaker:
 
     def _is_trained(self, draw: int) -> bool:
         return any(draw in draws for draws in self.trained.values())
-
-    async def _make_again(self, group: Group, *, failed: frozenset[str]) -> Group:
-        """Score the same completions again. Episodes whose environment failed are played again."""
-        if ENVIRONMENT not in failed or self._rollouts.player is None or not self._generates:
-            scores = await self._rollouts.rewards.score(self._scorer, group.prompt, group.completions)
-            return replace(group, scores=scores)  # finished_s remains the time at which the completions finished
-        given = self._given(group.step, group.draw, group.prompt)
-        return await self._rollouts.group(group.prompt, **given)
 
     async def _generate(self, step: int, draw: int, prompt: Prompt) -> Group:
         if not self._generates:

@@ -223,8 +223,7 @@ class Record:
     def export(self, *, step: int) -> None:
         target = self.run_dir / "model"
         with self.explaining_divergence(step, lost="no model was exported"):
-            write = partial(self.workers.export, target)
-            persist(write, path=target, what="the trained model", refuse=CheckpointError)
+            persist(partial(self.workers.export, target), path=target, what="the trained model", refuse=CheckpointError)
 
     @contextmanager
     def explaining_divergence(self, step: int, *, lost: str) -> Iterator[None]:

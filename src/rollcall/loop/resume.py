@@ -83,7 +83,15 @@ def changes_on_resume(config: Config, run_dir: Path) -> list[Change]:
             f"run.dir={run_dir} contains a run with different settings: {'; '.join(map(str, fixed))}. These cannot "
             f"change within a run; {ANOTHER_RUN}"
         )
-    _refuse_shorter(config, run_dir)
+    done = newest_step(run_dir) or 0
+    if (run_dir / "journal").is_dir():
+        with Journal(run_dir / "journal") as journal:
+            done = max([done, *journal.trained()])
+    if config.trainer.steps < done:
+        raise ConfigError(
+            f"trainer.steps={config.trainer.steps}, but the run in {run_dir} has already trained {counted(done, 'step')}; "
+            f"use {done} or more, {ANOTHER_RUN}"
+        )
     return found
 
 
@@ -129,18 +137,6 @@ def _means_the_same(key: str, before: Any, after: Any) -> bool:
 
 def _is_of_sections(value: Any) -> bool:
     return isinstance(value, list) and bool(value) and all(isinstance(item, dict) for item in value)
-
-
-def _refuse_shorter(config: Config, run_dir: Path) -> None:
-    done = newest_step(run_dir) or 0
-    if (run_dir / "journal").is_dir():
-        with Journal(run_dir / "journal") as journal:
-            done = max([done, *journal.trained()])
-    if config.trainer.steps < done:
-        raise ConfigError(
-            f"trainer.steps={config.trainer.steps}, but the run in {run_dir} has already trained {counted(done, 'step')}; "
-            f"use {done} or more, {ANOTHER_RUN}"
-        )
 
 
 def _told(value: Any) -> str:

@@ -210,10 +210,9 @@ class AsCompleted(Supply):
         self._asked_s = time.perf_counter()
 
     async def run(self) -> None:
-        total = self._demand.steps * self._demand.wanted
         try:
             async with self._changed:
-                while self._num_taken < total:
+                while self._num_taken < self._demand.steps * self._demand.wanted:
                     self._admit()
                     await self._changed.wait()
                     if self._failure is not None:
@@ -252,8 +251,7 @@ class AsCompleted(Supply):
 
     def _admit(self) -> None:
         demand = self._demand
-        ahead = steps_ahead(demand.staleness, order="as_completed")
-        most = min(self._version + ahead, demand.steps) * demand.wanted
+        most = min(self._version + steps_ahead(demand.staleness, order="as_completed"), demand.steps) * demand.wanted
         while self._num_taken + len(self._begun) < most:
             self._begin()
 

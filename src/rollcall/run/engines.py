@@ -322,8 +322,7 @@ class Engines:
         renewing.add_done_callback(self._renewing.discard)
         if not self._router.num_workers and self._alone is None:
             why = f"no rollout process is left, and none came back within {self._wait_s:g} s"
-            ranks = range(len(self._workers))
-            none_left = WorkerLostError(why, role="rollout", ranks=ranks, node_ranks=[])
+            none_left = WorkerLostError(why, role="rollout", ranks=range(len(self._workers)), node_ranks=[])
             self._alone = loop.call_later(self._wait_s, self._fail, none_left)
 
     async def _renew(self, worker: int) -> None:

@@ -23,7 +23,7 @@ from rollcall.loop.workers import Workers
 from rollcall.model.tokenizers import refuse_other_tokenizers, tokenizer_mark
 from rollcall.plan.judge import indivisible, workable_plan
 from rollcall.plan.memory import read_sizes
-from rollcall.plan.placement import TRAINED, Plan, PlannedProcess, Role, roles_in_parts, roles_together, shrink
+from rollcall.plan.placement import TRAINED, PlannedProcess, Role, roles_in_parts, roles_together, shrink
 from rollcall.process.groups.backend import Backend
 from rollcall.process.groups.cluster import VirtualCluster
 from rollcall.process.groups.group import WorkerBuilder, WorkerGroup
@@ -85,7 +85,13 @@ def build_workers_on_cluster(config: Config, *, backend: Backend | None) -> Work
         plan = workable_plan(config, section)
     inputs = load_inputs(config)
     in_parts = roles_in_parts(config, plan)
-    _refuse_impossible(config, plan, in_parts, model_path=inputs.model_path)
+    # Refuse what the model or its optimizers do not support, before any process is started.
+    with suppress(SizesUnknown):  # the processes refuse such an architecture by name
+        if problems := indivisible(plan, read_sizes(inputs.model_path)):
+            raise PlacementError("; ".join(problems))
+    for role in TRAINED:
+        if role in plan.processes:
+            optimizer_class(getattr(config, role.value), name=role.value, in_parts=role in in_parts)
     say(f"placing {counted(len(plan.all_processes), 'process')} on {counted(plan.num_nodes, 'node')}")
     cluster = VirtualCluster(
         list(plan.slots_per_node),
@@ -197,16 +203,6 @@ def _regrow(missing_nodes: Collection[int]) -> str | None:
 
     back = sorted({node.rank for node in ranked_nodes()}.intersection(missing_nodes))
     return f"node {', '.join(map(str, back))} is back" if back else None
-
-
-def _refuse_impossible(config: Config, plan: Plan, in_parts: Collection[Role], *, model_path: str) -> None:
-    """Refuse what the model or its optimizers do not support, before any process is started."""
-    with suppress(SizesUnknown):  # the processes refuse such an architecture by name
-        if problems := indivisible(plan, read_sizes(model_path)):
-            raise PlacementError("; ".join(problems))
-    for role in TRAINED:
-        if role in plan.processes:
-            optimizer_class(getattr(config, role.value), name=role.value, in_parts=role in in_parts)
 
 
 def _reward(team: Team, index: int, prompt: Prompt, completions: tuple[Completion, ...]) -> list[float]:

@@ -20,7 +20,6 @@ from rollcall.config import Config
 from rollcall.config.rewards import AskedReward
 from rollcall.reward.scorer import Failure, Scorer, columns_needed
 
-SAMPLE_TEXT = "Let me think about it. I do not know the answer."
 ANSWER, EMPTY, SAMPLE = "its answer", "empty", "a text"
 _NEED_THE_POLICY = ("self_certainty", "environment")
 
@@ -121,7 +120,7 @@ def try_rewards(config: Config, prompts: list[Prompt]) -> Trial:
 
 def _score(scorer: Scorer, prompt: Prompt) -> list[Scored]:
     """Score the completions as one group, because some rewards compare the completions of a group."""
-    texts = [(EMPTY, ""), (SAMPLE, SAMPLE_TEXT)]
+    texts = [(EMPTY, ""), (SAMPLE, "Let me think about it. I do not know the answer.")]
     if prompt.answer.strip():
         texts.insert(0, (ANSWER, prompt.answer))
     completions = tuple(Completion.given(np.zeros(1, dtype=np.int32), text=text) for _, text in texts)

@@ -99,8 +99,7 @@ def serve(plan: ModelPlan, *, host: str, port: int, key: str | None, show: Calla
 def open_caller(engine: Engine, rules: Open, *, tokenizer: Any, failed: asyncio.Future[None]) -> Caller:
     """Build the function with which a server in this event loop calls the engine. It uses a copy of the tokenizer, because the engine
     uses the original in another thread. If the engine stops with an error, the error is set on ``failed``."""
-    own = copy.deepcopy(tokenizer)
-    histories = Histories(Conversations(own), name="serve", max_kept=4_000_000)
+    histories = Histories(Conversations(copy.deepcopy(tokenizer)), name="serve", max_kept=4_000_000)
     numbers = itertools.count()
 
     async def sample(prompt_ids: Ints, *, seed: int, sampling: Sampling, session: str) -> Completion:
@@ -118,5 +117,4 @@ def open_caller(engine: Engine, rules: Open, *, tokenizer: Any, failed: asyncio.
                 failed.set_exception(error)
             raise
 
-    here = asyncio.get_running_loop()
-    return Caller(rules=rules, histories=histories, sample=in_loop(sample, here))
+    return Caller(rules=rules, histories=histories, sample=in_loop(sample, asyncio.get_running_loop()))

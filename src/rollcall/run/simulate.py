@@ -60,7 +60,15 @@ def simulate(config: Config) -> Verdict:
             "the run file has no cluster section, so there is no placement to rehearse; `rollcall train` runs it"
         )
     plan = workable_plan(config, config.cluster)
-    _refuse_too_large(plan)
+    num_processes = len(plan.all_processes)
+    needed = num_processes * PROCESS_GIB + plan.num_nodes * NODE_GIB
+    available = psutil.virtual_memory().available / 2**30
+    if needed > available:
+        raise ClusterError(
+            f"{plan.num_nodes} nodes with {num_processes} processes need about {needed:.0f} GiB on one machine, but only "
+            f"{available:.0f} GiB are free; rehearse fewer nodes (cluster.num_nodes=..., with a matching placement), and check the full "
+            "run with `rollcall plan`"
+        )
     if config.rollout.engine == "vllm":
         say("rollout.engine=vllm is replaced by the native engine in the rehearsal")
     started = time.monotonic()
@@ -79,7 +87,7 @@ def simulate(config: Config) -> Verdict:
         why=why,
         num_nodes=plan.num_nodes,
         num_slots=len(plan.slots),
-        num_processes=len(plan.all_processes),
+        num_processes=num_processes,
         roles={str(role): plan.world_size(role) for role in plan.roles},
         steps=summary["steps"] if summary else 0,
         seconds=time.monotonic() - started,
@@ -179,15 +187,3 @@ def make_tiny_model(directory: Path, *, is_reward: bool = False) -> Path:
     model.save_pretrained(directory)
     tokenizer.save_pretrained(directory)
     return directory
-
-
-def _refuse_too_large(plan: Plan) -> None:
-    num_processes = len(plan.all_processes)
-    needed = num_processes * PROCESS_GIB + plan.num_nodes * NODE_GIB
-    available = psutil.virtual_memory().available / 2**30
-    if needed > available:
-        raise ClusterError(
-            f"{plan.num_nodes} nodes with {num_processes} processes need about {needed:.0f} GiB on one machine, but only "
-            f"{available:.0f} GiB are free; rehearse fewer nodes (cluster.num_nodes=..., with a matching placement), and check the full "
-            "run with `rollcall plan`"
-        )

@@ -97,9 +97,8 @@ def train(
         # Without a cluster, this process has all roles.
         roles = () if _has_slots(config) else tuple(sorted(map(str, needed_roles(config))))
         about = About(title=CONTROLLER, roles=(CONTROLLER, *roles), run=str(config.run.dir.resolve()))
-        run = _Run(config, bounds, lease, backend, callbacks or Callbacks(), is_bare)
         with unless_begun(config.run.dir, old=old), reachable(about), _examining():
-            return run.finish(quiet=quiet)
+            return _Run(config, bounds, lease, backend, callbacks or Callbacks(), is_bare).finish(quiet=quiet)
 
 
 @contextmanager
@@ -420,12 +419,11 @@ def _say_changes(events: Events, changes: list[Change], *, step: int, code: list
         events.mark(Mark(time.time(), "code changed", MarkKind.NOTE, None, line))
     if not changes:
         return
-    lines = [f"  {change}" for change in changes]
     meaning = (
         "groups in the journal were generated with the old values; steps after the checkpoint are trained with the new values, and the "
         "learning rate may differ where it depends on them"
     )
-    say("\n".join(["settings that this resume changes:", *lines, meaning]))
+    say("\n".join(["settings that this resume changes:", *(f"  {change}" for change in changes), meaning]))
     events.write(
         {"resumed_at_step": step, "changed": {change.key: [change.before, change.after] for change in changes}}
     )
