@@ -118,8 +118,7 @@ def flash(
     q: Tensor, k: Tensor, v: Tensor, *, cu_q: Tensor, cu_k: Tensor, max_q: int, max_k: int, scale: float, window: int
 ) -> Tensor:
     """Compute causal attention of queries [Nq, H, D] to keys [Nk, Hkv, D] in packed segments, which end at the same token."""
-    left = window - 1 if window else -1
-    return _varlen()(q, k, v, cu_q, cu_k, max_q, max_k, scale=scale, window_size=(left, 0))
+    return _varlen()(q, k, v, cu_q, cu_k, max_q, max_k, scale=scale, window_size=(window - 1 if window else -1, 0))
 
 
 @cache

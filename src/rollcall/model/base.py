@@ -61,8 +61,7 @@ def _identity(tensor: Tensor, dtype: torch.dtype) -> int:
         words = torch.zeros(-(-size // 4), dtype=torch.int32, device=piece.device)
         words.view(dtype)[: piece.numel()] = piece.reshape(-1)
         # 32-bit words: with 64-bit words, two sign flips would go unnoticed, since 2**63 times any odd number is 2**63. Sums wrap.
-        one = int((words.to(torch.int64) * factors[: len(words)]).sum())
-        total = (total * _FACTOR + one + size) & _MASK
+        total = (total * _FACTOR + int((words.to(torch.int64) * factors[: len(words)]).sum()) + size) & _MASK
     return total
 
 

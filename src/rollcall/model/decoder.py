@@ -227,7 +227,9 @@ _OUTER_NAMES = {
 def _layer_of(config: Any, index: int, layer: nn.Module) -> Layer:
     parameters = {name: parameter.data for name, parameter in layer.named_parameters()}
     tensors = {field: _fused([parameters.get(name) for name in names]) for field, names in _MODULE_NAMES.items()}
-    return Layer(**tensors, window=_window(config, index))  # type: ignore[arg-type]
+    layer_types = getattr(config, "layer_types", None)
+    slides = config.model_type == "mistral" or (layer_types is not None and layer_types[index] == "sliding_attention")
+    return Layer(**tensors, window=(config.sliding_window or 0) if slides else 0)  # type: ignore[arg-type]
 
 
 def module_names(name: str) -> tuple[str, ...]:
@@ -240,13 +242,6 @@ def module_names(name: str) -> tuple[str, ...]:
         layer, _, field = name.rpartition(".")
         return tuple(f"model.{layer}.{part}" for part in (_MODULE_NAMES.get(field) or _ADAPTER_NAMES[field]))
     return (_OUTER_NAMES[name],)
-
-
-def _window(config: Any, index: int) -> int:
-    layer_types = getattr(config, "layer_types", None)
-    if config.model_type == "mistral" or (layer_types is not None and layer_types[index] == "sliding_attention"):
-        return config.sliding_window or 0
-    return 0
 
 
 def refuse_unsupported(config: Any) -> None:

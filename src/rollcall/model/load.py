@@ -287,8 +287,7 @@ def own_code(path: str) -> list[str]:
     files: set[str] = set()
     for name in ("config.json", "tokenizer_config.json"):
         with suppress(OSError, ValueError):  # transformers reports a broken file itself
-            text = (Path(path) / name).read_text()
-            classes = json.loads(text).get("auto_map", {}).values()
+            classes = json.loads((Path(path) / name).read_text()).get("auto_map", {}).values()
             flat = [one for entry in classes for one in (entry if isinstance(entry, list) else [entry]) if one]
             files |= {f"{one.rpartition('.')[0]}.py" for one in flat}
     return sorted(files)

@@ -46,10 +46,6 @@ class Manifest:
         ]
 
 
-def is_checkpoint(folder: Path) -> bool:
-    return (folder / MANIFEST).is_file()
-
-
 def read_manifest(checkpoint: Path) -> Manifest:
     """Read the manifest. Use ``missing_file`` to check that its files exist."""
     path = checkpoint / MANIFEST
@@ -137,7 +133,7 @@ def checkpoint_of(path: Path) -> Path | None:
     """Return the Rollcall checkpoint for ``path``: the path itself, the newest checkpoint of a run, or the parent of a ``model/``
     folder."""
     for folder in (path, path.parent):
-        if is_checkpoint(folder) and (folder == path or path.name == "model"):
+        if (folder / MANIFEST).is_file() and (folder == path or path.name == "model"):
             return folder
     for folder in (path, path / "checkpoints"):
         if checkpoints_of(folder):
