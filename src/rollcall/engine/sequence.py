@@ -98,8 +98,7 @@ class BaseCore:
         before = len(sequence.token_ids)
         sequence.token_ids += tokens
         sequence.logprobs += logprobs
-        has_stops = bool(sequence.request.sampling.stop_strings)
-        is_cut = has_stops and cut_at_stop_string(sequence, before, self.tokenizer)
+        is_cut = bool(sequence.request.sampling.stop_strings) and cut_at_stop_string(sequence, before, self.tokenizer)
         num_new = len(sequence.token_ids) - before
         if sequence.segments and sequence.segments[-1].version == self.version:
             num_new += sequence.segments.pop().num_tokens
@@ -138,7 +137,6 @@ def cut_at_stop_string(sequence: Sequence, before: int, tokenizer: Any) -> bool:
     return False
 
 
-INCOMPLETE = "\ufffd"  # an incomplete character decodes to this
 # The number of characters that can be missing or added when decoding starts in the middle of a text: split characters, a leading space.
 RAGGED = 8
 BYTES = 4  # a character can take up to this many tokens
@@ -151,7 +149,7 @@ def _move_watch(sequence: Sequence, end: str, tokenizer: Any) -> None:
     """
     needed = max(len(stop) for stop in sequence.request.sampling.stop_strings) + RAGGED
     length = len(sequence.token_ids)
-    if length - sequence.watched_from <= 2 * BYTES * needed or end.endswith(INCOMPLETE):
+    if length - sequence.watched_from <= 2 * BYTES * needed or end.endswith("\ufffd"):
         return
     latest = length - BYTES * (needed + RAGGED)
     # In a run of byte tokens, decoding from a token on gives the same text as in the full string only if a character starts at that

@@ -40,12 +40,11 @@ def run_fills(
         store(index, k, v)
         if not num_fresh:
             return attend_past(index, q)
-        window = decoder.layers[index].window
         out = _attend_fresh(
             *(x[:num_fresh] for x in (q, k, v)),
             cumulative=cumulative,
             lengths=fresh,
-            window=window,
+            window=decoder.layers[index].window,
             scale=decoder.shape.scale,
         )
         return out if num_fresh == len(ids) else torch.cat((out, attend_past(index, q[num_fresh:])))

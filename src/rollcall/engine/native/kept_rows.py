@@ -169,7 +169,11 @@ class KeptRows:
             bundle = next(iter(self._holed))
             del self._holed[bundle]
             self.num_tokens -= bundle.num_columns * bundle.num_holes
-            _close_holes(bundle)
+            rows = sorted(bundle.rows, key=lambda row: row.index)
+            which = places([row.index for row in rows])
+            bundle.planes = [Plane(_copied(plane.tensor, which), plane.dim) for plane in bundle.planes]
+            for index, row in enumerate(rows):
+                row.index = index
             return True
         if not self._sessions:
             return False
@@ -200,14 +204,6 @@ def bundle_of_all(rows: Mapping[int, KeptRow]) -> Bundle | None:
     (bundle,) = bundles.values()
     in_place = all(place == row.index for place, row in rows.items())
     return bundle if in_place and len(bundle.rows) == len(rows) else None
-
-
-def _close_holes(bundle: Bundle) -> None:
-    rows = sorted(bundle.rows, key=lambda row: row.index)
-    which = places([row.index for row in rows])
-    bundle.planes = [Plane(_copied(plane.tensor, which), plane.dim) for plane in bundle.planes]
-    for index, row in enumerate(rows):
-        row.index = index
 
 
 def _copied(tensor: Tensor, rows: slice | Tensor) -> Tensor:

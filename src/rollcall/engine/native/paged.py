@@ -440,5 +440,4 @@ def _num_blocks(decoder: Decoder, max_running: int, kv_tokens: int | None, kv_fr
         return -(-kv_tokens // BLOCK)
     per_token = 2 * len(decoder.layers) * decoder.shape.kv_width * decoder.embed.element_size()
     memory = torch.cuda.get_device_properties(decoder.device).total_memory * kv_fraction
-    wanted = max_running * -(-decoder.max_positions // BLOCK)
-    return max(1, min(int(memory // (per_token * BLOCK)), wanted))
+    return max(1, min(int(memory // (per_token * BLOCK)), max_running * -(-decoder.max_positions // BLOCK)))

@@ -169,9 +169,8 @@ class RowRunner:
             session, ids = sequence.request.session, sequence.all_ids()[:-1]
             assert session is not None
             self._kept.forget(session)
-            past = int(self._rows.position[row])
             if not self._broken[row]:
-                leaving.append(Leaving(session=session, ids=ids, row=row, past=past))
+                leaving.append(Leaving(session=session, ids=ids, row=row, past=int(self._rows.position[row])))
         if not leaving:
             return
         longest = max(row.past for row in leaving)
@@ -280,8 +279,7 @@ class RowRunner:
         if width > self._uniform.shape[1]:
             self._uniform = np.pad(self._uniform, ((0, 0), (0, width - self._uniform.shape[1])))
         seeds = torch.tensor([sequence.request.seed for sequence in sequences])
-        numbers = uniforms(seeds[:, None], torch.arange(width))
-        self._uniform[first : first + len(sequences), :width] = numbers.numpy()
+        self._uniform[first : first + len(sequences), :width] = uniforms(seeds[:, None], torch.arange(width)).numpy()
 
     def _decode_step(self, rows: int) -> tuple[np.ndarray, np.ndarray]:
         decoder, heads, positions = self.decoder, self.decoder.shape.kv_heads, self._rows.position[:rows]

@@ -45,8 +45,7 @@ def invert_cdf(probs: Tensor, uniforms: Tensor) -> Tensor:
     vocabulary = probs.shape[1]
     if vocabulary <= 4 * BLOCK:
         return _first_above(probs, uniforms)
-    padded = torch.nn.functional.pad(probs, (0, -vocabulary % BLOCK))
-    blocks = padded.view(len(probs), -1, BLOCK)
+    blocks = torch.nn.functional.pad(probs, (0, -vocabulary % BLOCK)).view(len(probs), -1, BLOCK)
     sums = blocks.sum(dim=-1)
     block = _first_above(sums, uniforms * sums.sum(dim=-1))
     before = torch.where(torch.arange(sums.shape[1], device=probs.device) < block[:, None], sums, 0).sum(dim=-1)

@@ -43,8 +43,7 @@ class VllmError(RuntimeError):
 class Child:
     def __init__(self, python: str, *, num_threads: int):
         self.memory = SharedMemory()
-        env = child_environment(num_threads=num_threads)
-        link = LinkHere([python, str(SERVER)], env=env, fds=(self.memory.fd,))
+        link = LinkHere([python, str(SERVER)], env=child_environment(num_threads=num_threads), fds=(self.memory.fd,))
         self.log_tail, self.pid = link.log_tail, link.pid
         # Use JSON, because the child's Python does not have our classes. Its answers are trusted.
         self._worker = Worker(link, name="vLLM", hears=JSON, answers=defaultdict(lambda: json.loads))

@@ -92,8 +92,7 @@ class _Group:
         ``IN_FLIGHT + 2`` buckets."""
         device = bucket[0].device if self.backend == "nccl" else torch.device("cpu")
         if not self._scratch:
-            size = (IN_FLIGHT + 2, BUCKETS.num_bytes)
-            self._scratch = list(torch.empty(size, dtype=torch.uint8, device=device))
+            self._scratch = list(torch.empty((IN_FLIGHT + 2, BUCKETS.num_bytes), dtype=torch.uint8, device=device))
         self._turn = (self._turn + 1) % len(self._scratch)
         flat = self._scratch[self._turn][: sum(map(len, bucket))]
         return list(flat.split([len(span) for span in bucket]))
@@ -170,8 +169,7 @@ class BroadcastInlet(Inlet):
         def land() -> int:
             work, parts, bucket = flying.popleft()
             group.finish(work, {line.peer: line}, deadline)
-            as_is = parts is bucket
-            return checksum(bucket) if as_is else copy_summed(bucket, parts, total_of=bucket)
+            return checksum(bucket) if parts is bucket else copy_summed(bucket, parts, total_of=bucket)
 
         with _naming({line.peer: line}, deadline):
             for bucket in buckets:

@@ -76,9 +76,8 @@ class StreamSender:
                 if self._carrying == "broadcast":
                     self._outlet = BroadcastOutlet(self._lines, hellos, views.device, deadline)
                 else:
-                    through_host = isinstance(views, Parts)
                     self._outlet = shared_memory.open_outlet(
-                        self._lines, hellos, views.device, deadline, through_host=through_host
+                        self._lines, hellos, views.device, deadline, through_host=isinstance(views, Parts)
                     )
             self._exchange(views, version=version, deadline=deadline)
         except BaseException:  # receivers must not wait for a sender that has given up
@@ -254,8 +253,7 @@ class StreamReceiver(LineReceiver):
 
     def __init__(self, invitation: Invitation, *, name: str, tensors: Mapping[str, Tensor]) -> None:
         self._tensors = dict(tensors)
-        device = next(iter(self._tensors.values())).device
-        super().__init__([invitation], name=name, device=device)
+        super().__init__([invitation], name=name, device=next(iter(self._tensors.values())).device)
 
     def receive(self, *, version: int) -> None:
         self._update(version)

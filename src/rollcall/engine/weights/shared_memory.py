@@ -71,8 +71,7 @@ class _RingOutlet(Outlet):
         taken = dict.fromkeys(self._lines, 0)
         for index, bucket in enumerate(buckets):
             self._wait(taken, at_least=index - NUM_SLOTS + 1, deadline=deadline)
-            parts = _parts(self._slots[index % NUM_SLOTS], bucket)
-            sums.append(copy_summed(parts, bucket, total_of=bucket))
+            sums.append(copy_summed(_parts(self._slots[index % NUM_SLOTS], bucket), bucket, total_of=bucket))
             for line in self._lines.values():
                 line.write(b"+", deadline)
         self._wait(taken, at_least=len(sums), deadline=deadline)
@@ -102,16 +101,14 @@ class _RingInlet(Inlet):
             if there <= index:
                 # The sender sends nothing else before all buckets are taken, so every byte announces one bucket.
                 there += len(self._line.read_some(NUM_SLOTS, deadline))
-            parts = _parts(self._slots[index % NUM_SLOTS], bucket)
-            total = copy_summed(bucket, parts, total_of=bucket)
+            total = copy_summed(bucket, _parts(self._slots[index % NUM_SLOTS], bucket), total_of=bucket)
             self._line.write(b"-", deadline)
             yield total
 
 
 def _map(descriptor: int) -> list[Tensor]:
     """Return the slots as tensors, which keep the mapping alive."""
-    memory = torch.frombuffer(mmap.mmap(descriptor, NUM_SLOTS * SLOT_BYTES), dtype=torch.uint8)
-    return list(memory.split(SLOT_BYTES))
+    return list(torch.frombuffer(mmap.mmap(descriptor, NUM_SLOTS * SLOT_BYTES), dtype=torch.uint8).split(SLOT_BYTES))
 
 
 def _parts(slot: Tensor, bucket: Bucket) -> Sequence[Tensor]:
