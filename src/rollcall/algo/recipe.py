@@ -272,8 +272,7 @@ def _turn_advantages(
             if kl is not None and mask_T.any():
                 of_token = np.repeat(np.arange(len(each)), turn.num_sampled)
                 each -= algorithm.kl_coef * np.bincount(of_token, weights=kl[i][j][mask_T], minlength=len(each))
-            everything = np.ones(len(each), dtype=np.bool_)
-            returns_G.append(adv.discounted_returns(each, everything, gamma=algorithm.gamma))
+            returns_G.append(adv.discounted_returns(each, np.ones(len(each), dtype=np.bool_), gamma=algorithm.gamma))
         numbers_G = [np.zeros(len(returns), dtype=np.float32) for returns in returns_G]
         for place in range(max((len(returns) for returns in returns_G), default=0)):
             there = [j for j, returns in enumerate(returns_G) if len(returns) > place]

@@ -136,10 +136,9 @@ class Learner:
             yield
 
     def _update_once(self, samples: Sequence[Sample]) -> dict[str, float]:
-        counts = np.array([int(sample.mask.sum()) for sample in samples])
         weights = loss_weights(
             self.algorithm,
-            num_loss_tokens=counts,
+            num_loss_tokens=np.array([int(sample.mask.sum()) for sample in samples]),
             attempts=attempts_of(samples),
             max_response_tokens=self.max_response_tokens,
         )

@@ -40,8 +40,7 @@ class _TokenStats(torch.autograd.Function):
             logits = wide_product(hidden[part], weight.t())
             if keeps:
                 ctx.kept.append(logits)
-            stats = _row_stats(logits, targets[part], scale)
-            for index, values in enumerate(stats):
+            for index, values in enumerate(_row_stats(logits, targets[part], scale)):
                 out[index, part] = values
             del logits  # free them before the next chunk's logits are computed
         logprobs, lse, entropy, mean = out.unbind(0)
@@ -121,10 +120,8 @@ def _row_stats(logits: Tensor, targets: Tensor, scale: float) -> tuple[Tensor, T
         return row_stats(logits, targets, scale=scale)
     logits = logits * scale if scale != 1.0 else logits
     lse = torch.logsumexp(logits, dim=-1)
-    probs = torch.exp(logits - lse[:, None])
-    entropy = lse - (probs * logits).sum(dim=-1)
-    chosen = logits.gather(1, targets[:, None])[:, 0]
-    return chosen - lse, lse, entropy, logits.mean(dim=-1)
+    entropy = lse - (torch.exp(logits - lse[:, None]) * logits).sum(dim=-1)
+    return logits.gather(1, targets[:, None])[:, 0] - lse, lse, entropy, logits.mean(dim=-1)
 
 
 def _grad_logits(

@@ -139,8 +139,7 @@ class Optimizer:
             return section.lr * (update + 1) / section.warmup_steps
         if section.decay == "constant":
             return section.lr
-        span = max(1, self.total_updates - section.warmup_steps)
-        progress = min(1.0, (update - section.warmup_steps) / span)
+        progress = min(1.0, (update - section.warmup_steps) / max(1, self.total_updates - section.warmup_steps))
         share = 1 - progress if section.decay == "linear" else 0.5 * (1 + math.cos(math.pi * progress))
         return section.lr * (section.min_lr_ratio + (1 - section.min_lr_ratio) * share)
 

@@ -345,8 +345,7 @@ class Sharded(BodyBase):
         order = self.layout(name).order
         if self.kv_copies == 1 or order is None or not name.endswith(("qkv", "qkv_bias", *SHARED_HEADS)):
             return tensor
-        factors = torch.bincount(order).to(tensor.device, tensor.dtype).rsqrt()
-        own = self.cut(name, factors)
+        own = self.cut(name, torch.bincount(order).to(tensor.device, tensor.dtype).rsqrt())
         return tensor * (own if tensor.ndim == 1 else own[:, None])
 
     # Full weights, and other tensors of the same shapes

@@ -117,8 +117,7 @@ class TensorGroup:
         if self.size == 1:
             return x
         if self.sequence_parallel:
-            padded = pad_rows(x, -(-len(x) // self.size) * self.size)
-            return exchanged(padded, self._scatter, self._gather)
+            return exchanged(pad_rows(x, -(-len(x) // self.size) * self.size), self._scatter, self._gather)
         return exchanged(x, self._add_up, lambda grad: grad)
 
     def _add_up(self, x: Tensor) -> Tensor:

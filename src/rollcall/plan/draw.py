@@ -22,7 +22,6 @@ COLOURS = {
     Role.ACTOR: "cyan", Role.CRITIC: "magenta", Role.REFERENCE: "white", Role.ROLLOUT: "yellow", Role.INFERENCE: "green",
     Role.REWARD: "red", Role.ENVIRONMENT: "blue",
 }  # fmt: skip
-PART_NAMES = {"kv": "KV cache"}  # other parts are shown under their own names
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -146,7 +145,7 @@ def _meshes(plan: Plan) -> Table:
 
 
 def _memory(run: RunPlan) -> Table:
-    columns = [Column(PART_NAMES.get(part, part), justify="right") for part in PARTS]
+    columns = [Column("KV cache" if part == "kv" else part, justify="right") for part in PARTS]
     table = _table("slots", "role", *columns, "total", title="memory per slot, GiB")
     for entry in run.memory:
         for row, role in enumerate(entry.roles):

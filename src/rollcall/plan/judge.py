@@ -86,8 +86,7 @@ def plan_run(config: Config, *, card_gib: float | None = None, model_config: Pat
     host: dict[int, int] = {}
     try:
         sizes = read_sizes(config.model.path, model_config=model_config)
-        reward_sizes = _reward_sizes(config, plan, notes)
-        memory = slot_memory(plan, config, sizes, card=card, reward_sizes=reward_sizes)
+        memory = slot_memory(plan, config, sizes, card=card, reward_sizes=_reward_sizes(config, plan, notes))
         host = host_memory(plan, config, sizes, memory) if card is not None else {}
         problems += indivisible(plan, sizes)
         problems += _too_long(config, sizes)

@@ -202,8 +202,7 @@ def slot_memory(
     plan: Plan, config: Config, sizes: ModelSizes, *, card: int | None, reward_sizes: ModelSizes | None
 ) -> tuple[SlotMemory, ...]:
     """Return one entry per group in the plan. ``card`` is the accelerator's memory in bytes; if None, slots are logical CPU slots."""
-    on_gpu = config.cluster is None or config.cluster.accelerator == "gpu"
-    runtime = RUNTIME if on_gpu else 0
+    runtime = RUNTIME if config.cluster is None or config.cluster.accelerator == "gpu" else 0
     job = _Job(config, plan, sizes, card=card, reward_sizes=reward_sizes)
     return tuple(
         SlotMemory(slots=group.slots, roles=job.roles(group, runtime=runtime), runtime=runtime) for group in plan.groups
@@ -412,13 +411,12 @@ class _Job:
         if vllm and not shares_weights:  # the largest tensor in transit to vLLM, while nothing is sampled
             working = max(working, sizes.vocab * sizes.hidden * self.width)
         kv = self._kv(engine, room)
-        lent = vllm + kv if vllm and rollout.vllm.sleep else 0
         return RoleMemory(
             role=Role.ROLLOUT,
             weights=weights,
             kv=kv,
             activations=working,
-            lent=lent,
+            lent=vllm + kv if vllm and rollout.vllm.sleep else 0,
             longest=engine.longest,
             kv_per_token=engine.kv_per_token,
             divides=vllm > 0 and not rollout.keeps_policy,
@@ -431,8 +429,7 @@ class _Job:
     def _kv(self, engine: EngineNeeds, room: int | None) -> int:
         rollout, data = self.config.rollout, self.config.data
         if rollout.kv_tokens is None and (self.card is None or room is None):
-            longest = data.max_prompt_tokens + rollout.max_response_tokens
-            return rollout.max_running * longest * engine.kv_per_token
+            return rollout.max_running * (data.max_prompt_tokens + rollout.max_response_tokens) * engine.kv_per_token
         if kv_is_open(rollout):
             return 0 if room == NO_ROOM else engine.open_kv.of(room or 0)
         return engine.fixed_kv(self.card or 0)

@@ -276,8 +276,7 @@ def _read(cluster: ClusterSection, nodes: Nodes) -> _Spans:
 
 def _check_gangs(spans: _Spans, *, in_gangs: Sequence[Role]) -> None:
     """Check that roles with gangs share either all processes or none, because a process can be in only one gang."""
-    placed = [role for role in in_gangs if role in spans]
-    for one, other in combinations(placed, 2):
+    for one, other in combinations([role for role in in_gangs if role in spans], 2):
         first, second = set(spans[one]), set(spans[other])
         shared = first & second
         if shared and first != second:
