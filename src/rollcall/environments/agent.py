@@ -92,12 +92,11 @@ class EpisodeRules(Open):
         self.overruled |= {name for name, value in own.items() if getattr(wanted, name) not in (None, value)}
         left = base.max_tokens - num_added - self.used
         if left < 1:
-            text = f"{base.max_tokens} tokens (rollout.max_response_tokens)"
-            raise self._over(EndReason.TOKENS, text, code="token_limit")
-        limits = (room, left, self.section.max_turn_tokens or left, wanted.token_limit or left)
+            limit = f"{base.max_tokens} tokens (rollout.max_response_tokens)"
+            raise self._over(EndReason.TOKENS, limit, code="token_limit")
         return replace(
             base,
-            max_tokens=min(limits),
+            max_tokens=min(room, left, self.section.max_turn_tokens or left, wanted.token_limit or left),
             stop_token_ids=tuple(dict.fromkeys((*base.stop_token_ids, *wanted.stop_token_ids))),
             stop_strings=tuple(dict.fromkeys((*base.stop_strings, *wanted.stop))),
         )

@@ -29,7 +29,6 @@ MAX_CALLS = 64  # per turn
 MAX_DEPTH = 32  # of a call's JSON
 _MAX_CALL_CHARS = 100_000
 _MAX_LINE_CHARS = 10_000
-_LARGEST_INT = (1 << 63) - 1  # formats other than JSON can store it too
 _OPEN, _CLOSE = "<tool_call>", "</tool_call>"
 _PYTHON_TAG = "<|python_tag|>"
 _BETWEEN = re.compile(r"(?:[\s;]++|<\|python_tag\|>|<\|eom_id\|>|<\|eot_id\|>)*+")
@@ -196,7 +195,7 @@ def _plain(value: Any, depth: int = 0) -> Any:
     """Check that a value contains only JSON types. Raise _Unreadable for deep nesting or a non-finite number (Python parses NaN)."""
     if depth > MAX_DEPTH:
         raise _Unreadable(f"its JSON is nested more than {MAX_DEPTH} deep")
-    if value is None or (isinstance(value, bool | int) and abs(value) <= _LARGEST_INT):
+    if value is None or (isinstance(value, bool | int) and abs(value) < 1 << 63):  # other formats can store it too
         return value
     if isinstance(value, str):
         return value.encode("utf-8", "replace").decode()  # replaces lone surrogates

@@ -31,7 +31,6 @@ from rollcall.model.tokenizers import is_plain_fast
 from rollcall.reward.trl import MESSAGES
 
 _MARKERS = ("ROLLCALLFIRST", "ROLLCALLSECOND")
-_THINKS = "<think>\nhm\n</think>\n\n"
 _TEXTS_EXAMINED = 64
 Tools = Sequence[dict[str, Any]]
 
@@ -41,7 +40,12 @@ class Conversations:
 
     def __init__(self, tokenizer: Any) -> None:
         self.tokenizer = tokenizer
-        self._backend = _plain_backend(tokenizer)
+        # The Rust backend produces the same IDs in half the time, unless the tokenizer does more work in Python. The second
+        # condition is for translation tokenizers, which add a language token.
+        self._backend: Any = None
+        if is_plain_fast(tokenizer, "__call__", "_encode_plus") and not hasattr(tokenizer, "_switch_to_input_mode"):
+            tokenizer("")  # turns off truncation and padding, which its file may have turned on
+            self._backend = tokenizer.backend_tokenizer
         added = (token.content for token in tokenizer.added_tokens_decoder.values() if token.special)
         special = sorted({*tokenizer.all_special_tokens, *added}, key=len, reverse=True)
         # (?!) matches nothing.
@@ -91,7 +95,7 @@ class Conversations:
     def check_extension(self, *, tools: Tools, role: str) -> None:
         """Refuse a chat template that renders earlier messages differently after later messages are added."""
         first, second = _MARKERS
-        thinks = _THINKS if "<think>" in (self.tokenizer.chat_template or "") else ""
+        thinks = "<think>\nhm\n</think>\n\n" if "<think>" in (self.tokenizer.chat_template or "") else ""
         said = {"role": role, "content": "seen"}
         opening: list[dict[str, Any]] = [{"role": "user", "content": "begin"}, {"role": "assistant", "content": first}]
         again = {"role": "assistant", "content": f"{thinks}{second}"}
@@ -168,13 +172,3 @@ def unknown_characters(text: str, token_ids: Ints, tokenizer: Any) -> list[str]:
     there = set(text.casefold()) - set(" \t\n")
     lost = sorted(there - set(tokenizer.decode(token_ids).casefold()))
     return lost if len(lost) * 4 > len(there) else []
-
-
-def _plain_backend(tokenizer: Any) -> Any:
-    """Return the tokenizer's Rust backend, which produces the same IDs in half the time. Return None if the tokenizer does additional
-    work in Python, because the IDs could then differ."""
-    # Translation tokenizers add a language token.
-    if not is_plain_fast(tokenizer, "__call__", "_encode_plus") or hasattr(tokenizer, "_switch_to_input_mode"):
-        return None
-    tokenizer("")  # turns off truncation and padding, which its file may have turned on
-    return tokenizer.backend_tokenizer

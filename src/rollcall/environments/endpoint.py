@@ -115,8 +115,7 @@ class Endpoint:
         if path == "/v1/models" and method == "GET":
             model = {"id": self._name, "object": "model", "created": 0, "owned_by": "rollcall"}
             return to_bytes({"object": "list", "data": [model | {"max_model_len": self._max_model_len}]})
-        work = self._posts.get(path)
-        if work is None or (path == "/v1/reward" and not caller.takes_reward):
+        if (work := self._posts.get(path)) is None or (path == "/v1/reward" and not caller.takes_reward):
             raise Refused(404, f"{method} {path[:200]} is not served", code="not_found")
         if method != "POST":
             raise Refused(405, f"{path} accepts only POST", code="method_not_allowed")
@@ -199,8 +198,7 @@ class Endpoint:
         request = read(GenerateRequest, body)
         self._check_model(caller, request.model)
         asked = [self._by_ids(caller, request.token_ids)]
-        answered = await self._sample(caller, asked, request.sampling_params, None)
-        return to_bytes(generate_body(answered, request))
+        return to_bytes(generate_body(await self._sample(caller, asked, request.sampling_params, None), request))
 
     async def _reward(self, caller: Caller, body: bytes) -> Reply:
         take_reward(caller, body)
@@ -238,8 +236,7 @@ class Endpoint:
             # Check before admission, because a refused request does not count as a turn.
             samplings: list[Sampling] = []
             for one in asked:
-                room = self._max_model_len - len(one.prompt_ids)
-                if room < 1:
+                if (room := self._max_model_len - len(one.prompt_ids)) < 1:
                     raise self._too_long(f"the prompt already has {len(one.prompt_ids)}")
                 samplings.append(caller.rules.sampling(wanted, room=room, num_added=len(one.added)))
             caller.rules.admit(len(asked) * wanted.n)
@@ -308,8 +305,7 @@ async def _body(scope: Message, receive: Receive) -> bytes:
     try:
         async with asyncio.timeout(READ_TIMEOUT_S):
             while True:
-                message = await receive()
-                if message["type"] == "http.disconnect":
+                if (message := await receive())["type"] == "http.disconnect":
                     raise _Left
                 body += message.get("body", b"")
                 if len(body) > MAX_BODY_BYTES:

@@ -27,8 +27,6 @@ from rollcall.environments.calls import Call
 from rollcall.environments.conversation import Conversations
 from rollcall.environments.protocol import EnvironmentFailed, Message
 
-FOLLOWING = ("user", "tool", "system")  # roles of messages that may follow an answer
-
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Row:
@@ -70,8 +68,7 @@ class Row:
 
     def completion(self, prompt: Prompt, *, seed: int, **episode: Any) -> Completion:
         """Return this row as an attempt at the prompt. ``episode`` contains the other fields of its `Episode`."""
-        is_own = np.array_equal(self.prompt_ids, prompt.token_ids)
-        opened = None if is_own else self.prompt_ids
+        opened = None if np.array_equal(self.prompt_ids, prompt.token_ids) else self.prompt_ids
         return Completion(
             **self.joined(),
             finish=self.finish,
@@ -155,7 +152,7 @@ class Histories:
         for count in range(len(messages), 0, -1):
             answer = self._by_key.get(keys[count])
             new = messages[count:]
-            if answer is not None and new and all(message["role"] in FOLLOWING for message in new):
+            if answer is not None and new and all(message["role"] in ("user", "tool", "system") for message in new):
                 if why := self._conversations.why_not_after(new, tools=tools, key=keys[0]):
                     if self._max_kept is None:
                         raise EnvironmentFailed(why)
@@ -226,7 +223,7 @@ class Histories:
         stops = completion.finish is FinishReason.STOP and bool(len(completion.token_ids))
         shown = "" if not stops else self._tokenizer.decode(completion.token_ids[-1:], skip_special_tokens=True)
         ids = np.concatenate((asked.prompt_ids, completion.token_ids))
-        answer = _Answer(
+        row.tip = answer = _Answer(
             ids=ids,
             ids_bytes=ids.tobytes(),
             row=row,
@@ -235,7 +232,6 @@ class Histories:
             ends_at_stop=stops and not shown,
             calls=tuple(calls),
         )
-        row.tip = answer
         self._keep(answer)
 
     def new_session(self) -> str:

@@ -156,8 +156,7 @@ class _Hosted(Environment):
 
     async def connect(self) -> None:
         link = _Connection(await _connect(self.place), where=self.place.name)
-        longest = MAX_ANSWER_BYTES + 1024
-        self._worker = Worker(link, name=self.place.name, hears=JSON, answers=_ANSWERS, longest=longest)
+        self._worker = Worker(link, name=self.place.name, hears=JSON, answers=_ANSWERS, longest=MAX_ANSWER_BYTES + 1024)
 
     async def start(self, kind: str) -> Environment:
         try:

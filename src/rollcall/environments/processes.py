@@ -88,8 +88,7 @@ class ProcessEnvironments:
         except ValueError as error:
             raise EnvironmentFailed(str(error)) from None
         await self._ensure_zygote()
-        worker = await self._take_idle(name)
-        if worker is None:
+        if (worker := await self._take_idle(name)) is None:
             is_full = len(self._zygote.pids) >= self._section.max_running
             if is_full and (others := next(filter(None, self.idle.values()), None)):
                 await others.pop(0).end()  # stop an idle child of a different kind to make room
@@ -266,8 +265,7 @@ class Zygote:
             why = error.message if isinstance(error, Raised) else _GONE
             raise EnvironmentFailed(f"cannot start a process ({why})") from None
         link = _ForkedLink(self, pid=pid, connection=ours)
-        longest = MAX_ANSWER_BYTES + 1024
-        return Worker(link, name="its process", hears=JSON, answers=ANSWERS, line=line, longest=longest)
+        return Worker(link, name="its process", hears=JSON, answers=ANSWERS, line=line, longest=MAX_ANSWER_BYTES + 1024)
 
     def _end_children_after(self) -> None:
         """Wait until the zygote exits. Then close its children's lifeline and kill what they started."""
@@ -320,8 +318,7 @@ def find_python(given: str | None) -> str | None:
     """Return the path of ``environment.python``. Do not follow links, because a virtual environment links to its base Python."""
     if given is None:
         return None
-    found = shutil.which(os.path.expanduser(given))
-    if found is None:
+    if (found := shutil.which(os.path.expanduser(given))) is None:
         raise ConfigError(
             f"environment.python={given} is not a program that this machine can run; create one with `python3 -m venv DIR`, "
             "install the package in it, and set environment.python to DIR/bin/python"

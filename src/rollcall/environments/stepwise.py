@@ -93,8 +93,7 @@ def number(value: Any, *, what: str) -> float:
     """Convert a value to a finite float. Types that support float(), such as numpy's and torch's, are accepted too."""
     if isinstance(value, str | bytes) or not hasattr(value, "__float__"):
         raise WrongResult(f"{what} {_shown(value)}; return a number")
-    found = float(value)
-    if not math.isfinite(found):
+    if not math.isfinite(found := float(value)):
         raise WrongResult(f"{what} {found}; return a finite number")
     return found
 

@@ -44,7 +44,6 @@ from rollcall.process.pause import patient_loop
 from rollcall.reward.confine import limit, see_no_others
 
 MAX_ANSWER_BYTES = 32 << 20
-_MAX_ATTRIBUTE_CHARS = 1_000_000
 _MB = 1 << 20
 # Tracebacks leave out frames in these files, because they do not help the author of an environment.
 _OWN_FILES = (__file__, class_env.__file__, stepwise.__file__)
@@ -266,7 +265,7 @@ def _attributes(instance: Any) -> dict[str, Any]:
         try:
             value = getattr(instance, name)
             text = json.dumps(value, default=lambda held: held.tolist(), allow_nan=False)  # for numpy and torch
-            if len(text) <= _MAX_ATTRIBUTE_CHARS and _depth(plain := json.loads(text)) <= 50:
+            if len(text) <= 1_000_000 and _depth(plain := json.loads(text)) <= 50:
                 found[name] = plain
         except Exception:  # noqa: BLE001 - a method, a client, a property that raises, or deep nesting
             continue
