@@ -168,8 +168,7 @@ def plain_stack(dump: str) -> str:
         if header := _THREAD.match(line):
             threads.append((bool(header[1]), []))
         elif call := _FRAME.match(line):
-            is_own = any(name in call[1] for name in _OWN_FRAMES)
-            if threads and not is_own:
+            if threads and not any(name in call[1] for name in _OWN_FRAMES):
                 threads[-1][1].insert(0, f"  File {call[1]}, line {call[2]}, in {call[3]}")
         elif line.startswith("Fatal Python error"):
             said.append(line)

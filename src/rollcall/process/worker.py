@@ -40,7 +40,6 @@ Reader = Callable[[bytes], Any]
 """Decodes a value that a process sent; raises ValueError if the value is invalid."""
 _DIED = "died"
 EXIT_S = 1.0  # how long a process may take to exit once its connection has closed
-_MOST_READS = 64  # reads in a row; a process that writes endlessly must not block this process
 _LONGEST_LOOK_S, _HELD_LOOK_S = 60.0, 1.0
 
 
@@ -293,9 +292,8 @@ class Worker:
         if len(self._outbox) < before:
             self._restart_all()
         try:
-            for _ in range(_MOST_READS):
-                data = self.link.connection.recv(1 << 18)
-                if not data:
+            for _ in range(64):  # a process that writes endlessly must not block this process
+                if not (data := self.link.connection.recv(1 << 18)):
                     self._is_gone(_DIED)
                     break
                 for message in self._frames.feed(data):

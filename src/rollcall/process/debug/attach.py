@@ -55,8 +55,7 @@ class Connection:
 
     def take(self) -> list[dict[str, Any]]:
         """Return the complete messages; call this when there is something to read. Raise ConnectionError at the end of the stream."""
-        data = self._socket.recv(1 << 16)
-        if not data:
+        if not (data := self._socket.recv(1 << 16)):
             raise ConnectionError("the connection was closed")
         try:
             found = [json.loads(body) for body in self._frames.feed(data)]

@@ -126,11 +126,11 @@ class _Debugger(pdb.Pdb):
             return  # a checkpoint is being written: it is completed, and the run stops after it
         raise heard
 
-    def _refuse(self, arg: str) -> None:
+    def do_run(self, arg: str) -> None:
         """Refuse to restart the process, because the run itself restarts it if necessary."""
         self.error("a process of a run cannot be started again from its debugger")
 
-    do_run = do_restart = _refuse
+    do_restart = do_run
 
 
 class TerminalPdb(_Debugger):

@@ -15,7 +15,6 @@ from rollcall.base.errors import ClusterError
 from rollcall.process.groups.backend import Ask, Backend, NodeSeats, Recipe, Reservation, Seat, WorkerSpec
 from rollcall.process.groups.gang import STOP_DEADLINE_S, Gang
 
-PLACE_DEADLINE_S = 180.0
 _default: Backend | None = None
 
 
@@ -41,7 +40,7 @@ class VirtualCluster:
         use_gpus: bool = True,
         name: str = "rollcall",
         node_ranks: Sequence[int] | None = None,
-        timeout_s: float = PLACE_DEADLINE_S,
+        timeout_s: float = 180.0,
         backend: Backend | None = None,
     ) -> None:
         counts = tuple(bundle_ct_per_node_list)

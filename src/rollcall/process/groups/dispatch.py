@@ -75,8 +75,7 @@ class NamedSharding:
 
     def get_worker_coords(self, worker_id: int) -> dict[str, int]:
         """Return a rank's position on each axis."""
-        place = self._coords.get(worker_id)
-        if place is None:
+        if (place := self._coords.get(worker_id)) is None:
             raise ValueError(
                 f"rank {worker_id} is not in the layout; its ranks are {self.ranks[0]} to {self.ranks[-1]}"
             )
@@ -122,8 +121,7 @@ def routes(
     """Return the workers to call, by rank. On an axis that is in neither list of input axes, only the first worker is called."""
     sharding.check_axes(in_sharded_axes, argument="in_sharded_axes")
     sharding.check_axes(replicate_on_axes, argument="replicate_on_axes")
-    both = [axis for axis in in_sharded_axes if axis in replicate_on_axes]
-    if both:
+    if both := [axis for axis in in_sharded_axes if axis in replicate_on_axes]:
         raise ValueError(
             f"axis {both[0]!r} is in in_sharded_axes and in replicate_on_axes; name it in only one of them"
         )
@@ -214,8 +212,7 @@ def split_rows(value: Any, *, num_parts: int) -> list[Any]:
     if isinstance(value, Mapping):
         parts = {key: split_rows(item, num_parts=num_parts) for key, item in value.items()}
         return [{key: part[index] for key, part in parts.items()} for index in range(num_parts)]
-    total = len(value)
-    small, more = divmod(total, num_parts)
+    small, more = divmod(len(value), num_parts)
     edges = [index * small + min(index, more) for index in range(num_parts + 1)]
     return [_rows(value, start, end) for start, end in zip(edges, edges[1:], strict=False)]
 

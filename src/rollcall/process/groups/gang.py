@@ -168,8 +168,7 @@ class Gang:
 
     def stop(self, *, timeout_s: float) -> None:
         """Stop every process of the gang, and every process that they started."""
-        shut_down = WorkerDiedError(f"{self._specs[0].role} has been shut down", **whom(self._specs))
-        self._end = self._end or shut_down
+        self._end = self._end or WorkerDiedError(f"{self._specs[0].role} has been shut down", **whom(self._specs))
         self._carrier.stop(self.members, timeout_s=timeout_s)
 
     def _died(self, members: Sequence[Member]) -> WorkerDiedError:
@@ -214,8 +213,7 @@ class Gang:
             self._check([call for call in calls if not call.is_done])
             self._look_for_dead(calls)
             if dead := list(dict.fromkeys(call.member for call in calls if call.member.death)):
-                why = f"{dead[0].death}{self._waits()}\n{complaint}"
-                raise died([member.spec for member in dead], why)
+                raise died([member.spec for member in dead], f"{dead[0].death}{self._waits()}\n{complaint}")
             time.sleep(LOOK_S)
 
     def _look_for_dead(self, calls: Sequence[Call]) -> None:

@@ -22,7 +22,6 @@ from rollcall.process.groups.gang import STOP_DEADLINE_S, Gang
 from rollcall.process.groups.sightings import Sightings
 
 START_DEADLINE_S = 900.0
-RESULT_DEADLINE_S = 3600.0
 
 
 class WorkerMetadata(TypedDict):
@@ -237,8 +236,7 @@ class WorkerGroup:
             replicate_on_axes=tuple(replicate_on_axes or ()),
             output_is_replicated=tuple(output_is_replicated or ()),
         )
-        both = sorted(set(kwargs) & set(common_kwargs or ()))
-        if both:
+        if both := sorted(set(kwargs) & set(common_kwargs or ())):
             raise ValueError(f"{both[0]} is an argument to split and also in common_kwargs; give it once")
         parts = split_arguments(args, kwargs, num_parts=self.sharding.num_shards(axes))
         readers = Counter(route.shard for route in called)
@@ -252,7 +250,7 @@ class WorkerGroup:
             replicated_fields=[name for name in output_is_replicated or () if name not in self.sharding.names],
         )
 
-    def get_all_worker_results(self, futures: Any, *, timeout_s: float = RESULT_DEADLINE_S) -> list[Any]:
+    def get_all_worker_results(self, futures: Any, *, timeout_s: float = 3600.0) -> list[Any]:
         """Wait for the result of one run method, or for those of a list of run methods. Raises as soon as one worker fails or dies.
 
         For one future, this returns the list of its results. For a list, it returns one entry per element: a result or a list of results.

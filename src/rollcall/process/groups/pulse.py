@@ -107,20 +107,17 @@ class Pulse:
         finally:
             ended = time.monotonic()
             self._num_done += 1
-            self._note(method, running_s() - began)
+            took_s = running_s() - began
+            if took_s >= self._longest_s.get(method, -1.0) + WORTH_S:
+                self._longest_s[method] = round(took_s, 3)
+                text = json.dumps(self._longest_s).encode()
+                self._memory[BEAT.size : PAGE] = text.ljust(PAGE - BEAT.size)[: PAGE - BEAT.size]
             self._keep(method, started, ended)
             self._write("", 0.0)
 
     def _write(self, method: str, since_s: float) -> None:
         # CLOCK_MONOTONIC is the same for all processes on a host.
         BEAT.pack_into(self._memory, 0, method.encode()[:METHOD_BYTES], since_s, self._num_done, int(since_s * 1e6))
-
-    def _note(self, method: str, took_s: float) -> None:
-        if took_s < self._longest_s.get(method, -1.0) + WORTH_S:
-            return
-        self._longest_s[method] = round(took_s, 3)
-        text = json.dumps(self._longest_s).encode()
-        self._memory[BEAT.size : PAGE] = text.ljust(PAGE - BEAT.size)[: PAGE - BEAT.size]
 
     def note_stop(self, place: Mapping[str, Any] | None) -> None:
         """Record where this process has stopped in a debugger; None means that it is running again."""

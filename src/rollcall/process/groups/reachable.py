@@ -226,8 +226,7 @@ def _name(process: Process) -> str:
 
 def serve_profiles() -> None:
     """Answer requests for profiles in a thread. If it may not create sockets, this process still runs but cannot be profiled."""
-    own = Process.of(os.getpid())
-    if own is None:  # a sandbox may show the /proc of a different process namespace
+    if (own := Process.of(os.getpid())) is None:  # a sandbox may show the /proc of a different process namespace
         return
     server = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
@@ -291,8 +290,7 @@ def _profile(path: Path, peer: socket.socket, *, seconds: float) -> bool:
 
 def profile_process(pid: int, *, seconds: float) -> bytes:
     """Profile a process on this host and return the trace as gzipped JSON. Raise ``ProfileError`` if that fails."""
-    process = Process.of(pid)
-    if process is None:
+    if (process := Process.of(pid)) is None:
         raise ProfileError("the process has ended")
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as line:
         try:

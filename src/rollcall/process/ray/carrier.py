@@ -101,8 +101,7 @@ class OnRay(Carrier):
 
     def send(self, call: Call, method: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         host, cached = call.member.link  # creating a bound method takes longer than calling it
-        bound = cached if method == "call" else getattr(host, method)
-        call.link = bound.remote(*args, **kwargs)
+        call.link = (cached if method == "call" else getattr(host, method)).remote(*args, **kwargs)
 
     def settle(self, calls: Sequence[Call], *, timeout_s: float, through_failures: bool = False) -> None:
         missing = [call for call in calls if not call.is_done]

@@ -7,8 +7,7 @@ from ray._private.accelerators import get_accelerator_manager_for_resource
 
 
 def count_gpus() -> int:
-    manager = get_accelerator_manager_for_resource("GPU")
-    if manager is None:
+    if (manager := get_accelerator_manager_for_resource("GPU")) is None:
         return 0
     visible = manager.get_current_process_visible_accelerator_ids()
     count = manager.get_current_node_num_accelerators()

@@ -36,7 +36,6 @@ ANSWER_S = 20.0  # for the head to answer a request
 UPLOAD_S = 120.0  # for the head to accept a package and a job
 RELAY_S = 60.0  # for starting the actor on the head node
 LOOK_EVERY_S = 1.0
-LAST_CHARACTERS = 10_000  # length of the kept end of an error response
 
 
 class Unreachable(ClusterError):
@@ -67,8 +66,11 @@ class HttpClient(JobSubmissionClient):
             return getattr(self, method)(*args, **options)
         except (requests.ConnectionError, requests.Timeout) as error:
             after = f" after {time.monotonic() - began:.0f} s" if isinstance(error, requests.Timeout) else ""
+            # The innermost cause, without the addresses that the error repeats.
+            found = re.search(r"\[Errno -?\d+\] ([^'\")]+)|(timed out)", str(error))
+            reason = (found[1] or found[2]).strip() if found else redact(str(error))[:200]
             raise Unreachable(
-                f"no answer from the cluster's head at {self.where}{after} ({_reason(error)}); check that the cluster is "
+                f"no answer from the cluster's head at {self.where}{after} ({reason}); check that the cluster is "
                 "up (`rollcall status` on a node), that its dashboard listens on that address, and that this machine can reach it"
             ) from None
         except AuthenticationError:
@@ -78,7 +80,7 @@ class HttpClient(JobSubmissionClient):
                 f"the program at {self.where} does not answer like a cluster's dashboard; check the address"
             ) from None
         except RuntimeError as error:  # the client raises this for every error status
-            text = redact_end(str(error).strip(), LAST_CHARACTERS)
+            text = redact_end(str(error).strip(), 10_000)
             raise ClusterError(f"the head at {self.where} answered: {visible(text).splitlines()[-1]}") from None
 
     def submit_package(self, package: bytes, *, runtime_env: dict[str, Any], **options: Any) -> str:
@@ -106,8 +108,7 @@ class HttpClient(JobSubmissionClient):
                     # The job is quiet, or the head is gone. Ray (2.60) does not answer pings, so ask the head.
                     if (await asyncio.to_thread(self.call, "get_job_status", job_id)).is_terminal():
                         return ""
-                piece = waiting.result()
-                if piece is None:
+                if (piece := waiting.result()) is None:
                     return ""
                 if len(piece) > skip:
                     take(piece[skip:])
@@ -194,10 +195,3 @@ class AtHead:
             return None, self._client.call(method, *args, **options)
         except ClusterError as error:
             return error, None
-
-
-def _reason(error: Exception) -> str:
-    """Return the innermost cause of an error from requests, without the addresses that the error repeats."""
-    text = str(error)
-    found = re.search(r"\[Errno -?\d+\] ([^'\")]+)|(timed out)", text)
-    return (found[1] or found[2]).strip() if found else redact(text)[:200]

@@ -67,8 +67,7 @@ def wait_for_nodes(cluster: Cluster | None, num_nodes: int, *, fewest: int, wait
     wait = Wait()
     while True:
         here = [node.rank for node in ranked_nodes() if node.rank < num_nodes]
-        missing = sorted(set(range(num_nodes)) - set(here))
-        if not missing:
+        if not (missing := sorted(set(range(num_nodes)) - set(here))):
             return here
         awaited = _missing(cluster, missing)
         if wait.waited_s >= wait_s and len(here) >= fewest:

@@ -34,7 +34,6 @@ from rollcall.process.ray.each_node import pinned
 from rollcall.process.ray.members import suspect
 
 ALONE_S = 60.0
-ENDED_S = 10.0  # for killed workers to exit
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,7 +69,7 @@ class Eyes:
     def _end_when_alone(self) -> None:
         while self._asked_s is None or time.monotonic() - self._asked_s < ALONE_S:
             time.sleep(1.0)
-        end_group(self._mark, timeout_s=ENDED_S)
+        end_group(self._mark, timeout_s=10.0)  # for killed workers to exit
         os._exit(1)
 
     def stacks(self, pid: int) -> str:
@@ -249,8 +248,7 @@ class Supervisor:
 
     def _tell_stacks(self, member: Member, *, why: str) -> None:
         try:
-            eyes = self._eyes[member.spec.node.node_id]
-            stacks = ray.get(eyes.stacks.remote(member.pid), timeout=10)
+            stacks = ray.get(self._eyes[member.spec.node.node_id].stacks.remote(member.pid), timeout=10)
         except RayError as error:
             stacks = f"they cannot be read: {error}"
         warn(f"{member.spec.where}: {why}; its thread stacks:\n{stacks}")

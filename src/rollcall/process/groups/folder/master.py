@@ -97,8 +97,7 @@ class FolderBackend:
 
     def reserve(self, ask: Ask, *, timeout_s: float) -> Reservation:
         """Wait until every node has a worker. This ignores ``timeout_s`` and waits longer, because a user starts the workers by hand."""
-        wanted = ask.node_ranks or range(len(ask.slots_per_node))
-        workers = self.await_workers(sorted(wanted), timeout_s=APPEAR_S)
+        workers = self.await_workers(sorted(ask.node_ranks or range(len(ask.slots_per_node))), timeout_s=APPEAR_S)
         # No devices: a process uses the accelerators that are visible on its node.
         nodes = [NodeSeats(node_rank=one.rank, node_id=one.host, address="", bundles=(0,)) for one in workers]
         return Reservation(nodes=nodes, carrier=lambda recipe: Mail(self))  # the workers stay for the next group
@@ -221,8 +220,7 @@ class FolderBackend:
     def _take_answers(self) -> bool:
         answers, found = self._messages.answers, False
         for name in messages.names(answers):
-            data = messages.read(answers / name)
-            if data is None:
+            if (data := messages.read(answers / name)) is None:
                 continue
             label, number = messages.read_name(name)
             with self.changed:
@@ -254,8 +252,7 @@ class FolderBackend:
         return ""
 
     def _bury(self, rank: int, why: str) -> None:
-        worker = self._workers.get(rank)
-        if worker is None or worker.death:
+        if (worker := self._workers.get(rank)) is None or worker.death:
             return
         worker.death = why
         if rank == 0 and self._child is not None:

@@ -96,14 +96,12 @@ def own_folder(path: Path) -> Path:
     """Create the folder if it does not exist, and refuse a folder that is open to other users."""
     path = path.absolute()
     path.mkdir(parents=True, mode=0o700, exist_ok=True)
-    found = path.stat()
-    if found.st_uid != os.geteuid():
+    if (found := path.stat()).st_uid != os.geteuid():
         raise ClusterError(
             f"{path} belongs to user {found.st_uid}, but this process runs as user {os.geteuid()}. The nodes exchange Python pickles "
             "there, so the folder must be your own; give another folder"
         )
-    mode = stat.S_IMODE(found.st_mode)
-    if mode & 0o077:
+    if (mode := stat.S_IMODE(found.st_mode)) & 0o077:
         raise ClusterError(
             f"{path} is open to other users (mode {mode:03o}). The nodes exchange Python pickles there, which can run code, so it "
             f"must be closed to others: run `chmod 700 {path}`"

@@ -182,8 +182,7 @@ class FolderWorker:
                 f"worker {self.rank} was silent for too long, so the master considered it dead; it is rejoining as a new worker"
             )
             self._presence.say(incarnation=messages.new_id())  # so that the master treats this process as a new worker
-        label = self._current_label()
-        if label == self._label:
+        if (label := self._current_label()) == self._label:
             return
         self._drop()
         for name in messages.names(self._calls):
@@ -205,8 +204,7 @@ class FolderWorker:
     def _work(self) -> bool:
         """Read the next call and answer it; return False if there is no call."""
         assert self._inbox is not None
-        taken = self._inbox.take()
-        if taken is None:
+        if (taken := self._inbox.take()) is None:
             return False
         number, data = taken
         messages.put(self._messages.answers / messages.message_name(self._label, number), self._outcome(data))
