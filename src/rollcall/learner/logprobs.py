@@ -79,7 +79,12 @@ class _TokenStats(torch.autograd.Function):
             del logits  # logits are the largest tensors, so keep only one chunk alive at a time
             torch.mm(grad, weight, out=grad_hidden[part])
             if grad_weight is not None:
-                _accumulate(grad_weight, grad, hidden[part])
+                if grad.dtype == torch.float32:
+                    grad_weight.addmm_(grad.t(), hidden[part])
+                elif grad.is_cuda:
+                    torch.ops.aten.addmm.dtype_out(grad_weight, grad.t(), hidden[part], torch.float32, out=grad_weight)
+                else:
+                    grad_weight += wide_product(grad.t(), hidden[part])
             del grad
         return grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype), None, None
 
@@ -101,15 +106,6 @@ def _chunks(rows: int, weight: Tensor) -> list[slice]:
     count = max(1, -(-rows // size))
     size = -(-rows // count) if rows else 1
     return [slice(start, min(start + size, rows)) for start in range(0, rows, size)]
-
-
-def _accumulate(total: Tensor, grad: Tensor, hidden: Tensor) -> None:
-    if grad.dtype == torch.float32:
-        total.addmm_(grad.t(), hidden)
-    elif grad.is_cuda:
-        torch.ops.aten.addmm.dtype_out(total, grad.t(), hidden, torch.float32, out=total)
-    else:
-        total += wide_product(grad.t(), hidden)
 
 
 def _row_stats(logits: Tensor, targets: Tensor, scale: float) -> tuple[Tensor, Tensor, Tensor, Tensor]:

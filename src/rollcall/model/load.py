@@ -324,8 +324,7 @@ def non_finite_of(tensors: Mapping[str, Tensor], *, dtype: torch.dtype) -> list[
         return []
     # Check only the smallest and largest values: both are NaN if any value is, and rounding preserves order.
     ends = torch.stack([torch.stack(tensor.aminmax()).to(dtype) for tensor in some.values()])
-    good = ends.isfinite().all(dim=1).tolist()
-    return [name for name, fine in zip(some, good, strict=True) if not fine]
+    return [name for name, fine in zip(some, ends.isfinite().all(dim=1).tolist(), strict=True) if not fine]
 
 
 def load_tokenizer(path: str, *, chat_template: str | None, trust_remote_code: bool = False) -> Any:

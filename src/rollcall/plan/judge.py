@@ -267,8 +267,7 @@ def _on_sizes(config: Config, plan: Plan, memory: tuple[SlotMemory, ...], card: 
     """Yield notes on what ``auto`` chooses and what that costs. The run measures a pass first and may choose slightly differently."""
     for role in (role for entry in memory for role in entry.roles if role.tokens and card is not None):
         section = config.critic if role.role is Role.CRITIC else config.actor
-        chosen = section.activation_checkpointing == "auto" and role.recompute
-        if section.tokens_per_microbatch == "auto" or chosen:
+        if section.tokens_per_microbatch == "auto" or (section.activation_checkpointing == "auto" and role.recompute):
             yield f"{role.role}: {role.tokens} tokens in a micro-batch{role.recompute.sentence} (auto, estimated)"
             num_ranks = plan.meshes[role.role].data
             if about := on_microbatch(config, role.role, tokens=role.tokens, longest=role.longest, num_ranks=num_ranks):

@@ -39,8 +39,6 @@ TRAINED = (Role.ACTOR, Role.CRITIC)
 HOLDERS = (Role.ROLLOUT, Role.INFERENCE)  # roles that read the policy but do not train it
 SCORERS = (Role.REFERENCE, Role.INFERENCE)  # roles that compute log-probs as the actor does
 
-# If a run needs one of these roles but does not place it, it runs in the actor's processes.
-WITH_THE_ACTOR = (Role.REFERENCE, Role.REWARD)
 _USERS = {
     Role.CRITIC: "algorithm.name=ppo",
     Role.REFERENCE: "algorithm.kl_coef above 0",
@@ -316,7 +314,7 @@ def _meet_needs(placed: _Spans, needed: frozenset[Role], notes: list[str]) -> _S
             notes.append(
                 f"{role} is placed, but this run does not use it ({_USERS[role]} would); its processes are left out"
             )
-    for role in WITH_THE_ACTOR:
+    for role in (Role.REFERENCE, Role.REWARD):
         if role in needed and role not in kept:
             kept[role] = kept[Role.ACTOR]
             notes.append(

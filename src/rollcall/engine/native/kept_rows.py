@@ -19,8 +19,6 @@ from torch import Tensor
 from rollcall.base.types import Ints
 from rollcall.engine.native.runner import Kept, Sequence
 
-HOLES = 4  # a bundle has many holes if at least one row in this many is a hole
-
 
 class Plane(NamedTuple):
     """One layer's keys or values in memory order: [rows, Hkv, then D and columns in either order]."""
@@ -192,7 +190,7 @@ class KeptRows:
             self.num_tokens -= bundle.num_tokens
             if not self.num_tokens:
                 self.longest = 0
-        elif HOLES * bundle.num_holes >= bundle.num_rows:
+        elif 4 * bundle.num_holes >= bundle.num_rows:  # many holes: at least one row in four
             self._holed[bundle] = None
 
 

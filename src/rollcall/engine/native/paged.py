@@ -45,9 +45,6 @@ from rollcall.plan.choose import FILL_TOKENS
 from rollcall.plan.choose import KV_BLOCK as BLOCK
 
 CHUNK = 16  # steps before the results are read
-# With fewer rows, no chunk starts ahead, because a chunk that is not needed would delay the next request.
-AHEAD_ROWS = 4
-PAST = 16  # reading the keys of this many past tokens takes less memory than computing one token
 
 
 class PagedRunner:
@@ -79,7 +76,8 @@ class PagedRunner:
         self._kept: dict[str | None, Kept[list[int]]] = {}  # by session, least recently used first
         self.num_rows = 0
         self._fill_tokens = FILL_TOKENS
-        self.ahead_from: float = AHEAD_ROWS
+        # With fewer rows, no chunk starts ahead, because a chunk that is not needed would delay the next request.
+        self.ahead_from: float = 4
         # Tokens and log-probs of chunks that the GPU is computing and will copy to the host, each with the event of its copy.
         self._on_the_way: deque[tuple[list[Tensor], torch.cuda.Event]] = deque()
 
@@ -275,7 +273,8 @@ class PagedRunner:
         """Compute each fill once, into the blocks of its first row. ``admit`` has already set up which rows share blocks."""
 
         def cost(fill: Fill) -> int:
-            return len(fill.token_ids) + fill.past // PAST
+            # Reading the keys of 16 past tokens takes less memory than computing one token.
+            return len(fill.token_ids) + fill.past // 16
 
         def smaller(tokens: int) -> None:
             torch.cuda.empty_cache()

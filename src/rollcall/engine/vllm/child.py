@@ -30,7 +30,6 @@ ANSWER_S = 300.0
 QUIT_S = 10.0
 LOG_LINES = 15
 ALIGN = 64  # bytes
-LONGEST_SOCKET_FOLDER = 60  # characters; a socket path may have 107, and vLLM's file name takes 37
 SERVER = Path(__file__).with_name("server.py")
 # These may be set for one of our own gangs, but vLLM would use them for its own processes.
 DROPPED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -144,7 +143,7 @@ class SharedMemory:
 
 def child_environment(*, num_threads: int) -> dict[str, str]:
     kept = {name: value for name, value in os.environ.items() if name not in DROPPED}
-    if len(tempfile.gettempdir()) > LONGEST_SOCKET_FOLDER:
+    if len(tempfile.gettempdir()) > 60:  # a socket path may have 107 characters, and vLLM's file name takes 37
         kept.setdefault("VLLM_RPC_BASE_PATH", "/tmp")  # where vLLM's processes put their sockets
     return {
         **kept,
