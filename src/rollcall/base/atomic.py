@@ -21,7 +21,6 @@ from typing import IO, BinaryIO
 from rollcall.base.patience import plain_disk_errors
 
 TEMPORARY = ".tmp-"
-_NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK)
 
 
 def write_atomic(path: Path, data: str | bytes, *, durable: bool = True, private: bool = False) -> None:
@@ -55,7 +54,7 @@ def create_atomic(path: Path, data: bytes) -> bool:
         try:
             os.link(tmp, path)
         except OSError as error:
-            if error.errno not in _NO_LINKS:
+            if error.errno not in (errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK):
                 raise
             # The file system has no hard links, as is the case for some object store mounts.
             with path.open("xb") as file:

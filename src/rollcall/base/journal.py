@@ -108,8 +108,7 @@ class Journal(AbstractContextManager["Journal"]):
         for place, group in attempts:
             records.setdefault(group.step, []).append(encode(group, attempt=place))
         for step, found in records.items():
-            what = f"{len(found)} attempts of step {step}"
-            self._append(self._path(step, ATTEMPTS), b"".join(found), what=what)
+            self._append(self._path(step, ATTEMPTS), b"".join(found), what=f"{len(found)} attempts of step {step}")
 
     def read_attempts(self, step: int) -> dict[int, dict[int, Group]]:
         """Return draw -> index in the group -> the attempt, as a group of one completion. Skips damaged attempts, which will be

@@ -95,8 +95,8 @@ def redact(text: str) -> str:
     >>> redact("cannot read s3://me:hunter2@host/rows.jsonl")
     'cannot read s3://me:<redacted>@host/rows.jsonl'
     """
-    values = _values()
-    if values:
+    own = {value for name, value in os.environ.items() if len(value) >= SHORTEST and is_secret(name)}
+    if values := frozenset(own | _remembered):
         text = _pattern(values).sub(REDACTED, text)
     if ":/" in text:
         text = redact_urls(text)
@@ -275,11 +275,6 @@ class Redactor:
 
 def _without_value(match: re.Match[str]) -> str:
     return f"{match[1]}={REDACTED}" if is_secret(match[1]) and not _EXAMPLE.fullmatch(match[2]) else match[0]
-
-
-def _values() -> frozenset[str]:
-    own = {value for name, value in os.environ.items() if len(value) >= SHORTEST and is_secret(name)}
-    return frozenset(own | _remembered)
 
 
 @lru_cache(maxsize=16)

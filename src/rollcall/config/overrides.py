@@ -25,9 +25,8 @@ def apply_override(raw: dict[str, Any], override: str, *, root: type[BaseModel])
         raise ConfigError(f"override {shown(override)} is not of the form key=value; write for example actor.lr=1e-5")
     annotation = _annotation(key, root)
     kinds = {annotation, *get_args(annotation)}
-    # Whether the value is a string, or a string or null.
-    is_text = str in kinds and not kinds - {str, NoneType, str | None}
-    value = _parse_value(text, override, is_text=is_text)
+    # `is_text`: the value is a string, or a string or null.
+    value = _parse_value(text, override, is_text=str in kinds and not kinds - {str, NoneType, str | None})
     try:
         set_key(raw, key, value)
     except ConfigError as error:
