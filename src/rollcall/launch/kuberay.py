@@ -142,11 +142,10 @@ def _job(request: LaunchRequest, section: KuberaySection, *, name: str) -> dict[
         raise LaunchError(
             f"launch.kuberay.pod has no effect on the existing pods of ray_cluster={section.ray_cluster}; remove one of the two keys"
         )
-    text = base64.b64encode(run_file).decode()
     spec: dict[str, Any] = {
         "entrypoint": "python -m rollcall.launch.ready",
         "submissionMode": section.submission,
-        "runtimeEnvYAML": yaml_text({"env_vars": {RUN_FILE_VARIABLE: text}}),
+        "runtimeEnvYAML": yaml_text({"env_vars": {RUN_FILE_VARIABLE: base64.b64encode(run_file).decode()}}),
     }
     if section.ray_cluster is not None:
         spec["clusterSelector"] = {"ray.io/cluster": section.ray_cluster}
@@ -156,8 +155,7 @@ def _job(request: LaunchRequest, section: KuberaySection, *, name: str) -> dict[
         spec["rayClusterSpec"] = _cluster(request, section)
         if submitter := _submitter(section):
             spec["submitterPodTemplate"] = submitter
-    labels = {"app": "rollcall", **section.labels}
-    metadata = {"name": name, "namespace": section.namespace, "labels": labels}
+    metadata = {"name": name, "namespace": section.namespace, "labels": {"app": "rollcall", **section.labels}}
     return {"apiVersion": "ray.io/v1", "kind": "RayJob", "metadata": metadata, "spec": spec}
 
 
@@ -205,12 +203,11 @@ def _pod(request: LaunchRequest, section: KuberaySection, *, name: str) -> dict[
     for index, (claim, path) in enumerate(section.claims.items()):
         volumes.append({"name": f"claim-{index}", "persistentVolumeClaim": {"claimName": claim}})
         mounts.append({"name": f"claim-{index}", "mountPath": path})
-    variables = {**request.node_env, **section.env}
     container: dict[str, Any] = {
         "name": name,
         "image": section.image,
         "resources": {"limits": resources, "requests": resources},
-        "env": [{"name": key, "value": _literal(value)} for key, value in variables.items()],
+        "env": [{"name": key, "value": _literal(value)} for key, value in {**request.node_env, **section.env}.items()],
         "envFrom": [{"secretRef": {"name": secret}} for secret in section.env_from_secrets],
         "volumeMounts": mounts,
     }

@@ -68,16 +68,15 @@ def make_request(
     cluster = cluster.model_copy(update={"env": {**profile, **cluster.env}})
     config = config.model_copy(update={"cluster": cluster})
     ssh = launch.ssh if target == "ssh" else None
-    hosts = () if ssh is None else choose_hosts(ssh.hosts, count=cluster.num_nodes, name=name, cwd=cwd)
     request = LaunchRequest(
         name=name,
         config=config,
         cluster=cluster,
         launch=launch,
+        hosts=() if ssh is None else choose_hosts(ssh.hosts, count=cluster.num_nodes, name=name, cwd=cwd),
         folder=launches() / name,
         cwd=cwd,
         profile=profile,
-        hosts=hosts,
     )
     for check in (partial(workable_plan, config, cluster), partial(get_target(target).check, request)):
         try:

@@ -70,8 +70,7 @@ class Slurm(ToolTarget):
             log = request.folder / LOG
             words = ("bash", script)
             what = f"start the nodes inside job {section.attach} in the background, and write their output to {log}"
-        command = Command(words=words, what=what)
-        return Rendered(files=files, commands=(command,), notes=tuple(_notes(request, section)))
+        return Rendered(files=files, commands=(Command(words=words, what=what),), notes=tuple(_notes(request, section)))
 
     def validate(self, rendered: Rendered) -> None:
         words = rendered.commands[0].words

@@ -65,8 +65,7 @@ class Diagnosis:
 def examine_machine(config: Config | None) -> Diagnosis:
     """Examine this machine for a run in one process; with a run file, also examine its model, data and rewards."""
     folder = "." if config is None else str(config.run.dir.absolute())
-    ask = {"packages": checks.MUST_AGREE, "disks": {"run.dir": folder}, "paths": []}
-    facts = probing.Probe().facts(ask)
+    facts = probing.Probe().facts({"packages": checks.MUST_AGREE, "disks": {"run.dir": folder}, "paths": []})
     seat = {"rank": 0, "address": "127.0.0.1", "slots": 1, "is_head": True}
     seat["accelerator"] = "gpu" if facts["gpus"] else "cpu"
     node = TypeAdapter(NodeFacts).validate_python(facts | seat)
@@ -203,8 +202,7 @@ class _Examination:
         try:
             wrote = self._ask_all(f"write to {folder}", "write", lambda rank: [folder, names[rank]])
             written = [names[rank] for rank, why in wrote.items() if why is None]
-            what = f"see the other nodes' files in {folder}"
-            seen = self._ask_all(what, "see", lambda rank: [folder, written, 10.0])
+            seen = self._ask_all(f"see the other nodes' files in {folder}", "see", lambda rank: [folder, written, 10.0])
         finally:
             self._ask_all("clean up", "remove", lambda rank: [folder, names[rank]])
         unseen = {rank: {ranks[name]: why for name, why in lost.items()} for rank, lost in seen.items() if lost}

@@ -29,7 +29,6 @@ from rollcall.model.stored.find import checkpoint_of
 from rollcall.model.stored.tensors import StoredError
 
 NOTES = "finish.json"  # in the run directory
-MERGED = "merged"  # in the run directory: the model directory
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,8 +47,7 @@ class FinishedRun:
     uploaded: Uploaded | None  # None if this call did not upload it
 
     def as_json(self) -> dict[str, Any]:
-        steps = {step.name: {"state": step.state, "words": step.words} for step in self.steps}
-        return {**asdict(self), "steps": steps}
+        return {**asdict(self), "steps": {step.name: {"state": step.state, "words": step.words} for step in self.steps}}
 
 
 def checkpoint_at(path: Path) -> Path:
@@ -84,7 +82,7 @@ class _Work:
     def __init__(self, config: Config, *, hosts: Sequence[str], dry_run: bool, progress: OnBytes) -> None:
         self.run_dir = config.run.dir.absolute()
         self.checkpoint = checkpoint_at(self.run_dir)
-        self.model = self.run_dir / MERGED
+        self.model = self.run_dir / "merged"
         self.section, self.hosts, self.dry_run, self.progress = config.finish, hosts, dry_run, progress
         self.uploaded: Uploaded | None = None
         self.begun = False  # whether an earlier step runs in this call; if so, all later steps run too
@@ -141,7 +139,6 @@ class _Work:
         from huggingface_hub import constants
 
         wanted = {**section.model_dump(), "endpoint": constants.ENDPOINT, "files": self._files()}
-        where = f"{section.repo} ({section.revision or 'main'})"
         if not self.begun and self.notes.get("upload", {}).get("of") == wanted:
             return FinishStep(name="upload", state="was done", words=f"{self.notes['upload'].get('url')}")
 
@@ -149,7 +146,7 @@ class _Work:
             self.uploaded = upload(self.model, section.repo, private=section.private, revision=section.revision)
             self._note("upload", {"of": {**wanted, "files": self._files()}, "url": self.uploaded.url})
 
-        return self._step("upload", f"{self.model} to {where}", work)
+        return self._step("upload", f"{self.model} to {section.repo} ({section.revision or 'main'})", work)
 
     def _step(self, name: str, words: str, work: Callable[[], str | None]) -> FinishStep:
         """Do the step, unless this is a dry run. ``work`` may return a description that replaces ``words``."""

@@ -115,8 +115,7 @@ def gather(
     if lock is None:  # two processes would write to the same files
         raise GatherError(f"{checkpoint} is being gathered by another process; wait until it has finished")
     with lock:
-        nodes = find()
-        holders, faults = _holders(nodes, parts)
+        holders, faults = _holders(find(), parts)
         if missing:
             _refuse_absent(missing, holders, faults)
             _refuse_too_large(checkpoint, missing)

@@ -25,7 +25,6 @@ from rollcall.process.ray.each_node import NoAnswerError, Pinned, answer_of
 from rollcall.process.ray.members import ranked_nodes
 
 ANSWER_S = 120.0  # to wait for an answer or the next bytes
-AHEAD = 2  # chunks that are requested before they are needed
 Asked = Mapping[str, Any]  # a part, with at least its name, place, run and size
 
 
@@ -59,7 +58,7 @@ class RayNodeFiles:
     def chunks(self, part: Asked, *, offset: int) -> Iterator[bytes]:
         starts = range(offset, part["size"], CHUNK_BYTES)
         calls = (self._there.call("read", dict(part), start, CHUNK_BYTES) for start in starts)
-        waiting = list(islice(calls, AHEAD))
+        waiting = list(islice(calls, 2))  # chunks that are requested before they are needed
         while waiting:
             data = self._answer(waiting.pop(0))
             waiting += islice(calls, 1)
@@ -145,8 +144,7 @@ def find_nodes(run_dir: Path, *, hosts: Sequence[str]) -> list[Node]:
         for record in all_records():
             if SITE in record.facts and Path(record.run_dir).resolve() == run_dir.resolve():
                 site = Site.of_record(record)
-                hosts_of_launch = [SshNode(host=host, login=site.login, inside=site.inside) for host in site.hosts]
-                return [ThisNode(), *hosts_of_launch]
+                return [ThisNode(), *(SshNode(host=host, login=site.login, inside=site.inside) for host in site.hosts)]
         raise ClusterError(
             f"cannot reach the nodes of {run_dir}: {error}. Run this on a node of the cluster, or name the hosts that have "
             "the parts: --hosts HOST,HOST"

@@ -39,7 +39,6 @@ if TYPE_CHECKING:  # it imports Ray, which reads variables at import
 
 PREFIX = "rollcall-"
 LATEST = "latest"
-SAVE_S = 300  # how long a job has to save after trainer.stop_grace_s, before Ray kills it
 STOP_WAIT = "RAY_JOB_STOP_WAIT_TIME_S"  # Ray reads it on the head; its default, 3 s, is too short for a checkpoint
 START_S = 180.0  # for the head to unpack the code and start the driver
 # `rollcall node` sets ROLLCALL_PYTHON; on a head that was started in a different way, the first `python` on its PATH is used.
@@ -54,8 +53,8 @@ class Job:
         self.run: str = metadata.get("run", "")  # the run's name; "" if rollcall did not submit the job
         self.status: str = details.status.value  # PENDING, RUNNING, SUCCEEDED, FAILED, STOPPED
         self.message: str = details.message or ""
-        self.started = _when(details.start_time or 0)  # when it was submitted
-        self.ended = _when(details.end_time) if details.end_time else None
+        self.started = datetime.fromtimestamp((details.start_time or 0) / 1000, UTC)  # when it was submitted
+        self.ended = datetime.fromtimestamp(details.end_time / 1000, UTC) if details.end_time else None
         self.exit_code: int | None = details.driver_exit_code
         self.submitter: str = metadata.get("submitter", "")  # user@host
         self.run_dir: str = metadata.get("run_dir", "")
@@ -106,7 +105,7 @@ class Jobs:
         if config.environment is not None:
             named["environment.env"] = config.environment.env
         environment = job_env(config.cluster, environ=environ, token=self._token, named=named)
-        environment[STOP_WAIT] = str(math.ceil(config.trainer.stop_grace_s) + SAVE_S)
+        environment[STOP_WAIT] = str(math.ceil(config.trainer.stop_grace_s) + 300)  # s to save before Ray kills it
         config = resolve_paths(config, folder=folder, shared=self.shared)
         package = build_package(config, run_file=dump_config(config), folder=folder)
         refuse_busy(config.run.dir, others)
@@ -210,8 +209,7 @@ class Jobs:
     def _learn_secrets(self, job_id: str) -> None:
         """Register the job's sealed values, so that this process also redacts them in the job's log."""
         if self._token:
-            details = self._client.call("get_job_info", job_id)
-            remember(sealed_values(_variables(details), token=self._token).values())
+            remember(sealed_values(_variables(self._client.call("get_job_info", job_id)), token=self._token).values())
 
 
 def reach(
@@ -315,7 +313,3 @@ def new_id(run_name: str) -> str:
 def _variables(details: JobDetails) -> dict[str, str]:
     """Return the variables that were passed to the job."""
     return (details.runtime_env or {}).get("env_vars") or {}
-
-
-def _when(milliseconds: int) -> datetime:
-    return datetime.fromtimestamp(milliseconds / 1000, UTC)

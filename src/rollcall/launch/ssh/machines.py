@@ -123,10 +123,9 @@ def run_there(record: LaunchRecord, *, where: str, command: Sequence[str]) -> li
         f"( {line}\n) </dev/null; status=$?",
         "disown $watch; kill $watch; return $status",
     )
-    outcomes = site.send(dict.fromkeys(hosts, script), tell=prefixed(hosts, write=on_stdout))
     return [
         f"{each.host}: failed with status {each.status}" if each.was_reached else each.problem
-        for each in outcomes
+        for each in site.send(dict.fromkeys(hosts, script), tell=prefixed(hosts, write=on_stdout))
         if not each.is_good
     ]
 

@@ -234,8 +234,7 @@ def _start_containers(site: Site, rendered: Rendered, record: LaunchRecord) -> L
     say(f"starting {counted(len(site.hosts), 'container')}")
     before = "rollcall_again=yes\n" if record.facts.get(UP) else ""
     record = record.knowing(**{UP: list(site.hosts)}).having(id=record.id or "").save()
-    script = before + rendered.files[CONTAINER_FILE]
-    site.outside().do(dict.fromkeys(site.hosts, script), to="start a container")
+    site.outside().do(dict.fromkeys(site.hosts, before + rendered.files[CONTAINER_FILE]), to="start a container")
     return record
 
 
@@ -279,8 +278,7 @@ def _prepare(request: LaunchRequest, site: Site, rendered: Rendered) -> None:
     # The model cache's location and the hub's key are among the run's variables.
     variables = {**request.cluster.env, **passed(request.cluster, environ=os.environ)}
     script = "\n".join([*exports(variables), rendered.files[PREPARE]])
-    scripts = {**dict.fromkeys(site.hosts, script), site.hosts[0]: f"once=--once\n{script}"}
-    site.do(scripts, to="run `rollcall prepare`")
+    site.do({**dict.fromkeys(site.hosts, script), site.hosts[0]: f"once=--once\n{script}"}, to="run `rollcall prepare`")
 
 
 def _start_nodes(site: Site, rendered: Rendered, record: LaunchRecord) -> None:
