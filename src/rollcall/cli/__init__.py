@@ -74,7 +74,9 @@ def reported(command: Callable[..., None]) -> Callable[..., None]:
         except (BrokenPipeError, OutputError):
             raise  # `main` handles it
         except Exception as error:
-            if debug or not _is_for_the_user(error):
+            # The message is enough without a traceback for our own errors and for value, file and memory errors.
+            ours = type(error).__module__.startswith("rollcall.")
+            if debug or not (ours or isinstance(error, ValueError | OSError) or is_out_of_memory(error)):
                 raise
             text = _explain(error)
             # The text may quote other people's files. It must not send control codes to the terminal or flood it.
@@ -150,12 +152,6 @@ class _OnStderr(logging.StreamHandler[Any]):
     def emit(self, record: logging.LogRecord) -> None:
         self.stream = sys.stderr
         super().emit(record)
-
-
-def _is_for_the_user(error: Exception) -> bool:
-    """Return whether the message is enough without a traceback. It is for our own errors and for value, file and memory errors."""
-    ours = type(error).__module__.startswith("rollcall.")
-    return ours or isinstance(error, ValueError | OSError) or is_out_of_memory(error)
 
 
 def _explain(error: Exception) -> str:

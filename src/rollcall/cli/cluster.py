@@ -206,9 +206,8 @@ def down(
     folder = state_dir(meant.name)
     count = stop_node(meant.name, keep_logs=keep_logs)
     sweep_folders()  # left by a killed run
-    title = meant.title
-    stopped = f"stopped {counted(count, 'process')} of {title}"
-    what = stopped if count else f"no process of {title} is running on this node"
+    stopped = f"stopped {counted(count, 'process')} of {meant.title}"
+    what = stopped if count else f"no process of {meant.title} is running on this node"
     print(f"{what}; its logs are in {folder}" if keep_logs and folder.exists() else what)
 
 
@@ -230,14 +229,13 @@ def here(
 def _introduce(record: NodeRecord, *, was_running: bool) -> None:
     slots = counted(record.slots, "GPU" if record.accelerator == "gpu" else "logical slot")
     print("Ray is already running here, as part of this cluster" if was_running else "Ray started")
-    rows = [
+    for label, value in [
         ("cluster", f"{record.cluster} (id {record.cluster_id})"),
         ("node", f"{record.node_ip}, rank {record.rank} of {record.num_nodes}, {slots}"),
         ("head", record.head_address),
         ("dashboard", record.dashboard_url or "on the head's loopback only"),
         ("logs", f"{record.temp_dir}/session_latest/logs"),
-    ]
-    for label, value in rows:
+    ]:
         print(f"  {label:<10} {value}", flush=True)
 
 

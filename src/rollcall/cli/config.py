@@ -50,8 +50,7 @@ def init(file: Annotated[Path, Argument(metavar="[FILE]", help="File to write.")
       rollcall init && rollcall train run.yaml trainer.steps=20
     """
     kept = "".join(char if char.isascii() and char.isalnum() else "-" for char in file.stem).strip("-")
-    name = "mine" if kept in ("", "run") else kept
-    text = (files("rollcall.config") / "init.yaml").read_text().replace("NAME", name)
+    text = (files("rollcall.config") / "init.yaml").read_text().replace("NAME", "mine" if kept in ("", "run") else kept)
     file.parent.mkdir(parents=True, exist_ok=True)
     try:
         with file.open("x") as out:

@@ -154,8 +154,7 @@ def job_stop(
       rollcall job stop rollcall-gsm8k-1115-093000-1f2e
     """
     jobs = _jobs(cluster, address, rendezvous)
-    stopped = jobs.stop(jobs.find(job_id).id)
-    answer(stopped, lambda job: print(f"{job.id} is {job.status}"), as_json=as_json)
+    answer(jobs.stop(jobs.find(job_id).id), lambda job: print(f"{job.id} is {job.status}"), as_json=as_json)
 
 
 def env(file: RunFile = None, overrides: Overrides = None, cluster: Cluster = None, as_json: Json = False) -> None:

@@ -142,8 +142,7 @@ def list_launches(as_json: Json = False) -> None:
     records = all_records(strict=False)
     with ThreadPoolExecutor(len(records) or 1) as pool:
         now = list(zip(records, pool.map(state_of, records), strict=True))
-    launches = [{**_facts(each), "told": told} for each, told in now]
-    answer({"launches": launches}, lambda _: _show(now), as_json=as_json)
+    answer({"launches": [{**_facts(each), "told": told} for each, told in now]}, lambda _: _show(now), as_json=as_json)
 
 
 def _show(now: list[tuple[LaunchRecord, str]]) -> None:

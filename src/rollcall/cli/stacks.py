@@ -98,8 +98,7 @@ def profile(
 
     if form not in FORMATS:
         raise ValueError(f"--format {form} is not known; use {', '.join(FORMATS)}")
-    where = find_target(target, cluster=cluster)
-    found = profile_role(where, role=role, seconds=seconds, kind=form, out=out)
+    found = profile_role(find_target(target, cluster=cluster), role=role, seconds=seconds, kind=form, out=out)
     answer(found, _show_files, as_json=as_json, failed=found.failed)
 
 
@@ -161,8 +160,7 @@ def _chosen(waiting: list[Waiting], number: int) -> Waiting:
     if len(found) == 1:
         return found[0]
     if found:
-        runs = ", ".join(one.run for one in found)
-        what = f"processes with number {number} are waiting in several runs ({runs})"
+        what = f"processes with number {number} are waiting in several runs ({', '.join(one.run for one in found)})"
         raise ClusterError(f"{what}; name one of them: rollcall debug RUN_DIR {number}")
     there = ", ".join(str(one.number) for one in waiting) or "none"
     what = f"no process with number {number} is waiting; the waiting ones are: {there}"
