@@ -15,8 +15,6 @@ from itertools import chain, islice
 from rollcall.base.errors import ClusterError
 from rollcall.nodes.interfaces import interface_addresses
 
-# Documentation addresses (RFC 5737, RFC 3849): no host uses them, so only a default route leads there.
-FAR_AWAY = ("198.51.100.1", "2001:db8::1")
 FIRST_PORT = 10_000
 LAST_PORT = 32_000  # below the kernel's range for outgoing connections, which could take a port before it is used
 
@@ -80,7 +78,8 @@ def own_address(*, toward: str | None, node_ip: str | None, interface: str | Non
         if (found := _by_route(toward)) is None:
             raise ClusterError(f"this node has no route to {toward} (its addresses: {_listed()})")
         return found
-    routed = filter(None, map(_by_route, FAR_AWAY))
+    # Documentation addresses (RFC 5737, RFC 3849): no host uses them, so only a default route leads there.
+    routed = filter(None, map(_by_route, ("198.51.100.1", "2001:db8::1")))
     held = (address for name in _interface_names() for address in interface_addresses(name))
     return next(chain(routed, held), "127.0.0.1")
 

@@ -47,7 +47,6 @@ from rollcall.nodes.state import (
 )
 from rollcall.nodes.tls import write_certificates
 
-START_S = 180.0  # for starting Ray on this node, once the head is known
 TAKEN_S = 15.0  # a head notices a killed node within 5 s; only then is the node's rank free
 
 
@@ -205,7 +204,7 @@ def _running(request: NodeRequest) -> NodeRecord | None:
 
 def _launch(request: NodeRequest, start: Start) -> NodeRecord:
     """Start Ray, check that the head lists this node, and write the record. If that fails, stop and remove everything again."""
-    deadline = time.monotonic() + START_S
+    deadline = time.monotonic() + 180.0  # for starting Ray on this node, once the head is known
     folder, temp_dir = state_dir(request.cluster), Path(start.record.temp_dir)
     if request.temp_dir is None:
         shutil.rmtree(temp_dir, ignore_errors=True)  # sessions of earlier starts

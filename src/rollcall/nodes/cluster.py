@@ -192,17 +192,7 @@ class PlainRay:
         return sum(node.slots > 0 for node in answer.alive) or len(answer.alive)
 
     def own_node(self, answer: HeadAnswer) -> NodeInfo:
-        self._refuse_other_versions(answer)
-        if (own := _own(answer)) is not None:
-            return own
-        nodes = ", ".join(node.address for node in answer.alive) or "none"
-        raise ClusterError(
-            f"this machine is not a node of {self.title} (its nodes: {nodes}), but only a node can start a run; run the command "
-            f"on a node, or run `ray start --address={self.head_address}` here first, or use `rollcall submit --address http://HEAD:8265`"
-        )
-
-    def _refuse_other_versions(self, answer: HeadAnswer) -> None:
-        """Raise a one-line error for a version mismatch that Ray would report in many lines."""
+        # Ray would report a version mismatch in many lines.
         mine = {"Ray": installed("ray"), "Python": platform.python_version()}
         for what, theirs in answer.versions.items():
             is_same = theirs == mine[what] if what == "Ray" else compared(theirs) == compared(mine[what])
@@ -211,6 +201,13 @@ class PlainRay:
                     f"{self.title} runs {what} {theirs}, but this environment has {what} {mine[what]}, and Ray needs the same version on "
                     f"both sides; use an environment with {what} {theirs}, or start that Ray cluster with {mine[what]}"
                 )
+        if (own := _own(answer)) is not None:
+            return own
+        nodes = ", ".join(node.address for node in answer.alive) or "none"
+        raise ClusterError(
+            f"this machine is not a node of {self.title} (its nodes: {nodes}), but only a node can start a run; run the command "
+            f"on a node, or run `ray start --address={self.head_address}` here first, or use `rollcall submit --address http://HEAD:8265`"
+        )
 
     def dashboard_url(self, answer: HeadAnswer) -> str | None:
         own, (head, _) = _own(answer), split_address(self.head_address)
@@ -295,7 +292,7 @@ def wished_cluster(name: str | None = None, *, ray_address: str | None = None) -
     own = read_record(named or DEFAULT_CLUSTER)
     if wish is None:
         return None if own is None else OurCluster(own.cluster)
-    if own is not None and _names(wish, own):
+    if own is not None and wish.text in (own.head_address, own.dashboard_url):  # Ray's job commands use the dashboard
         return OurCluster(own.cluster)
     plain = _plain(wish)
     if own is not None and is_same_address(plain.head_address, own.head_address):
@@ -335,14 +332,9 @@ def _wish(ray_address: str | None) -> _Wish | None:
     return _Wish(text=text, where=RAY_ADDRESS) if text and text != "local" else None
 
 
-def _names(wish: _Wish, own: NodeRecord) -> bool:
-    """Return whether the wish names this cluster, by its head or (as in Ray's job commands) by its dashboard."""
-    return wish.text in (own.head_address, own.dashboard_url)
-
-
 def _ours(name: str, *, why: str, instead_of: _Wish | None) -> OurCluster:
     own = read_record(name)
-    if instead_of is not None and (own is None or not _names(instead_of, own)):
+    if instead_of is not None and (own is None or instead_of.text not in (own.head_address, own.dashboard_url)):
         say_once(f"note: using cluster {name!r}, because {why}, and not {instead_of}")
     return OurCluster(name)
 

@@ -110,8 +110,7 @@ def declared(section: ClusterSection | None, *, submitted: Mapping[str, str], no
             raise ClusterError(
                 f"cluster.env.{name} was redacted when this run file was saved; write its value, or better, list it in cluster.env_pass"
             )
-        value = submitted[name] if value == REDACTED else value
-        found[name] = Variable(value=value, source="cluster.env")
+        found[name] = Variable(value=submitted[name] if value == REDACTED else value, source="cluster.env")
     for name, value in section.node_env.get(node_rank, {}).items():
         found[name] = Variable(value=value, source=f"cluster.node_env.{node_rank}")
     return found
@@ -159,8 +158,7 @@ def job_env(
         return for_ray(asked, token=token)
     check_environment(section)
     submitted = passed(section, environ=environ)
-    everywhere = section.model_copy(update={"node_env": {}})
-    values = worker_env(everywhere, submitted=submitted, node_rank=0)
+    values = worker_env(section.model_copy(update={"node_env": {}}), submitted=submitted, node_rank=0)
     # The driver's run file does not contain the submitter's values, and its secrets are redacted. So pass both.
     names = [name for name, value in values.items() if name in submitted or hides(name, value)]
     # Set SUBMITTED even when it is empty, because the head's own variables are not the submitter's.
@@ -190,8 +188,7 @@ def for_ray(values: Mapping[str, str], *, token: str | None = None) -> dict[str,
             "RAY_AUTH_MODE=token and RAY_AUTH_TOKEN, or set the secrets on each node before `ray start` and remove them from the run file"
         )
     remember(secrets.values())
-    public = {name: value for name, value in values.items() if name not in secrets}
-    return {**public, SEALED: seal(secrets, token)}
+    return {name: value for name, value in values.items() if name not in secrets} | {SEALED: seal(secrets, token)}
 
 
 def open_sealed() -> None:

@@ -25,7 +25,6 @@ from rollcall.nodes.processes import find_processes, signal_processes
 from rollcall.nodes.state import NodeRecord, noted_drivers, read_record, state_dir
 
 LOOK_EVERY_S = 1.0
-SAVE_S = 25.0  # Slurm (KillWait) and Kubernetes kill after 30 s; stopping Ray takes part of that
 DRIVER = "rollcall.launch.jobs.driver"
 # Titles of Ray processes that are not working for any run: an idle worker, and the two helpers of each raylet (2.60).
 FOR_NOBODY = ("ray::IDLE", "ray::DashboardAgent", "ray::RuntimeEnvAgent")
@@ -53,7 +52,7 @@ class Signals:
 def hold(
     record: NodeRecord,
     *,
-    save_s: float = SAVE_S,
+    save_s: float = 25.0,  # Slurm (KillWait) and Kubernetes kill after 30 s; stopping Ray takes part of that
     until: Callable[[], int | None] | None = None,
     too_early: int | None = None,
 ) -> int | None:
@@ -104,8 +103,7 @@ def hold(
 def drivers(record: NodeRecord) -> list[Process]:
     """Return the drivers of this cluster's runs on this node: those of submitted jobs, and those that a user started."""
     found = find_processes(state_dir(record.cluster), recorded=record.processes)
-    submitted = [process for process in found if DRIVER in command_of(process.pid)]
-    return [*submitted, *noted_drivers(record.cluster)]
+    return [process for process in found if DRIVER in command_of(process.pid)] + noted_drivers(record.cluster)
 
 
 def has_run(record: NodeRecord) -> bool:

@@ -190,7 +190,6 @@ def dashboard_url(bound: str | None, *, node_ip: str | None, head_address: str) 
 def ask_own_head(cluster: str, *, head_address: str, timeout_s: float = ASK_S) -> HeadAnswer:
     """Ask the head with the token that this node stores for the cluster."""
     try:
-        tls = tls_dir(cluster).is_dir()
-        return ask_head(head_address, token=read_token(cluster), tls=tls, timeout_s=timeout_s)
+        return ask_head(head_address, tls=tls_dir(cluster).is_dir(), token=read_token(cluster), timeout_s=timeout_s)
     except HeadUnreachable as error:
         raise HeadUnreachable(f"{error}: rank 0 of cluster {cluster!r} is down, or cut off from this node") from None

@@ -31,7 +31,6 @@ import torch.distributed as dist
 from rollcall.nodes.door import CHALLENGE, Door, enter, watch_peer
 from rollcall.nodes.framing import json_frame, read_exactly, read_json_frame
 
-GREET_S = 60.0  # members that greet are already connected, so a peer that is silent for this long is not a member
 SLICE_S = 1.0  # the longest single wait; between two waits, other threads of this process can use the connection
 
 
@@ -204,7 +203,7 @@ def greet(group: Any, store: MeetingStore, *, name: str, rank: int, members: Seq
         works.append((other, group.send([proof], place, 0), proof))
         works.append((other, group.recv([greetings[other]], place, 0), greetings[other]))
     silent: dict[int, str] = {}
-    ends = time.monotonic() + GREET_S
+    ends = time.monotonic() + 60.0  # members that greet are already connected, so a peer that stays silent is not one
     # Check all of them: if this stopped at the first stranger, other members would not get a greeting.
     for other, work, _ in works:
         try:

@@ -45,8 +45,7 @@ def write_certificates(folder: Path, *, token: str, addresses: Sequence[str]) ->
     is_authority = x509.BasicConstraints(ca=True, path_length=0)
     root = unsigned(name(AUTHORITY), authority.public_key()).add_extension(is_authority, critical=True)
     own = ec.generate_private_key(ec.SECP256R1())
-    hosts = dict.fromkeys([*addresses, "127.0.0.1", "::1"])
-    names = [x509.IPAddress(ipaddress.ip_address(host)) for host in hosts]
+    names = [x509.IPAddress(ipaddress.ip_address(host)) for host in dict.fromkeys([*addresses, "127.0.0.1", "::1"])]
     others = [x509.DNSName(host) for host in dict.fromkeys([socket.gethostname(), "localhost"]) if host.isascii()]
     uses = x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH])
     leaf = unsigned(name("rollcall node"), own.public_key()).add_extension(uses, critical=False)
