@@ -178,12 +178,11 @@ def _tolerance(logprobs: np.ndarray, config: Any, *, trained: str, stored: str, 
     relative error of a logit is multiplied by the spread of the logits, which we estimate from the log-probs of tokens across the
     vocabulary.
     """
-    layers, width = config.num_hidden_layers, config.hidden_size
-    sums = _unit("float32") * math.sqrt(width)
+    sums = _unit("float32") * math.sqrt(config.hidden_size)
     share = sum(_unit(one) + sums for one in (trained, computed)) + (_unit(stored) if stored != trained else 0.0)
     # The second term matters if all log-probs are equal.
     spread = float(logprobs.std()) + 1e-3 * float(np.abs(logprobs).max())
-    return _FAR * math.sqrt(_ROUNDINGS * layers) * share * spread
+    return _FAR * math.sqrt(_ROUNDINGS * config.num_hidden_layers) * share * spread
 
 
 def _unit(dtype: str) -> float:

@@ -113,10 +113,9 @@ class LiveConsole(Console):
 
     def _draw(self) -> RenderableType:
         progress = self.progress
-        bar = ProgressBar(total=max(progress.num_steps, 1), completed=progress.step, width=None)
         # A grid, because a progress bar by itself does not end with a line break, and the next line would join it.
         body = Table.grid(expand=True)
-        body.add_row(bar)
+        body.add_row(ProgressBar(total=max(progress.num_steps, 1), completed=progress.step, width=None))
         for line in _lines(progress.fields(), width=self._rich.width - 4):  # the border and its padding
             body.add_row(line)
         if not self._is_closed:  # otherwise this is the last panel

@@ -78,10 +78,9 @@ class Timeline:
 def read_timeline(run_dir: Path, *, first_step: int | None = None, last_step: int | None = None) -> Timeline:
     """Read the timeline. ``first_step`` and ``last_step`` limit it to the time between the first and last phase of these steps."""
     live, marks = read_live(run_dir), read_marks(run_dir)
-    events = read_phases(run_dir, first_step=first_step, last_step=last_step)
     ends = [mark.at_s for mark in marks if mark.name == CONTROLLER_ENDED]
     ends += [live.time_s] if live is not None else []  # when a controller was last known to be alive
-    phases = _phases(events, ends=sorted(ends))
+    phases = _phases(read_phases(run_dir, first_step=first_step, last_step=last_step), ends=sorted(ends))
     first_s, last_s = -math.inf, math.inf
     if first_step is not None or last_step is not None:
         if not phases:

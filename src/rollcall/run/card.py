@@ -158,8 +158,7 @@ def _kv_tokens(engine: EngineNeeds, *, device: torch.device, needs: Sequence[int
     tokens = max(1, engine.open_kv.of(room) // (engine.kv_per_token * KV_BLOCK)) * KV_BLOCK
     say(f"KV cache: {tokens} tokens, {size(tokens * engine.kv_per_token)} (auto)")
     num_engines = 1 if config.cluster is None else len(plan_for(config, config.cluster).processes[Role.ROLLOUT])
-    per_token = engine.kv_per_token
-    about = on_kv(config, tokens=tokens, longest=engine.longest, per_token=per_token, num_engines=num_engines)
+    about = on_kv(config, tokens=tokens, longest=engine.longest, per_token=engine.kv_per_token, num_engines=num_engines)
     if about is not None:
         warn(about)
     return tokens

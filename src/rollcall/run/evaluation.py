@@ -152,12 +152,11 @@ def run_evaluation(plan: ModelPlan, *, on_progress: Callable[[int, int], None]) 
     room = sampler.engine.max_positions - max(len(prompt.token_ids) for prompt in prompts.prompts)
     # No completion can go past the model's last position. If there is no room for even one token, the engine refuses the prompt.
     longest = max(1, min(config.rollout.max_response_tokens, room))
-    temperature = config.eval.temperature
-    sampling = sampling_of(config.rollout, sampler.stop_token_ids, temperature=temperature, max_tokens=longest)
-    each = config.eval.samples_per_prompt
+    section = config.eval
+    sampling = sampling_of(config.rollout, sampler.stop_token_ids, temperature=section.temperature, max_tokens=longest)
     say(
-        f"answering {counted(len(prompts.prompts), 'prompt')}, {counted(each, 'completion')} each, of at most "
-        f"{sampling.max_tokens:,} tokens (rollout.max_response_tokens)"
+        f"answering {counted(len(prompts.prompts), 'prompt')}, {counted(section.samples_per_prompt, 'completion')} each, "
+        f"of at most {sampling.max_tokens:,} tokens (rollout.max_response_tokens)"
     )
     device = resolve_device(config.model.device)
     models = load_reward_models(rewards, device=device, trust_remote_code=config.model.trust_remote_code)
@@ -182,7 +181,7 @@ def run_evaluation(plan: ModelPlan, *, on_progress: Callable[[int, int], None]) 
                 rollouts = Rollouts(engine=engine, rewards=Rewards(), player=player)
                 found = evaluate(
                     prompts.prompts,
-                    section=config.eval,
+                    section=section,
                     make_group=make_group,
                     scorer=scorer,
                     sampling=sampling,

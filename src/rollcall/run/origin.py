@@ -114,12 +114,11 @@ def base_of(learner: Learner, tokenizer: Any) -> dict[str, Any]:
     model, body = learner.model, learner.body
     weights = learner.base_identities if learner.adapter else base_identities(body.base_tensors(), dtype=body.dtype)
     stops = stop_token_ids(tokenizer, model.config, model.generation_config)
-    template = json.dumps(tokenizer.chat_template, default=str).encode()
     return {
         "base": weights,
         "config": {**used_of(model.config), "eos_token_id": list(stops)},
         "tokenizer": tokenizer_mark(tokenizer),
-        "chat template": blake2b(template, digest_size=8).hexdigest(),
+        "chat template": blake2b(json.dumps(tokenizer.chat_template, default=str).encode(), digest_size=8).hexdigest(),
     }
 
 

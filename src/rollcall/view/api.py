@@ -112,7 +112,7 @@ class Ask(BaseModel):
     name: list[str] = []
     seen: str = ""
     axis: Literal["step", "time"] = "step"
-    points: Annotated[int, Field(ge=2, le=curves.MOST_POINTS)] = 600
+    points: Annotated[int, Field(ge=2, le=4000)] = 600
     smooth: Annotated[Number, Field(ge=0, le=0.999)] = 0.0
     low: Number | None = None
     high: Number | None = None

@@ -16,8 +16,6 @@ from rollcall.base.wait import warn
 from rollcall.observe.metrics import METRICS
 from rollcall.view.growing import MetricsTable, Numbers
 
-MOST_POINTS = 4000
-
 # In the page's order. A metric belongs to the best match: an exact name, or the longest prefix.
 GROUPS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("Accuracy", ("eval/accuracy", "eval/pass_at_k", "train/accuracy", "eval/graded_fraction")),

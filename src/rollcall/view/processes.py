@@ -59,12 +59,11 @@ def _show_mark(mark: Mark) -> dict[str, Any]:
 
 def show_marks(marks: Sequence[Mark], table: MetricsTable, *, axis: str) -> list[dict[str, Any]]:
     """Return faults and recoveries with their position on the curves' axis, as a time or as the step at that time."""
-    found = [mark for mark in marks if mark.kind != MarkKind.NOTE][-MOST_MARKS:]
     steps, times, _ = table.column("step")
     known = np.isfinite(times)
     steps, times = steps[known], times[known]
     shown = []
-    for mark in found:
+    for mark in [mark for mark in marks if mark.kind != MarkKind.NOTE][-MOST_MARKS:]:
         at = float(np.interp(mark.at_s, times, steps)) if len(times) else 0.0
         shown.append({**_show_mark(mark), "x": mark.at_s if axis == "time" else round(at, 2)})
     return shown
