@@ -270,7 +270,11 @@ def _write(copy: Copy, data: memoryview, at: int, outs: Sequence[int]) -> None:
         data = _converted(data, copy)
     width = copy.written.itemsize
     fd = outs[copy.file]
-    outer = _outer(copy)
+    # For each index of the first ``outer`` dimensions, the rest of the piece is contiguous in the full tensor.
+    dim = len(copy.shape)
+    while dim and copy.piece.shape[dim - 1] == copy.shape[dim - 1]:
+        dim -= 1
+    outer = max(dim - 1, 0)
     run = prod(copy.piece.shape[outer:])  # number of elements that are contiguous in the full tensor
     done, count = 0, len(data) // width
     while done < count:
@@ -279,15 +283,6 @@ def _write(copy: Copy, data: memoryview, at: int, outs: Sequence[int]) -> None:
         place = copy.offset + (_begin_of_run(copy, number, outer=outer) + inside) * width
         write_at(fd, data[done * width : (done + num) * width], place)
         done += num
-
-
-def _outer(copy: Copy) -> int:
-    """Return the number of leading dimensions to iterate over. For each of their indices, the rest of the piece is contiguous in the full
-    tensor."""
-    dim = len(copy.shape)
-    while dim and copy.piece.shape[dim - 1] == copy.shape[dim - 1]:
-        dim -= 1
-    return max(dim - 1, 0)
 
 
 def _begin_of_run(copy: Copy, number: int, *, outer: int) -> int:
