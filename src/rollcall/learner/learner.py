@@ -180,13 +180,13 @@ class Learner:
             entropy=stats.entropy if self.algorithm.entropy_coef > 0 else stats.entropy.detach(),
         )
         difference = (stats.logprobs.detach() - given["behaviour_logprobs"]).abs()
-        extra = {
+        return result.loss, {
+            **result.metrics,
             "loss": result.loss.detach(),
             "mismatch": difference.sum(),
             "mismatch_max": difference.max(),
             "tokens": torch.tensor(float(len(batch.targets))),
         }
-        return result.loss, {**result.metrics, **extra}
 
 
 class Critic:

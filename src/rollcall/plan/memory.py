@@ -268,8 +268,7 @@ class _Job:
             )
             for role in trained
         }
-        found = [self._role(role, group, choices=choices, room=NO_ROOM) for role in group.roles]
-        room -= max(each.working for each in found)
+        room -= max(self._role(role, group, choices=choices, room=NO_ROOM).working for role in group.roles)
         return tuple(self._role(role, group, choices=choices, room=max(0, room)) for role in group.roles)
 
     def _section(self, role: Role) -> OptimizerSection:

@@ -129,8 +129,7 @@ class StreamSender:
         self._tell({"step": "data"}, deadline)
         size = self._outlet.bucket_size
         buckets = views.buckets(size)
-        moved = buckets if changes is None else cut(changes.payload, size)
-        sums = self._outlet.put(moved, deadline)
+        sums = self._outlet.put(buckets if changes is None else cut(changes.payload, size), deadline)
         if changes is not None:
             sums = [checksum(bucket) for bucket in buckets]
         self._tell({"sums": sums}, deadline)

@@ -104,6 +104,7 @@ def newest_checkpoint(folder: Path) -> Path | None:
 
 
 LATEST = "latest_checkpointed_iteration.txt"  # written by verl
+SHARDS = ("part-*-of-*.safetensors", "model_world_size_*_rank_*.pt", ".metadata")
 PROBE = "probe.json"  # in our model directories: reference outputs of the trained model (``checkpoint/probe.py``)
 ADAPTER_CONFIG = "adapter_config.json"  # PEFT's; its folder contains adapter weights, not a model
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
@@ -124,9 +125,7 @@ def verl_folder(path: Path) -> Path | None:
 
 def is_model_dir(path: Path) -> bool:
     """Return whether transformers can open this directory by itself. A directory with shards does not count, even with a config."""
-    sharded = any(
-        any(path.glob(name)) for name in ("part-*-of-*.safetensors", "model_world_size_*_rank_*.pt", METADATA)
-    )
+    sharded = any(any(path.glob(name)) for name in SHARDS)
     return (path / "config.json").is_file() and not sharded
 
 

@@ -183,8 +183,7 @@ def open_torch_file(path: Path, *, offset: int = 0, length: int | None = None) -
         size = os.fstat(file.fileno()).st_size
         if offset < 0 or offset + (length or 0) > size:
             raise StoredError(f"{path} has {size:,} bytes, too few: it is truncated; restore the file")
-        end = size if length is None else offset + length
-        with mmap.mmap(file.fileno(), end, access=mmap.ACCESS_READ) as data:
+        with mmap.mmap(file.fileno(), size if length is None else offset + length, access=mmap.ACCESS_READ) as data:
             infos = zipfile.ZipFile(_Rest(data, offset)).infolist()  # type: ignore[arg-type]
             records = {info.filename: _record(data, info, offset=offset) for info in infos}
             root = next((name.removesuffix("data.pkl") for name in records if name.endswith("/data.pkl")), None)
