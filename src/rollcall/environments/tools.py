@@ -21,7 +21,6 @@ _JSON_TYPES: dict[Any, str] = {
     dict: "object",
 }  # fmt: skip
 _SECTION = re.compile(r"\s*(Args|Returns|Raises):(.*)", re.DOTALL)
-_ARGUMENT = re.compile(r"\s*(\w+):\s*(.*)")
 _CHOICES = re.compile(r"\(choices:\s*(\[[^\]]*\])\s*\)\s*$", re.IGNORECASE)
 
 
@@ -179,7 +178,7 @@ def _read_docstring(doc: str) -> tuple[str, dict[str, str], str]:
     arguments: dict[str, str] = {}
     name = ""
     for line in sections.get("Args", []):
-        if match := _ARGUMENT.fullmatch(line):
+        if match := re.fullmatch(r"\s*(\w+):\s*(.*)", line):
             name = match[1]
             arguments[name] = match[2].strip()
         elif name and line.strip():

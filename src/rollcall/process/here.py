@@ -32,8 +32,6 @@ if TYPE_CHECKING:
 
 KILL_S = 10.0  # a process that is stuck in the kernel (a dead network disk) exits only when the kernel returns
 _LOG_BYTES = 1 << 16
-_THREAD = re.compile(r"(Current )?[Tt]hread 0x[0-9a-f]+\b")
-_FRAME = re.compile(r"  File (\".*\"), line (\d+) in (.*)")
 _OWN_FRAMES = (
     "rollcall/process/child",
     "rollcall/reward/worker",
@@ -165,9 +163,9 @@ def plain_stack(dump: str) -> str:
     said: list[str] = []
     threads: list[tuple[bool, list[str]]] = []
     for line in dump.splitlines():
-        if header := _THREAD.match(line):
+        if header := re.match(r"(Current )?[Tt]hread 0x[0-9a-f]+\b", line):
             threads.append((bool(header[1]), []))
-        elif call := _FRAME.match(line):
+        elif call := re.match(r"  File (\".*\"), line (\d+) in (.*)", line):
             if threads and not any(name in call[1] for name in _OWN_FRAMES):
                 threads[-1][1].insert(0, f"  File {call[1]}, line {call[2]}, in {call[3]}")
         elif line.startswith("Fatal Python error"):

@@ -73,8 +73,7 @@ def check_score(value: Any) -> float:
     """Convert a returned value to a finite float, or raise ValueError."""
     if isinstance(value, str | bytes) or not hasattr(value, "__float__"):
         raise ValueError(f"returned {_short(value)} ({type(value).__name__}); a reward must return a number")
-    score = float(value)
-    if not math.isfinite(score):
+    if not math.isfinite(score := float(value)):
         raise ValueError(f"returned {score}; a reward must return a finite number")
     if abs(score) > LARGEST_SCORE:
         raise ValueError(f"returned {score:g}; a reward must be between -{LARGEST_SCORE:g} and {LARGEST_SCORE:g}")

@@ -31,7 +31,6 @@ _WRAPPED = re.compile(
 _MATH_WITHIN = re.compile(r"(?<!\\)\$[^$]+\$|\\\(|\\\[")
 _TEXT_COMMAND = re.compile(r"\\(?:text|textbf|textit|mathrm|mathbf|mbox|operatorname)\s*\{([^{}]*)\}")
 _TEXT_AT_END = re.compile(r"(?<=[\d)}.])\s*\\(?:text|mathrm|mbox)\s*\{[^{}]*\}(?:\^\{?\d\}?)?$")  # 5\text{ apples}
-_COMMAND = re.compile(r"\\[A-Za-z]+")
 _NOT_SENTENCE = re.compile(r"<\S+?>|\\(?:begin|end)\s*\{[^{}]*\}|\\[A-Za-z]+\s*[A-Z]*")  # \end{pmatrix}, \angle ABC
 _SHAPE = re.compile(r"\\(?:angle|triangle)\b")
 _WORD = re.compile(r"\b(?:[A-Za-z]{3,}|is|so|of|to|be|we|it|in|an|at|by|if|as|no|us)\b")
@@ -44,11 +43,8 @@ _BARE_NAME = re.compile(
     r"(?<![\\A-Za-z])(?:arc(?:sin|cos|tan)|(?:sin|cos|tan)h?|cot|sec|csc|ln|log|exp|pi)(?![A-Za-z])"
 )
 _BARE_ROOT = re.compile(r"(?<![\\A-Za-z])sqrt\s*\(([^()]*)\)")
-_LETTERS = re.compile(r"[^\W\d_]+(?:[ '-][^\W\d_]+)*")
 _LISTED = re.compile(r",(?!\d{3}\b)|;|\b(?:and|or)\b")
 _NAMED = re.compile(r"\b[A-Za-z]\s*=")
-_MIXED = re.compile(r"(?<![\d./])(\d+)\s+(\d+/\d+)(?![\d./])")  # 1 1/2
-_UNKNOWNS = re.compile(r"[w-z]{2,3}")
 _NUMERALS = {
     "dozen": "12",
     "hundred": "100",
@@ -70,7 +66,7 @@ def math_equal(prompt: str, completion: str, answer: str, metadata: dict[str, An
     if given is None:
         return 0.0
     is_formula = _WRAPPED.fullmatch(_final(answer).strip()) and not _SHAPE.match(wanted)
-    is_product = _UNKNOWNS.fullmatch(wanted) or is_formula
+    is_product = re.fullmatch(r"[w-z]{2,3}", wanted) or is_formula
     if is_word(wanted) and not is_product:
         within = [match[0].strip("$") for match in _MATH_WITHIN.finditer(given)]
         words = plain_words(wanted)
@@ -109,7 +105,7 @@ def _quantity(answer: str) -> Quantity | None:
 
 
 def _has_letters(expression: str) -> bool:
-    return re.search(r"[A-Za-z]", _COMMAND.sub("", expression)) is not None
+    return re.search(r"[A-Za-z]", re.sub(r"\\[A-Za-z]+", "", expression)) is not None
 
 
 def _verified(wanted: str, given: str) -> bool:
@@ -182,7 +178,7 @@ def _last_box(text: str) -> tuple[int, int] | None:
 def is_word(answer: str) -> bool:
     """Return whether an answer consists of words ("even", "no solution") rather than a formula of letters."""
     words = plain_words(answer)
-    return _LETTERS.fullmatch(words) is not None and not words.startswith("sqrt")
+    return re.fullmatch(r"[^\W\d_]+(?:[ '-][^\W\d_]+)*", words) is not None and not words.startswith("sqrt")
 
 
 def plain_words(answer: str) -> str:
@@ -217,7 +213,7 @@ def _readable(answer: str) -> str:
         return answer
     expression = answer if " " not in answer else _after_words(answer)
     expression = _TEXT_AT_END.sub("", expression)
-    expression = _MIXED.sub(r"(\1+\2)", expression)
+    expression = re.sub(r"(?<![\d./])(\d+)\s+(\d+/\d+)(?![\d./])", r"(\1+\2)", expression)  # 1 1/2
     expression = _BARE_ROOT.sub(r"\\sqrt{\1}", _BARE_NAME.sub(r"\\\g<0>", expression))
     return f"{_BOX}{expression}}}" if expression else answer
 

@@ -19,7 +19,6 @@ from rollcall.environments.packages import package
 from rollcall.environments.stepwise import Observation, StepResult
 
 _ADVICE = "Give the answer as <answer>...</answer>."
-_ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 _SIZE = 1_000_000_000  # entries are created on demand from their index
 
 
@@ -41,7 +40,7 @@ class Task:
 
     def step(self, text: str, token_ids: list[int]) -> StepResult:
         self._num_tried += 1
-        found = _ANSWER.findall(text)
+        found = re.findall(r"<answer>(.*?)</answer>", text, re.DOTALL)
         answer = found[-1].strip() if found else text.strip()
         try:
             score = float(self._dataset.score_answer(answer=answer, entry=self._entry))

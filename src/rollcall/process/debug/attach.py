@@ -33,8 +33,6 @@ from rollcall.process.debug.board import Waiting
 CONNECT_S = 10.0
 UNATTENDED_S = 3600.0
 LOOK_S = 0.1  # between two checks of the door
-SEND_S = 5.0  # a terminal that accepts no data for this long is considered lost
-LONGEST = 4 << 20  # bytes in a message; the debugger's own messages are never that long
 
 _alone_since: float | None = None  # since this time, a thread has been stopped without a terminal; monotonic clock
 _has_given_up = False
@@ -47,7 +45,7 @@ class Connection:
 
     def __init__(self, connection: socket.socket) -> None:
         self._socket = connection
-        self._frames = Frames(LONGEST)
+        self._frames = Frames(4 << 20)  # bytes; the debugger's own messages are never that long
         self.fileno, self.close = connection.fileno, connection.close
 
     def send(self, message: Mapping[str, Any]) -> None:
@@ -172,7 +170,7 @@ class Porter:
     def _welcome(self, connection: socket.socket) -> None:
         global _alone_since
         watch_peer(connection)
-        connection.settimeout(SEND_S)
+        connection.settimeout(5.0)  # a terminal that accepts no data for this long is considered lost
         caller = Connection(connection)
         if self._caller is None:
             self._caller, self._is_heard, _alone_since = caller, False, None

@@ -14,15 +14,13 @@ from contextlib import AbstractContextManager, nullcontext
 from types import TracebackType
 from typing import Any
 
-_NUM_ENTRIES = 512
-
 
 class Examined:
     """Places where exceptions have opened the debugger. Processes forked from its creator share it, so an error that occurs in all of
     them opens the debugger only once."""
 
     def __init__(self) -> None:
-        self._entries = memoryview(mmap.mmap(-1, 8 * _NUM_ENTRIES)).cast("q")
+        self._entries = memoryview(mmap.mmap(-1, 8 * 512)).cast("q")
 
     def is_new(self, frames: TracebackType, kind: type) -> bool:
         """Return whether this kind of error is new at the line that raised it, and record it."""

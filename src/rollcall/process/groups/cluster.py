@@ -63,8 +63,7 @@ class VirtualCluster:
             use_gpus=use_gpus,
             node_ranks=None if node_ranks is None else tuple(node_ranks),
         )
-        backend = backend or _default
-        if backend is None:
+        if (backend := backend or _default) is None:
             raise ClusterError("this process is not connected to a cluster; call init_ray() first")
         self._reservation: Reservation | None = backend.reserve(self._ask, timeout_s=timeout_s)
         self._nodes = {node.node_rank: node for node in self._reservation.nodes}

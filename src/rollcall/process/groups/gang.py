@@ -24,7 +24,6 @@ from rollcall.process.groups.sightings import Lookout, Sightings
 # When a worker dies in a collective, the others raise errors moments later, perhaps before its death is known.
 STUMBLE_S = 0.5
 TURN_S = 0.5  # between two checks of what the carrier has seen
-LOOK_S = 0.25
 STOP_DEADLINE_S = 30.0
 
 
@@ -214,7 +213,7 @@ class Gang:
             self._look_for_dead(calls)
             if dead := list(dict.fromkeys(call.member for call in calls if call.member.death)):
                 raise died([member.spec for member in dead], f"{dead[0].death}{self._waits()}\n{complaint}")
-            time.sleep(LOOK_S)
+            time.sleep(0.25)
 
     def _look_for_dead(self, calls: Sequence[Call]) -> None:
         members = {call.member for call in calls if not call.member.death}

@@ -21,14 +21,12 @@ from rollcall.process.groups.dispatch import Drop, trim
 from rollcall.process.groups.host import RemoteFailureError, call_method, lease_port, load_class
 from rollcall.process.groups.pulse import RecordedCall
 
-ADDRESS = "127.0.0.1"
-
 
 class InProcessBackend:
     def reserve(self, ask: Ask, *, timeout_s: float) -> Reservation:
         ranks = ask.node_ranks or tuple(range(len(ask.slots_per_node)))
         nodes = [
-            NodeSeats(node_rank=rank, node_id=f"in-process-{rank}", address=ADDRESS, bundles=tuple(range(count)))
+            NodeSeats(node_rank=rank, node_id=f"in-process-{rank}", address="127.0.0.1", bundles=tuple(range(count)))
             for rank, count in sorted(zip(ranks, ask.slots_per_node, strict=True))
             if count
         ]

@@ -35,7 +35,6 @@ from rollcall.process.ray.each_node import NoAnswerError, Pinned, answer_of
 ANSWER_S = 20.0  # for the head to answer a request
 UPLOAD_S = 120.0  # for the head to accept a package and a job
 RELAY_S = 60.0  # for starting the actor on the head node
-LOOK_EVERY_S = 1.0
 
 
 class Unreachable(ClusterError):
@@ -177,7 +176,7 @@ class RelayClient:
             take(self.call("read", job_id, skip))
         except Unreachable as error:
             return str(error)
-        time.sleep(LOOK_EVERY_S)
+        time.sleep(1.0)
         return ""
 
 

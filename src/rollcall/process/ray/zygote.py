@@ -143,8 +143,7 @@ def _fork(stub: socket.socket, *, keep_out: list[socket.socket]) -> int | None:
         stub.close()
         return None
     stub.settimeout(None)
-    pid = os.fork()
-    if pid == 0:
+    if (pid := os.fork()) == 0:
         for other in (*keep_out, stub):
             other.close()
         _become_worker(request, streams)
