@@ -73,13 +73,8 @@ class ProgramsHere(Programs):
 
     async def _run_in(self, folder: str, variables: Mapping[str, str], stop: asyncio.Event) -> Ended:
         variables = past_proxies({**self._variables, "TMPDIR": folder, **variables})
-        kilobytes, most = self._section.memory_mb << 10, resource.getrlimit(resource.RLIMIT_DATA)[1]
-        kilobytes = kilobytes if most == resource.RLIM_INFINITY else min(kilobytes, most >> 10)
-        command, pipe = _LIMITED.format(kilobytes=kilobytes, command=self._section.run), asyncio.subprocess.PIPE
         try:
-            process = await asyncio.create_subprocess_exec(
-                "/bin/sh", "-c", command, stdin=pipe, stdout=pipe, stderr=pipe, env=variables, start_new_session=True
-            )
+            process = await _start(self._section, variables)
         except OSError as error:
             raise EnvironmentFailed(f"the program could not be started: {error}") from None
         assert process.stdin is not None and process.stdout is not None and process.stderr is not None
@@ -100,6 +95,16 @@ class ProgramsHere(Programs):
         assert status is not None
         stdout, stderr = (tail.decode(errors="replace") for tail in tails.values())
         return Ended(how=how_it_ended(status) if status else "", stdout=stdout, stderr=stderr)
+
+
+async def _start(section: AgentEnvironment, variables: Mapping[str, str]) -> asyncio.subprocess.Process:
+    most = resource.getrlimit(resource.RLIMIT_DATA)[1]
+    kilobytes = section.memory_mb << 10 if most == resource.RLIM_INFINITY else min(section.memory_mb << 10, most >> 10)
+    script = _LIMITED.format(kilobytes=kilobytes, command=section.run)
+    pipe = asyncio.subprocess.PIPE
+    return await asyncio.create_subprocess_exec(
+        "/bin/sh", "-c", script, stdin=pipe, stdout=pipe, stderr=pipe, env=dict(variables), start_new_session=True
+    )
 
 
 def past_proxies(variables: Mapping[str, str]) -> dict[str, str]:
