@@ -21,19 +21,16 @@ MOST_SHOWN = 300  # characters shown of a given value
 
 def explain_all(error: ValidationError, root: type[BaseModel]) -> str:
     """Return one line for each of the first few mistakes, and then the number of the remaining mistakes."""
-    items = _or_auto(error.errors(include_url=False))
-    lines = [explain(item, root) for item in items[:MOST_ERRORS]]
-    return "\n".join([*lines, *([f"and {len(items) - MOST_ERRORS:,} more"] if len(items) > MOST_ERRORS else [])])
-
-
-def _or_auto(items: list[Any]) -> list[Any]:
-    """Merge the two errors that pydantic reports for a value that is neither valid nor `auto`."""
-    autos = {item["loc"][:-1] for item in items if item["loc"] and item["loc"][-1] == "literal['auto']"}
-    return [
+    found: list[Any] = error.errors(include_url=False)
+    # For a value that is neither valid nor `auto`, pydantic reports two errors, which become one.
+    autos = {item["loc"][:-1] for item in found if item["loc"] and item["loc"][-1] == "literal['auto']"}
+    items = [
         {**item, "loc": item["loc"][:-1], "msg": f"{item['msg']}, or auto"} if item["loc"][:-1] in autos else item
-        for item in items
+        for item in found
         if item["loc"][-1:] != ("literal['auto']",)
     ]
+    lines = [explain(item, root) for item in items[:MOST_ERRORS]]
+    return "\n".join([*lines, *([f"and {len(items) - MOST_ERRORS:,} more"] if len(items) > MOST_ERRORS else [])])
 
 
 def explain(item: Any, root: type[BaseModel]) -> str:

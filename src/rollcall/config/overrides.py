@@ -51,19 +51,15 @@ def add_key(raw: dict[str, Any], key: str, value: Any, *, root: type[BaseModel])
     if isinstance(value, Mapping) and get_origin(_annotation(key, root)) is not dict:
         for name, inner in value.items():
             add_key(raw, f"{key}.{name}", inner, root=root)
-        if value or isinstance(_value_at(raw, key), Mapping):
+        there: Any = raw
+        for part in key.split("."):
+            there = there.get(part) if isinstance(there, Mapping) else None
+        if value or isinstance(there, Mapping):
             return
     try:
         set_key(raw, key, str(value) if isinstance(value, PurePath) else value)
     except ConfigError as error:
         raise ConfigError(f"{key}={shown(value)}: {error}") from None
-
-
-def _value_at(raw: Mapping[str, Any], key: str) -> Any:
-    node: Any = raw
-    for part in key.split("."):
-        node = node.get(part) if isinstance(node, Mapping) else None
-    return node
 
 
 def refuse_secret(override: str) -> None:

@@ -153,8 +153,12 @@ def _job(request: LaunchRequest, section: KuberaySection, *, name: str) -> dict[
         spec["shutdownAfterJobFinishes"] = True
         spec["ttlSecondsAfterFinished"] = KEEP_S
         spec["rayClusterSpec"] = _cluster(request, section)
-        if submitter := _submitter(section):
-            spec["submitterPodTemplate"] = submitter
+        # KubeRay's submitter pod needs the same registry keys and account as the other pods.
+        given = {key: section.pod[key] for key in ("imagePullSecrets", "serviceAccountName") if key in section.pod}
+        if given and section.submission == "K8sJobMode":
+            small = {"requests": {"cpu": "500m", "memory": "200Mi"}, "limits": {"cpu": 1, "memory": "1Gi"}}
+            container = {"name": "ray-job-submitter", "image": section.image, "resources": small}
+            spec["submitterPodTemplate"] = {"spec": {**given, "restartPolicy": "Never", "containers": [container]}}
     metadata = {"name": name, "namespace": section.namespace, "labels": {"app": "rollcall", **section.labels}}
     return {"apiVersion": "ray.io/v1", "kind": "RayJob", "metadata": metadata, "spec": spec}
 
@@ -183,16 +187,6 @@ def _cluster(request: LaunchRequest, section: KuberaySection) -> dict[str, Any]:
         }
         spec["workerGroupSpecs"] = [group]
     return spec
-
-
-def _submitter(section: KuberaySection) -> dict[str, Any] | None:
-    """Return a template for KubeRay's submitter pod, which needs the same registry keys and account as the other pods."""
-    given = {key: section.pod[key] for key in ("imagePullSecrets", "serviceAccountName") if key in section.pod}
-    if not given or section.submission != "K8sJobMode":
-        return None
-    small = {"requests": {"cpu": "500m", "memory": "200Mi"}, "limits": {"cpu": 1, "memory": "1Gi"}}
-    container = {"name": "ray-job-submitter", "image": section.image, "resources": small}
-    return {"spec": {**given, "restartPolicy": "Never", "containers": [container]}}
 
 
 def _pod(request: LaunchRequest, section: KuberaySection, *, name: str) -> dict[str, Any]:
