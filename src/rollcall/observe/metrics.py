@@ -1,12 +1,9 @@
-"""All metric names with their units and meanings. A name that is not listed here cannot be logged.
-
-``python -m rollcall.observe.metrics`` writes docs/metrics.md from this table.
-"""
+"""All metric names with their units and meanings. A name that is not listed here cannot be logged. ``scripts/write_metrics.py`` writes
+docs/metrics.md from this table."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from pathlib import Path
 
 METRICS: dict[str, tuple[str, str]] = {  # the unit and the meaning of each
     "train/loss": ("", "Policy loss of the step with its KL and entropy terms, averaged over the updates."),
@@ -136,18 +133,6 @@ METRICS: dict[str, tuple[str, str]] = {  # the unit and the meaning of each
     "perf/peak_memory_gib": ("GiB", "Peak memory so far: of the CUDA allocator or, on a CPU, of the process."),
 }
 
-_GROUPS = {
-    "train": "What each update trained on, and what it changed.",
-    "rollout": "What the engine sampled.",
-    "reward": "One metric for each reward in the run file.",
-    "reward_errors": "A reward that fails scores 0 and is counted. The run stops only if a reward fails on every completion of a step.",
-    "episode": "How episodes went. These metrics exist only in runs with an `environment`.",
-    "env": "One metric for each metric that the environment reports.",
-    "eval": "Evaluations on held-out prompts: before the first step, every `trainer.eval_every` steps, and after the last.",
-    "time": "How long each part of a step takes.",
-    "perf": "Speed and memory.",
-}
-
 
 def check_names(metrics: Iterable[str]) -> None:
     """Raise ValueError if METRICS does not document a name."""
@@ -155,27 +140,3 @@ def check_names(metrics: Iterable[str]) -> None:
         group, _, rest = name.partition("/")
         if name not in METRICS and not (rest and f"{group}/<part>" in METRICS):
             raise ValueError(f"metric {name!r} is not documented; add it to rollcall.observe.metrics.METRICS")
-
-
-def render_docs() -> str:
-    lines = [
-        "# Metrics",
-        "",
-        "<!-- Written by `python -m rollcall.observe.metrics`; edit the table there. -->",
-        "",
-        "`metrics.jsonl` in the run directory has one row per step: `step`, `time` (unix seconds) and the metrics below that apply",
-        "to the step. TensorBoard and Weights & Biases use the same names. A value that is not finite is `null`. An evaluation has",
-        "the number of the step before it; step 0 is the model before training.",
-        "",
-    ]
-    for group, meaning in _GROUPS.items():
-        lines += [f"## {group}/", "", meaning, "", "| metric | unit | meaning |", "|---|---|---|"]
-        own = ((name, *about) for name, about in METRICS.items() if name.startswith(f"{group}/"))
-        lines += [*(f"| `{name}` | {unit} | {text} |" for name, unit, text in own), ""]
-    return "\n".join(lines)
-
-
-if __name__ == "__main__":
-    path = Path("docs/metrics.md")
-    path.write_text(render_docs())
-    print(f"wrote {path}")
