@@ -66,7 +66,7 @@ class Stop:
         self.is_interrupted = False  # by Ctrl-C
         self._asked_s = 0.0
         self._grace_s: float | None = None  # None while no run is training
-        self._num_shields = 0
+        self.num_shields = 0
         self._num_prompts = 0  # debugger prompts open in the main thread
         self._is_over = False
         self._terminals = [fd for fd in (0, 1, 2) if os.isatty(fd)]
@@ -102,17 +102,13 @@ class Stop:
     @contextmanager
     def shielded(self) -> Iterator[None]:
         """Protect a block that must not stop half-way. If the grace period ends inside the block, the run stops after it."""
-        self._num_shields += 1
+        self.num_shields += 1
         try:
             yield
         finally:
-            self._num_shields -= 1
-        if self._is_over and self._num_shields == 0:
+            self.num_shields -= 1
+        if self._is_over and self.num_shields == 0:
             self.check()
-
-    @property
-    def is_shielded(self) -> bool:
-        return self._num_shields > 0
 
     @contextmanager
     def at_prompt(self) -> Iterator[None]:
@@ -193,7 +189,7 @@ class Stop:
         self._is_over = True
         # Stopped may be raised between the creation of a coroutine and its start, which is harmless.
         warnings.filterwarnings("ignore", message="coroutine .* was never awaited", category=RuntimeWarning)
-        if self._num_shields == 0 or self._num_prompts:
+        if self.num_shields == 0 or self._num_prompts:
             self.check()
 
 

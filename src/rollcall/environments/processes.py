@@ -111,7 +111,7 @@ class ProcessEnvironments:
     async def _ensure_zygote(self) -> None:
         if self._is_closed:
             raise EnvironmentFailed("environments are closed: the run has ended")
-        if self._zygote.has_ended:
+        if self._zygote.worker.is_lost or not self._zygote.watcher.is_alive():
             self.idle.clear()
             if self._starting is None:
                 self._starting = asyncio.create_task(self._start_again())
@@ -187,18 +187,14 @@ class Zygote:
         answers = {"load": json.loads, "start": reader(int | None), "end": reader(int | None)}
         name = "the environment's process"
         self.worker = Worker(link, name=name, hears=JSON, answers=answers, line=line, longest=64 << 20)
-        self._watcher = threading.Thread(target=self._end_children_after, name="zygote", daemon=True)
-        self._watcher.start()
+        self.watcher = threading.Thread(target=self._end_children_after, name="zygote", daemon=True)
+        self.watcher.start()
         try:
             # Do not pass our path to a different Python, which has its own libraries.
             self.tools = self._load(setup | {"sys_path": [os.getcwd(), *(sys.path if python is None else [])]})
         except BaseException:
             self.close()
             raise
-
-    @property
-    def has_ended(self) -> bool:
-        return self.worker.is_lost or not self._watcher.is_alive()
 
     async def start(self, kind: str) -> Worker:
         """Start a child."""
@@ -231,7 +227,7 @@ class Zygote:
         with self._one_calls:
             self.pids.clear()
             self.worker.close(grace_s=_END_S)
-        self._watcher.join(_END_S)
+        self.watcher.join(_END_S)
         self._control.close()
 
     def _load(self, setup: dict[str, Any]) -> dict[str, list[dict[str, Any]]]:

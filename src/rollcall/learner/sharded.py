@@ -175,7 +175,7 @@ class Sharded(BodyBase):
         self.split, self.section, self.frozen = split, section, frozen
         # The ranks of a tensor group or a context group work on the same rows.
         self.counts = split.tensor_rank == split.context_rank == 0
-        self.place = (split.data_rank, split.num_data)
+        self.place = (split.data_rank, split.num_lanes // split.context)
         self.num_tensor = tensor
         self.kv_copies, self.meshes = kv_copies, meshes
         self.group = TensorGroup(

@@ -93,17 +93,12 @@ class Endpoint:
         self._room = asyncio.Semaphore(section.concurrency)
         self._one_probes = asyncio.Lock()
         self._one_checks = asyncio.Lock()
-        self._outage: _Outage | None = None
+        self.outage: _Outage | None = None  # the service is down, and all questions wait for it
         self._answered: bytes | None = None  # the last question that was answered
         self._answered_began_s = -math.inf  # when the latest request that was answered began
         self._unanswered_began_s = -math.inf  # when the latest repeat of a question that failed began
         self._not_before_s = -math.inf  # from Retry-After
         self._sessions: dict[bool, Any] = {}  # aiohttp sessions; [True] opens a fresh connection for each question
-
-    @property
-    def is_out(self) -> bool:
-        """Whether the service is down and all questions are waiting for it."""
-        return self._outage is not None
 
     def _session(self, *, is_fresh: bool) -> Any:
         import aiohttp
@@ -158,8 +153,8 @@ class Endpoint:
         # A retry uses a fresh connection, because an existing one may be to a machine that is gone.
         answer = await self._post(question, session=self._session(is_fresh=not is_first))
         self._answered, self._answered_began_s = question, max(began_s, self._answered_began_s)
-        if (outage := self._outage) is not None:
-            self._outage = None
+        if (outage := self.outage) is not None:
+            self.outage = None
             outage.back.set()
             if outage.said_s > -math.inf:
                 warn(f"{self._name} is answering again after {outage.wait.waited_s:.0f} s; the run continues")
@@ -182,9 +177,9 @@ class Endpoint:
         if problem.cause is Cause.REFUSED and self._answered is None:
             told = f"{self._name} refuses requests: {problem}"
             raise EndpointLostError(f"{told}. {advice}, then run the same command again")
-        outage = self._outage = self._outage or _Outage()
+        outage = self.outage = self.outage or _Outage()
         async with self._one_probes:
-            if self._outage is not outage:
+            if self.outage is not outage:
                 return True
             most_s, lasted_s = self._section.outage_s, outage.wait.waited_s
             limit = f"at most {most_s:g} s (reward.{self._place}.outage_s)"

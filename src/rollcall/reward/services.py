@@ -75,7 +75,7 @@ class Asker:
     @property
     def is_waiting(self) -> bool:
         """Whether any service is down and its questions are waiting for it."""
-        return any(endpoint.is_out for endpoint in self._endpoints.values())
+        return any(endpoint.outage is not None for endpoint in self._endpoints.values())
 
     async def ask(self, place: int, prompt: Prompt, completions: tuple[Completion, ...]) -> list[RewardResult]:
         """Return the results for a group's completions from the reward at index ``place``."""

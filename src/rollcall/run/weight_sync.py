@@ -107,31 +107,27 @@ class WorkerWeights:
         self._transport: WeightTransport = transport
         self._folder = folder
         self._on_gpu = on_gpu
-        self._sender: FanOut | None = None
+        self.sender: FanOut | None = None
         self._receiver: Any = None  # receives either parts or full tensors
         self._invitations: Sequence[Invitation] = ()  # the invitations that the receiver was opened for
-
-    @property
-    def sends(self) -> bool:
-        return self._sender is not None
 
     def invite(self, receivers: Mapping[str, bool], host: str, *, name: str) -> Mapping[str, Invitation]:
         """Open a sender to these receivers. Each value says whether the receiver is on this host; ``name`` is this sender's name in
         messages."""
-        if self._sender is not None:
-            self._sender.close()
-            self._sender = None
+        if self.sender is not None:
+            self.sender.close()
+            self.sender = None
         if not receivers:
             return {}
-        self._sender = open_sender(
+        self.sender = open_sender(
             self._transport, receivers=receivers, name=name, host=host, on_gpu=self._on_gpu, folder=self._folder
         )
-        return self._sender.invitations
+        return self.sender.invitations
 
     def send(self, tensors: Iterable[tuple[str, Tensor]] | Parts, *, version: int) -> None:
         """Send to all invited receivers. A process without receivers only takes part in gathering the tensors."""
-        if self._sender is not None:
-            self._sender.send(tensors if isinstance(tensors, Parts) else dict(tensors), version=version)
+        if self.sender is not None:
+            self.sender.send(tensors if isinstance(tensors, Parts) else dict(tensors), version=version)
         elif not isinstance(tensors, Parts):
             for _ in tensors:
                 continue

@@ -339,7 +339,7 @@ class RoleWorker(Trained):
             # Gather first, because the whole gang takes part in it. If a receiver is lost, only the sending below fails.
             if self._gathers:
                 self._pass_on(version)
-            if self._weights.sends:
+            if self._weights.sender is not None:
                 self._weights.send(self._own_parts(), version=version)
         else:
             self._weights.send(self._whole_policy(), version=version)

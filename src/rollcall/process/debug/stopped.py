@@ -122,7 +122,7 @@ class _Debugger(pdb.Pdb):
         if heard is None:
             return
         self.set_continue()
-        if isinstance(heard, Stopped) and heeded().is_shielded:
+        if isinstance(heard, Stopped) and heeded().num_shields:
             return  # a checkpoint is being written: it is completed, and the run stops after it
         raise heard
 
