@@ -70,7 +70,7 @@ bench: $(DEV)  ## the CPU benchmarks; with PEER=1 against peers (scripts/setup_p
 
 docs: $(DEV)  ## write docs/configuration.md and docs/metrics.md again
 	$(BIN)/python scripts/write_configuration.py
-	$(BIN)/python -m rollcall.observe.metrics
+	$(BIN)/python scripts/write_metrics.py
 
 install: $(CORE)  ## only install
 

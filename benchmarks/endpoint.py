@@ -17,7 +17,7 @@ from rollcall.base.types import Completion, Ints
 from rollcall.engine.protocol import Request, Sampling
 from rollcall.engine.ticker import Ticker
 from rollcall.environments.conversation import Conversations
-from rollcall.environments.endpoint import Caller, Endpoint, EndpointServer, Open, Served, in_loop
+from rollcall.environments.endpoint import Caller, Endpoint, EndpointServer, Open, in_loop
 from rollcall.environments.histories import Histories
 
 KEPT_TOKENS = 4_000_000
@@ -32,11 +32,11 @@ class EndpointSide:
         self._ticker = Ticker(engine, max_running=running)
         self._numbers = itertools.count()
         self._callers: dict[str, Caller] = {}
-        served = Served(name="policy", max_model_len=engine.max_positions, vocabulary=1 << 30)
         plain = Sampling(temperature=1.0, top_p=1.0, top_k=0, max_tokens=1, stop_token_ids=(), stop_strings=())
         self._rules = Open(model="policy", default=plain)
         self._tokenizer = engine.tokenizer
-        app = Endpoint(self._callers, served=served, tokenizer=self._tokenizer, call_format="hermes")
+        most = engine.max_positions
+        app = Endpoint(self._callers, name="policy", max_model_len=most, vocabulary=1 << 30, tokenizer=self._tokenizer)
         self._server = EndpointServer(app)
         # In binary: its lines are long, and only their bytes count.
         self._clients = subprocess.Popen(

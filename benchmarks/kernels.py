@@ -223,7 +223,7 @@ def learner_rows() -> None:
         row("row_stats", f"block {block} w{warps}", call, logits.nbytes, per_graph=2, replays=5)
     logprobs.STATS_BLOCK, logprobs.STATS_WARPS = default
     grads = torch.randn(LEARNER_ROWS, device="cuda")
-    given = {"lse": stats.logsumexp, "grad_logprob": grads, "grad_entropy": grads, "entropy": stats.entropy}
+    given = {"lse": stats.logsumexp, "grad_logprobs": grads, "grad_entropy": grads, "entropy": stats.entropy}
     found = logprobs.grad_logits(logits, targets, **given, dtype=torch.bfloat16, scale=1.25)
     probs, entropy = logp.exp(), stats.entropy[:8, None].double()
     onehot = torch.nn.functional.one_hot(targets[:8], VOCAB).double()

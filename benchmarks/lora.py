@@ -59,7 +59,7 @@ def main() -> None:
             "sync_ms": round(statistics.median(syncs), 3),
             "slowest_sync_ms": round(max(syncs), 3),
             "bar_ms": BAR_MS,
-            "adapter_mib": round(adapter.num_bytes / 2**20, 2),
+            "adapter_mib": round(sum(each.nbytes for each in adapter.named_tensors().values()) / 2**20, 2),
             "model_mib": round(num_bytes / 2**20, 2),
             "tokens_per_s_without": round(tokens / plain),
             "tokens_per_s_with": round(tokens / adapted),

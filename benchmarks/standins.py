@@ -109,7 +109,7 @@ def make_workers(config: Config, team: Team, *, prompts: int, room: int, prompt_
     return Workers(
         tokenizer=None,
         engine=Engines(team, room=room, node_weights=weights),
-        learner=RemoteLearner(team, rescores=config.rescores),
+        learner=RemoteLearner(team, rescores=config.algorithm.rescores(config.actor)),
         scorer=scorer,
         eval_scorer=scorer,
         train=PromptSet(

@@ -14,9 +14,8 @@ import numpy as np
 
 from rollcall.base.types import Completion, FinishReason, Segment
 from rollcall.engine.protocol import Sampling
-from rollcall.environments.calls import CallFormat
 from rollcall.environments.conversation import Conversations
-from rollcall.environments.endpoint import Caller, Endpoint, EndpointServer, Open, Served, in_loop
+from rollcall.environments.endpoint import Caller, Endpoint, EndpointServer, Open, in_loop
 from rollcall.environments.histories import Histories
 from rollcall.model.tokenizers import char_tokenizer
 
@@ -126,16 +125,17 @@ def standing(
     tokenizer: Any,
     positions: int = POSITIONS,
     max_kept: int = 1_000_000,
-    call_format: CallFormat = "hermes",
 ) -> Iterator[Standing]:
     """``rollcall serve`` without its command: one key, and requests say how they are sampled."""
-    served = Served(name=NAME, max_model_len=positions, vocabulary=len(tokenizer))
     rules = Open(model=NAME, default=plain_sampling())
     with loop_thread() as loop:
         histories = Histories(Conversations(tokenizer), name=NAME, max_kept=max_kept)
         caller = Caller(rules=rules, histories=histories, sample=in_loop(writer.sample, loop))
         key = secrets.token_urlsafe(32)
-        server = EndpointServer(Endpoint({key: caller}, served=served, tokenizer=tokenizer, call_format=call_format))
+        app = Endpoint(
+            {key: caller}, name=NAME, max_model_len=positions, vocabulary=len(tokenizer), tokenizer=tokenizer
+        )
+        server = EndpointServer(app)
         try:
             yield Standing(server=server, caller=caller, rules=rules, key=key)
         finally:

@@ -56,7 +56,7 @@ class Forked(Carrier):
         theirs.close()
         self.processes.append(process)
         member = Member(spec)
-        member.link = _Seat(process, ours, lost=lambda: self.gang.lose({member: "its process has ended"}))
+        member.link = _Seat(process, ours, lost=lambda: self.lose({member: "its process has ended"}))
         return member
 
     def send(self, call: Call, method: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:

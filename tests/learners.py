@@ -22,6 +22,7 @@ from rollcall.engine.native.fill import run_fills
 from rollcall.learner.gang import Gang
 from rollcall.learner.layout import WeightSplit, fused_rows
 from rollcall.learner.learner import Critic, Learner
+from rollcall.learner.optimizer import Optimizer
 from rollcall.learner.tensor_parallel import cut_dim, split_order
 from rollcall.model import attention
 from rollcall.model.decoder import Decoder, fuse_parameters
@@ -33,6 +34,16 @@ LONGEST = 12
 WAYS = [
     pytest.param(way, marks=[] if way == attention.cpu_way() else pytest.mark.slow) for way in ("products", "fused")
 ]
+
+
+def state_of(optimizer: Optimizer) -> dict[str, Any]:
+    """The state as ``Optimizer.load_state_dict`` takes it. A checkpoint saves it weight by weight."""
+    return {
+        "optimizer": optimizer.section.optimizer.name,
+        "adamw": optimizer.adamw.state_dict(),
+        "num_updates": optimizer.num_updates,
+        "masters": dict(optimizer.targets) if optimizer.uses_masters else {},
+    }
 
 
 def trainable(name: str = "qwen2-tied", **shape: Any) -> Any:
@@ -253,7 +264,7 @@ def make_engine(
     with mock.patch("rollcall.engine.native.rows.cpu_way", lambda: way or attention.cpu_way()):
         engine = NativeEngine(model, tokenizer, max_running=max_running, kv_tokens=kv_tokens, **settings)
     if ahead_from is not None:
-        engine.runner.ahead_from = ahead_from  # type: ignore[misc]
+        engine.runner.ahead_from = ahead_from
     return engine
 
 

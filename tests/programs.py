@@ -69,7 +69,8 @@ def play(
     **section: Any,
 ) -> tuple[list[Completion], Writer]:
     writer = Writer(tokenizer=tokenizer, says=says)
-    environments = make_environments(AgentEnvironment(run=command, **section), chat_template=tokenizer.chat_template)
+    # No template, because the rows are not chats.
+    environments = make_environments(AgentEnvironment(run=command, **section), chat_template=None)
     assert isinstance(environments, AgentEnvironments)
 
     async def work() -> list[Completion]:

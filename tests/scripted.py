@@ -19,7 +19,7 @@ from rollcall.engine.protocol import Sampling
 from rollcall.engine.ticker import Ticker
 from rollcall.environments.conversation import Conversations
 from rollcall.environments.episode import Player
-from rollcall.environments.protocol import Message, StepResult
+from rollcall.environments.protocol import Environment, Message, StepResult
 from rollcall.loop.rollout import Rewards, Rollouts
 from rollcall.model.decoder import fuse_parameters
 
@@ -66,11 +66,14 @@ class Scripted:
         self.is_closed = True
 
 
-class One:
+class One(Environment):
     def __init__(self, script: Scripted) -> None:
         self._script = script
         self._texts: list[str] = []
         self._row: Mapping[str, Any] = {}
+
+    async def call(self, method: str, *args: Any) -> Any:
+        raise AssertionError(f"there is no process to call for {method}")
 
     async def reset(self, row: Mapping[str, Any]) -> str | None:
         self._row, self._texts = row, []

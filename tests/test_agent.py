@@ -119,6 +119,37 @@ def test_a_program_that_never_calls_has_failed(tmp_path: Path, tokenizer: Any) -
     assert "without sending a request to OPENAI_BASE_URL" in completion.episode.error
 
 
+def test_a_program_whose_requests_all_fail_is_told_why(tmp_path: Path, tokenizer: Any) -> None:
+    def broken(prompt: str) -> str:
+        raise RuntimeError("the engine is broken")
+
+    failed = 'assert chat([{"role": "user", "content": "x"}])[0] == 500'
+    episode = played(tokenizer, programs.write(tmp_path, failed), says=broken).episode
+    assert episode and episode.ended is EndReason.ERROR and episode.metrics["requests_refused"] == 0
+    assert episode.error.endswith("the last error: the server failed to answer this request; its log has the reason")
+    refused = 'assert post("/chat/completions", {"messages": 7})[0] == 400'
+    episode = played(tokenizer, programs.write(tmp_path, refused)).episode
+    assert episode and "none of the program's requests was answered; the last error: messages" in episode.error
+
+
+def test_a_reward_that_cannot_be_read_is_not_a_request(tmp_path: Path, tokenizer: Any) -> None:
+    episode = played(tokenizer, programs.write(tmp_path, """print('{"reward": much}')""")).episode
+    assert episode and episode.ended is EndReason.ERROR
+    assert "without sending a request to OPENAI_BASE_URL; stderr: (nothing)" in episode.error
+
+
+def test_a_program_has_tools_though_its_rows_are_not_chats(tmp_path: Path, tokenizer: Any) -> None:
+    body = """
+add = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}
+_, answer = chat([{"role": "user", "content": row["prompt"]}], tools=[add])
+print(json.dumps({"reward": len(answer["tool_calls"])}))
+"""
+    call = '<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>'
+    episode = played(tokenizer, programs.write(tmp_path, body), says=lambda prompt: call).episode
+    assert episode and (episode.ended, episode.reward) == (EndReason.DONE, 1.0), episode
+    assert [one.name for one in episode.turns[0].calls] == ["add"]
+
+
 def test_a_program_that_calls_forever_is_told_and_ends(tmp_path: Path, tokenizer: Any) -> None:
     body = """
 while True:

@@ -260,7 +260,7 @@ def test_a_worker_joins_takes_work_and_leaves_nothing_when_it_goes_down(
             process.kill()
             process.wait()
     assert read_record("default") is None and not (state_dir("default") / "token").exists()
-    assert "nothing of cluster" in node.rollcall("down").stdout
+    assert "no process of cluster" in node.rollcall("down").stdout
     assert head.rollcall("check", "4").returncode == 0
 
 

@@ -111,6 +111,8 @@ def test_a_turn_has_a_bounded_number_of_calls() -> None:
 def test_the_chat_template_says_how_calls_are_written() -> None:
     assert format_of(None) == format_of("{% for message in messages %}{{ message.content }}{% endfor %}") == "text"
     assert format_of("{% if tools %}<tool_call>{% endif %}") == "hermes"
+    named = {"default": "{{ messages }}", "tool_use": "{% if tools %}<tool_call>{% endif %}"}
+    assert format_of(named) == "hermes" and format_of({"default": "{{ messages }}"}) == format_of({}) == "text"
     assert format_of('{% if tools %}{"name": function name, "parameters": {}}{% endif %}') == "llama"
     with pytest.raises(ConfigError, match="environment.call_format=auto: .*set environment.call_format to hermes"):
         format_of("{% if tools %}[TOOL_CALLS]{% endif %}")

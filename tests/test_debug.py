@@ -30,7 +30,7 @@ from rollcall.config.run import in_one_process
 from rollcall.nodes.framing import json_frame
 from rollcall.process.debug import attach, here
 from rollcall.process.debug.attach import End, converse, is_there, reach, wait
-from rollcall.process.debug.board import BOARD, FILE, DebugSeat, read_board
+from rollcall.process.debug.board import BOARD, FILE, read_board
 from rollcall.process.debug.here import DebugLine
 from rollcall.process.debug.stopped import LinePdb
 from rollcall.process.groups.host import DEBUG_HOST, Host, RemoteFailureError
@@ -222,10 +222,12 @@ def test_a_debugger_that_the_user_has_chosen_stays(
 ) -> None:
     monkeypatch.setattr(sys, "breakpointhook", sys.__breakpointhook__)
     monkeypatch.setenv(*variable)
-    assert not here.serve() and sys.breakpointhook is sys.__breakpointhook__
+    here.serve()
+    assert sys.breakpointhook is sys.__breakpointhook__
     monkeypatch.delenv(variable[0])
     monkeypatch.setenv("PYTHONBREAKPOINT", "ray.util.rpdb.set_trace")  # Ray's own doing
-    assert here.serve()
+    here.serve()
+    assert sys.breakpointhook is here._hook
     monkeypatch.setenv("PYTHONBREAKPOINT", "0")
     assert add_up(3) == 4
 
@@ -266,7 +268,7 @@ def test_a_list_that_a_killed_run_left_behind_showsnobody(tmp_path: Path) -> Non
         secret="s",
     )
     with BOARD.of_run(tmp_path):
-        BOARD.post("gone", DebugSeat(role="actor", rank=1, node=2), place)
+        BOARD.post("gone", place, role="actor", rank=1, node=2, who="actor rank 1 on node 2")
         text = (tmp_path / FILE).read_text()
     (tmp_path / FILE).write_text(text)
     assert "no process is waiting" in CliRunner().invoke(app, ["debug", str(tmp_path)]).output
@@ -284,10 +286,11 @@ def test_the_text_of_an_exception_is_listed_without_secrets(run_dir: Path) -> No
         port=1,
         secret="s",
     )
-    BOARD.post("one", DebugSeat(role="reward", rank=0, node=0), place)
+    seat: Any = dict(role="reward", rank=0, node=0, who="reward rank 0 on node 0")
+    BOARD.post("one", place, **seat)
     (waits,) = read_board(run_dir)
     assert "KeyError" in waits.why and "token-of-a-judge" not in waits.why
-    BOARD.post("one", DebugSeat(role="reward", rank=0, node=0), None)
+    BOARD.post("one", None, **seat)
 
 
 def test_what_stops_before_a_run_has_a_directory_can_be_found(run_dir: Path) -> None:
@@ -309,12 +312,18 @@ def test_a_signal_ends_a_prompt_inside_a_checkpoint_which_is_finished_before_the
     stop.asked = "SIGTERM"
     monkeypatch.setattr("rollcall.base.stop._heeded", stop)
 
-    def read(count: int) -> bytes:
+    ours, theirs = socket.socketpair()
+    read_any = os.read
+
+    def read(fd: int, count: int) -> bytes:
+        if fd != ours.fileno():
+            return read_any(fd, count)
         stop._end_grace(0, None)  # the handler, while the prompt waits
         raise AssertionError("the signal ends the prompt")
 
-    debugger = LinePdb(read, len)
-    with pytest.raises(Stopped), stop.shielded():
+    monkeypatch.setattr(os, "read", read)
+    debugger = LinePdb(ours.fileno())
+    with ours, theirs, pytest.raises(Stopped), stop.shielded():
         debugger.stop(sys._getframe())
         done.append("saved")
     assert done == ["saved"]
@@ -595,8 +604,8 @@ def test_the_host_of_a_worker_says_in_its_pulse_where_it_stopped(
     thread, results = beside(lambda: _outcome(lambda: host.call("update", (), 21)))
     stop = dict(wait_for(lambda: look_at(host).stop))
     assert stop.pop("until") > time.time()
-    seat = DebugSeat(role="actor", rank=1, node=0)
-    BOARD.post("1", seat, {**stop, "until": time.time()})
+    place = {**stop, "until": time.time()}
+    BOARD.post("1", place, role="actor", rank=1, node=0, who="actor rank 1 on node 0")
     (waits,) = read_board(run_dir)
     assert waits.function == "update" and waits.why == ("KeyError: 'no such row'" if fails else "breakpoint")
     assert talk(waits, "p weight * 100", "continue") is End.GOES

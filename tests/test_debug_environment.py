@@ -14,7 +14,7 @@ from debugged import WAIT_S, at_a_terminal, beside, run_dir, talk, wait_for
 
 from rollcall.config.environments import ClassEnvironment, StepEnvironment
 from rollcall.environments import episode
-from rollcall.environments.episode import TooLong, one_ends_within, within
+from rollcall.environments.episode import TooLong, within
 from rollcall.environments.host import make_environments
 from rollcall.environments.processes import ProcessEnvironments
 from rollcall.environments.protocol import Environment, EnvironmentFailed
@@ -315,11 +315,19 @@ def test_a_run_with_a_terminal_opens_pdb_there_and_quit_stops_it(tmp_path: Path)
 # Time
 
 
+async def ends_within(limit_s: float, future: asyncio.Future[None]) -> bool:
+    try:
+        await within(asyncio.wait([future]), limit_s, "")
+    except TooLong:
+        return False
+    return True
+
+
 def test_no_time_counts_while_a_debugger_holds_a_process_of_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
     async def main() -> tuple[bool, bool]:
         never: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         monkeypatch.setattr(BOARD, "_waiting", {"an engine": None})
-        ending = asyncio.create_task(one_ends_within(0.05, never))
+        ending = asyncio.create_task(ends_within(0.05, never))
         await asyncio.sleep(0.3)
         is_late_when_held = ending.done()
         BOARD._waiting.clear()
@@ -340,6 +348,6 @@ def test_no_time_counts_while_a_prompt_at_the_terminal_stops_the_loop() -> None:
             loop.call_later(0.3, answer.set_result, None)
 
         loop.call_soon(prompt)
-        return await one_ends_within(1.0, answer)
+        return await ends_within(1.0, answer)
 
     assert asyncio.run(main())

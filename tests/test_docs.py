@@ -15,7 +15,7 @@ from rollcall.config import Config
 from rollcall.config.errors import section_classes
 from rollcall.config.launch import SlurmSection
 from rollcall.observe import metrics
-from scripts import write_configuration
+from scripts import write_configuration, write_metrics
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
@@ -42,7 +42,7 @@ def test_the_configuration_page_is_up_to_date() -> None:
 
 
 def test_the_metrics_page_is_up_to_date() -> None:
-    assert (DOCS / "metrics.md").read_text() == metrics.render_docs(), "run python -m rollcall.observe.metrics"
+    assert (DOCS / "metrics.md").read_text() == write_metrics.render_docs(), "run python scripts/write_metrics.py"
 
 
 def test_every_key_of_every_section_is_on_the_page_with_a_meaning() -> None:
@@ -119,9 +119,9 @@ def test_every_python_file_that_a_page_names_exists(page: Path) -> None:
 
 
 def test_every_metric_that_the_debugging_page_names_exists() -> None:
-    groups = "|".join(re.findall(r"^## (\w+)/$", metrics.render_docs(), re.MULTILINE))
+    groups = "|".join(re.findall(r"^## (\w+)/$", write_metrics.render_docs(), re.MULTILINE))
     named = set(re.findall(rf"`((?:{groups})/[\w<>*]+)`", (DOCS / "debugging.md").read_text()))
-    known = set(re.findall(r"^\| `([^`]+)`", metrics.render_docs(), re.MULTILINE))
+    known = set(re.findall(r"^\| `([^`]+)`", write_metrics.render_docs(), re.MULTILINE))
     missing = {name for name in named if name not in known and not name.endswith("*")}
     assert len(named) > 20 and not missing, missing
 
@@ -192,7 +192,7 @@ def test_every_documented_metric_is_written_and_every_metric_in_the_code_is_docu
         assert is_one, f"{name} is in the code and not documented"
 
 
-@pytest.mark.parametrize("module", [write_configuration, metrics])
+@pytest.mark.parametrize("module", [write_configuration, write_metrics])
 def test_the_generators_write_into_docs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, module: object) -> None:
     (tmp_path / "docs").mkdir()
     monkeypatch.chdir(tmp_path)

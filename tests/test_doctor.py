@@ -36,6 +36,7 @@ from rollcall.launch.doctor.probe import Probe
 from rollcall.nodes.check import Roster
 from rollcall.nodes.cluster import OurCluster, PlainRay
 from rollcall.nodes.head import NodeInfo
+from rollcall.reward.confine import available
 
 VERSIONS = {"rollcall-rl": "0.1.0", "torch": "2.13.0", "transformers": "5.19.0"}
 
@@ -185,6 +186,12 @@ def test_the_report_says_how_rewards_are_confined_here(
         f"built-in rewards on this machine run with processes: none (seccomp), files: {files}, network: off (seccomp)"
     )
     assert said in capsys.readouterr().out and report.as_json()["rewards"]["files"] == files
+
+
+def test_what_a_system_lacks_is_said_with_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.platform", "darwin")
+    seccomp, landlock = "not restricted (darwin has no seccomp)", "not restricted (darwin has no landlock)"
+    assert available() == {"processes": seccomp, "files": landlock, "network": seccomp}
 
 
 def test_a_slow_all_reduce_is_a_warning() -> None:

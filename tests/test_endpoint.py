@@ -7,15 +7,18 @@ import json
 import socket
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import Any
 
 import endpoints
+import numpy as np
 import openai
 import pytest
 from debugged import wait_for
 from endpoints import NAME, Standing, Writer, standing
 from pydantic import ValidationError
 
+from rollcall.base.types import Completion
 from rollcall.environments.wire import ChatRequest, GenerateRequest, TextRequest, Worth
 
 TOOLS: Any = [
@@ -103,7 +106,9 @@ def test_without_tool_choice_a_call_stays_text(stands: Standing) -> None:
 
 
 def test_tools_that_the_chat_template_would_leave_out_are_refused(writer: Writer) -> None:
-    with standing(writer, tokenizer=writer.tokenizer, call_format="text") as stands:
+    tokenizer = endpoints.chat_tokenizer()
+    tokenizer.chat_template = "{% for message in messages %}[{{ message.role }}]{{ message.content }}{% endfor %}"
+    with standing(writer, tokenizer=tokenizer) as stands:
         with pytest.raises(openai.BadRequestError, match="chat template does not support tools"):
             chat(stands.client(), tools=TOOLS)
         assert chat(stands.client(), tools=TOOLS, tool_choice="none").choices[0].message.content
@@ -367,6 +372,19 @@ def test_rubbish_is_refused_in_the_same_form(stands: Standing, body: bytes) -> N
     status, text = answer.split(b" ")[1], answer.partition(b"\r\n\r\n")[2]
     assert status in (b"400", b"200") and (status == b"200" or "message" in json.loads(text)["error"])
     assert status == b"400" or b"[" * 900 in body
+
+
+class Diverged(Writer):
+    async def sample(self, prompt_ids: Any, **given: Any) -> Completion:
+        completion = await super().sample(prompt_ids, **given)
+        return replace(completion, logprobs=np.full_like(completion.logprobs, np.nan))
+
+
+def test_an_answer_that_json_cannot_hold_is_refused_in_the_same_form(tokenizer: Any) -> None:
+    with standing(Diverged(tokenizer=tokenizer, says=said), tokenizer=tokenizer) as one:
+        with pytest.raises(openai.BadRequestError, match="Out of range float"):
+            chat(one.client(), logprobs=True)
+        assert chat(one.client()).choices[0].message.content
 
 
 def test_templates_in_messages_are_text(stands: Standing, writer: Writer) -> None:

@@ -324,7 +324,7 @@ def test_rows_that_leave_and_come_back_together_keep_their_memory(
 def held_tokens(engine: NativeEngine) -> int:
     """KV that the tensors of a CPU's rows and sessions have memory for."""
     runner: Any = engine.runner
-    sessions = {id(one.kv.bundle): one.kv.bundle for one in runner._kept._sessions}.values()
+    sessions = {id(one.kv.bundle): one.kv.bundle for one in runner._kept._sessions.values()}.values()
     tensors = [*runner._keys, *runner._values, *(plane.tensor for bundle in sessions for plane in bundle.planes)]
     decoder = runner.decoder
     return sum(tensor.numel() for tensor in tensors) // (2 * len(decoder.layers) * decoder.shape.kv_width)
@@ -355,7 +355,7 @@ def test_sessions_and_rows_together_keep_to_the_memory_there_is() -> None:
         for _ in range(int(draw.integers(0, 4))):
             engine.step()
         kept: Any = engine.runner._kept  # type: ignore[attr-defined]
-        bundles = {id(one.kv.bundle): one.kv.bundle for one in kept._sessions}.values()
+        bundles = {id(one.kv.bundle): one.kv.bundle for one in kept._sessions.values()}.values()
         assert kept.num_tokens == sum(bundle.num_rows * bundle.num_columns for bundle in bundles)
         assert kept.num_tokens <= 500 and held_tokens(engine) <= 2 * 500
     finish(engine)

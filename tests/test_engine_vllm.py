@@ -288,7 +288,7 @@ def test_what_vllm_would_change_silently_is_refused(engine: Any) -> None:
 
 def test_a_failure_in_vllm_is_told_with_its_log_and_the_process_goes_on(engine: Any, model: Any) -> None:
     with pytest.raises(VllmError, match=r"(?s)vLLM failed in `abort`: TypeError.*Traceback"):
-        engine.child.ask("abort", rows=3)
+        engine.child.ask("abort", 3)
     requests = requests_for(random_prompts(2))
     assert off_by(model, requests, run(engine, requests)) < TOLERANCE
 

@@ -147,7 +147,7 @@ def test_a_master_that_has_just_appeared_is_not_said_to_stand_still(tmp_path: Pa
     worker._master.facts = {"host": "one", "pid": 7, "state": State.HERE}
     worker._wait_for_master(SimpleNamespace(tell=told.append, is_over=False))  # type: ignore[arg-type]
     assert told == ["the master on one (process 7) has appeared; waiting to see that it is alive"]
-    worker._master._beat._since -= 30
+    worker._master.beat._since -= 30
     worker._wait_for_master(SimpleNamespace(tell=told.append, is_over=False))  # type: ignore[arg-type]
     assert told[1].startswith("the master on one (process 7) has been silent for 30 s; waiting for it")
 
@@ -347,7 +347,7 @@ def test_every_wait_ends_when_the_folder_cannot_be_read_any_more(share: Path, mo
             raise PermissionError(13, "Permission denied")
 
         with monkeypatch.context() as broken:
-            broken.setattr(folder_master, "names", unreadable)
+            broken.setattr(mailbox, "names", unreadable)
             with pytest.raises(ClusterError, match="the messages in .* cannot be read: .*Permission denied"):
                 until(lambda: group.wait_for_some([answer], timeout_s=0.5), what="an error")
 

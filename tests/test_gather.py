@@ -205,7 +205,7 @@ def test_a_wrong_or_missing_folder_name_is_refused(tmp_path: Path) -> None:
     checkpoint, disks = make_checkpoint(tmp_path)
     for name in ("../other", ".", ""):
         (checkpoint.parent / "node-folder").write_text(name)
-        with pytest.raises(GatherError, match="which is not a valid folder name"):
+        with pytest.raises(ValueError, match="which is not a valid folder name"):
             gather(checkpoint, lambda: disks)
     (checkpoint.parent / "node-folder").unlink()
     with pytest.raises(GatherError, match="node-folder cannot be read"):

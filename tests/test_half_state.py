@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from learners import make_learner, make_samples, trainable
+from learners import make_learner, make_samples, state_of, trainable
 
 from rollcall.config import OptimizerSection
 from rollcall.learner.optimizer import HalfStateAdamW, Optimizer, by_chance
@@ -35,7 +35,7 @@ def test_the_weights_stay_close_to_those_of_float32_state() -> None:
 def test_a_change_smaller_than_bfloat16_shows_is_not_lost() -> None:
     """The second moment falls from 1 toward 0.01 by a thousandth of the difference a step; rounded to the nearest it would stay."""
     weight = torch.zeros(4096, requires_grad=True)
-    optimizer = HalfStateAdamW([weight], lr=0.0)
+    optimizer = HalfStateAdamW([weight], lr=0.0, betas=(0.9, 0.999), eps=1e-8)
     weight.grad = torch.full_like(weight, 0.1)
     optimizer.step()
     optimizer.state[weight]["exp_avg_sq"].fill_(1.0)
@@ -56,7 +56,7 @@ def test_a_resume_draws_the_same_chance_and_float32_state_is_taken_over() -> Non
     samples = make_samples(trainable())
     whole = make_learner(trainable(), **HALF)
     whole.update(samples)
-    state = copy.deepcopy(whole.optimizer.state_dict())
+    state = copy.deepcopy(state_of(whole.optimizer))
     weights = {name: tensor.clone() for name, tensor in whole.body.named.items()}
     whole.update(samples)
     for settings in (HALF, {}):
@@ -69,7 +69,7 @@ def test_a_resume_draws_the_same_chance_and_float32_state_is_taken_over() -> Non
     wide = make_learner(trainable())
     wide.update(samples)
     half = make_learner(trainable(), **HALF)
-    half.optimizer.load_state_dict(wide.optimizer.state_dict())
+    half.optimizer.load_state_dict(state_of(wide.optimizer))
     kept = next(iter(half.optimizer.adamw.state.values()))
     assert kept["exp_avg"].dtype == torch.bfloat16 and half.optimizer.num_updates == 1
 

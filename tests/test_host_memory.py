@@ -41,8 +41,9 @@ def keep(monkeypatch: pytest.MonkeyPatch, library: SimpleNamespace) -> SimpleNam
 
 def test_large_blocks_come_from_a_heap_that_is_never_cut(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = dict(keep(monkeypatch, libc()).mallopt.calls)
-    assert asked[module._MMAP_MAX] == 0 and asked[module._TRIM_THRESHOLD] == -1
-    assert asked[module._ARENA_MAX] == 1, "arenas of threads hold no large blocks, and learners are called from threads"
+    trim_threshold, mmap_max, arena_max = -1, -4, -8  # in malloc.h
+    assert asked[mmap_max] == 0 and asked[trim_threshold] == -1
+    assert asked[arena_max] == 1, "arenas of threads hold no large blocks, and learners are called from threads"
 
 
 def test_large_pages_are_asked_for_inside_the_block_and_the_block_is_given_back(
@@ -71,7 +72,7 @@ def test_the_c_library_of_this_machine_takes_what_it_is_asked_for() -> None:
     library = ctypes.CDLL(None)
     if not hasattr(library, "mallopt"):
         pytest.skip("other C libraries than glibc are left as they are")
-    assert library.mallopt(module._TOP_PAD, 64 << 20) == 1, "glibc answers 1 where it knows the setting"
+    assert library.mallopt(-2, 64 << 20) == 1, "glibc answers 1 where it knows the setting"
 
 
 @pytest.mark.parametrize(("given", "expected"), [(None, "-1"), ("10", "10")])

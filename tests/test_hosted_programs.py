@@ -51,9 +51,10 @@ HOST = """
 import json, sys
 from hosts import end_host
 from rollcall.environments.host import EnvironmentHost
+from rollcall.config.environments import AgentEnvironment
 from rollcall.environments.program import ProgramsHere
 given = json.loads(sys.stdin.readline())
-host = EnvironmentHost(ProgramsHere(given["run"], env=given["env"], memory_mb=4096, max_running=4))
+host = EnvironmentHost(ProgramsHere(AgentEnvironment(run=given["run"], env=given["env"], max_running=4)))
 print(host.listen("127.0.0.1", name=given["name"], secret=given["secret"]).port, flush=True)
 sys.stdin.read()
 end_host(host)
@@ -120,8 +121,7 @@ def play(
 ) -> tuple[list[Completion], Writer]:
     fields = {name: options.pop(name) for name in list(options) if name in AgentEnvironment.model_fields}
     section = AgentEnvironment(run="the hosts know it", **fields)
-    template = tokenizer.chat_template
-    agents = AgentEnvironments(section, chat_template=template, programs=environments, address=address)
+    agents = AgentEnvironments(section, programs=environments, address=address)
     return play_in(tokenizer, agents, **options)
 
 
@@ -365,7 +365,7 @@ def test_what_goes_wrong_on_a_host_fails_the_episode_and_not_the_host(
     async def breaks(*args: Any, **keys: Any) -> None:
         raise RuntimeError("can't start new thread")
 
-    monkeypatch.setattr(program_module.Program, "start", breaks)
+    monkeypatch.setattr(program_module, "_start", breaks)
     episode = played(tokenizer, hosted_at(hosts.open("true"))).episode
     assert (
         episode and episode.ended is EndReason.ERROR and "its host failed: RuntimeError: can't start" in episode.error
@@ -421,7 +421,7 @@ def end_in_the_middle(
     tokenizer: Any, programs: HostedEnvironments, *, began: Path, before: Callable[[], object] = lambda: None
 ) -> None:
     """A run that ends while its one episode goes on, which ``began`` shows."""
-    agents = AgentEnvironments(AgentEnvironment(run="the hosts know it"), chat_template=None, programs=programs)
+    agents = AgentEnvironments(AgentEnvironment(run="the hosts know it"), programs=programs)
     writer = Writer(tokenizer=tokenizer, says=str)
 
     async def work() -> None:
@@ -480,7 +480,7 @@ def test_a_program_ends_when_its_connection_breaks_or_nobody_waits_for_it(
         running = asyncio.create_task(line.run(variables(), stop=asyncio.Event()))
         await appears(tmp_path / "pid")
         if how == "cut":
-            line.link.abort()
+            line._worker.link.connection.shutdown(socket.SHUT_RDWR)
             with pytest.raises(EnvironmentLost, match="the connection broke off"):
                 await running
         else:

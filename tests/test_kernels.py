@@ -469,7 +469,7 @@ def test_grad_logits_is_what_autograd_gives(dtype, with_entropy):
         targets,
         dtype=dtype,
         lse=stats.logsumexp,
-        grad_logprob=grad_logprob,
+        grad_logprobs=grad_logprob,
         grad_entropy=grad_entropy,
         entropy=stats.entropy,
         scale=scale,
@@ -483,7 +483,7 @@ def test_no_rows_are_no_work():
     logits, targets = randn(0, 50), torch.zeros(0, dtype=torch.int64, device=DEVICE)
     stats = logprobs.row_stats(logits, targets)
     assert [len(part) for part in stats] == [0, 0, 0, 0]
-    given = {"lse": stats.logsumexp, "grad_logprob": stats.logsumexp, "dtype": torch.float32}
+    given = {"lse": stats.logsumexp, "grad_logprobs": stats.logsumexp, "dtype": torch.float32}
     assert logprobs.grad_logits(logits, targets, **given).shape == (0, 50)
 
 

@@ -8,10 +8,12 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import IO
 
 import pytest
 from typer.testing import CliRunner
 
+from rollcall.base.atomic import take_lock
 from rollcall.cli.main import app
 from rollcall.launch.launch import read_profile
 from rollcall.launch.record import (
@@ -66,6 +68,19 @@ def test_a_record_of_another_version_is_read(launches: Path) -> None:
 def test_one_command_at_a_time_works_on_a_launch() -> None:
     with held("one"), pytest.raises(LaunchError, match="another command"), held("one"):
         pass
+
+
+def test_a_launch_that_is_ended_just_before_it_is_locked_gets_its_folder_again(
+    launches: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def late(path: Path) -> IO[bytes] | None:
+        path.parent.rmdir()  # as `rollcall launch down` does
+        monkeypatch.setattr("rollcall.launch.record.take_lock", take_lock)
+        return take_lock(path)
+
+    monkeypatch.setattr("rollcall.launch.record.take_lock", late)
+    with held("one"):
+        assert (launches / "one/lock").is_file()
 
 
 @pytest.mark.parametrize("name", ["", "a b", "../x", "a" * 33, "-a"])

@@ -22,6 +22,7 @@ from learners import (
     naive_gradients,
     naive_logprobs,
     section,
+    state_of,
     trainable,
 )
 from tiny import ARCHITECTURES, compiles, make_model, needs_bfloat16, needs_compiler, reference_logprobs
@@ -350,7 +351,7 @@ def test_metrics_do_not_depend_on_the_number_of_micro_batches() -> None:
 
 def snapshot(learner: Learner) -> Any:
     weights = {name: parameter.detach() for name, parameter in learner.model.named_parameters()}
-    return copy.deepcopy((weights, learner.optimizer.state_dict()))
+    return copy.deepcopy((weights, state_of(learner.optimizer)))
 
 
 def assert_identical(one: Any, other: Any) -> None:
@@ -410,7 +411,7 @@ def test_a_saved_learner_continues_bit_for_bit() -> None:
     for _ in range(2):
         first.update(samples)
     file = io.BytesIO()
-    torch.save((first.model.state_dict(), first.optimizer.state_dict()), file)
+    torch.save((first.model.state_dict(), state_of(first.optimizer)), file)
     file.seek(0)
     weights, state = torch.load(file, weights_only=True)
     with torch.no_grad():

@@ -13,9 +13,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from tiny import save_model
 
+from rollcall.base.errors import ModelFilesError
 from rollcall.checkpoint.merge.merge import merge
 from rollcall.model.load import (
-    ModelError,
     load_causal_lm,
     load_tokenizer,
     loading,
@@ -56,7 +56,7 @@ def rename_all(tensors: dict[str, torch.Tensor]) -> None:
 def test_weights_under_other_names_are_refused(tmp_path: Path) -> None:
     path = stored(save_model(tmp_path), rename_all)
     with pytest.raises(
-        ModelError, match=r"27 tensors are missing \(lm_head\.weight, model\.embed_tokens\.weight, .*26 ten"
+        ModelFilesError, match=r"27 tensors are missing \(lm_head\.weight, model\.embed_tokens\.weight, .*26 ten"
     ):
         load(path)
 
@@ -64,7 +64,7 @@ def test_weights_under_other_names_are_refused(tmp_path: Path) -> None:
 def test_more_layers_than_are_stored_are_refused(tmp_path: Path) -> None:
     path = configured(save_model(tmp_path), num_hidden_layers=5)
     with pytest.raises(
-        ModelError, match=r"36 tensors are missing \(model\.layers\.2\.input_layernorm\.weight, .*\.\.\.\)"
+        ModelFilesError, match=r"36 tensors are missing \(model\.layers\.2\.input_layernorm\.weight, .*\.\.\.\)"
     ):
         load(path)
 
@@ -72,7 +72,7 @@ def test_more_layers_than_are_stored_are_refused(tmp_path: Path) -> None:
 def test_fewer_layers_than_are_stored_are_refused(tmp_path: Path) -> None:
     path = configured(save_model(tmp_path), num_hidden_layers=1)
     with pytest.raises(
-        ModelError, match=r"12 tensors are not part of the model.*model\.layers\.1\.input_layernorm\.weight"
+        ModelFilesError, match=r"12 tensors are not part of the model.*model\.layers\.1\.input_layernorm\.weight"
     ):
         load(path)
 
@@ -80,14 +80,14 @@ def test_fewer_layers_than_are_stored_are_refused(tmp_path: Path) -> None:
 def test_a_tensor_of_another_shape_is_refused(tmp_path: Path) -> None:
     path = stored(save_model(tmp_path), lambda tensors: tensors.update({"model.norm.weight": torch.ones(7)}))
     with pytest.raises(
-        ModelError, match=r"1 tensor is of a different shape \(model\.norm\.weight is \[7\], not \[64\]\)"
+        ModelFilesError, match=r"1 tensor is of a different shape \(model\.norm\.weight is \[7\], not \[64\]\)"
     ):
         load(path)
 
 
 def test_a_head_that_should_be_there_is_refused_and_a_tied_one_is_not(tmp_path: Path) -> None:
     untied = stored(save_model(tmp_path / "untied", "qwen2-untied"), lambda tensors: tensors.pop("lm_head.weight"))
-    with pytest.raises(ModelError, match=r"1 tensor is missing \(lm_head\.weight\)"):
+    with pytest.raises(ModelFilesError, match=r"1 tensor is missing \(lm_head\.weight\)"):
         load(untied)
     tied = save_model(tmp_path / "tied")
     assert "lm_head.weight" not in load_file(tied / "model.safetensors")
@@ -96,7 +96,7 @@ def test_a_head_that_should_be_there_is_refused_and_a_tied_one_is_not(tmp_path: 
 
 def test_weights_that_have_diverged_are_refused(tmp_path: Path) -> None:
     path = stored(save_model(tmp_path), lambda tensors: tensors["model.norm.weight"].fill_(float("nan")))
-    with pytest.raises(ModelError, match=r"1 tensor is not finite \(model\.norm\.weight\)"):
+    with pytest.raises(ModelFilesError, match=r"1 tensor is not finite \(model\.norm\.weight\)"):
         load(path)
 
 
@@ -147,13 +147,13 @@ def test_code_that_comes_with_a_model_is_refused_without_a_question(
         lambda: outline_causal_lm(path, dtype=torch.float32),
         lambda: load_tokenizer(path, chat_template=None),
     ):
-        with pytest.raises(ModelError, match=r"configuration_home\.py.*model\.trust_remote_code=true"):
+        with pytest.raises(ModelFilesError, match=r"configuration_home\.py.*model\.trust_remote_code=true"):
             attempt()
     assert not (with_code.parent / "mark").exists()
 
 
 def test_code_that_comes_with_a_model_runs_where_that_is_allowed(with_code: Path) -> None:
-    with pytest.raises(ModelError):  # the code is run, and defines nothing
+    with pytest.raises(ModelFilesError):  # the code is run, and defines nothing
         load_causal_lm(str(with_code), device=CPU, dtype=torch.float32, trust_remote_code=True)
     assert (with_code.parent / "mark").exists()
 

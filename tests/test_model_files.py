@@ -8,11 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from huggingface_hub import constants
 from tiny import save_model
+from transformers import PreTrainedTokenizerFast
 
 from rollcall.base.errors import ModelFilesError, SizesUnknown
 from rollcall.model.files import check_model_dir
-from rollcall.model.load import ModelError, load_tokenizer
+from rollcall.model.load import load_tokenizer
 from rollcall.plan.memory import read_sizes
 
 SIZES: dict[str, Any] = {
@@ -88,17 +90,38 @@ def test_weights_that_are_a_pipe_are_refused_before_anyone_waits_for_them(tmp_pa
 
 def test_loading_and_planning_refuse_alike(tmp_path: Path) -> None:
     path = a_dir(tmp_path, num_hidden_layers=-1)
-    with pytest.raises(ModelError, match="model.path=.*num_hidden_layers=-1"):
+    with pytest.raises(ModelFilesError, match="model.path=.*num_hidden_layers=-1"):
         load_tokenizer(str(path), chat_template=None)
     with pytest.raises(SizesUnknown, match="num_hidden_layers=-1"):
         read_sizes(str(path))
 
 
-def test_a_tokenizer_with_a_token_id_that_no_model_has_is_refused_at_once(tmp_path: Path) -> None:
-    path = save_model(tmp_path)
+def with_huge_ids(path: Path) -> Path:
     tokenizer = json.loads((path / "tokenizer.json").read_text())
     vocabulary = tokenizer["model"]["vocab"]
     tokenizer["model"]["vocab"] = {token: id + 4_000_000_000 for token, id in vocabulary.items()}
     (path / "tokenizer.json").write_text(json.dumps(tokenizer))
-    with pytest.raises(ModelError, match=r"tokenizer.json contains the token id 4,000,.*; copy the model again"):
+    return path
+
+
+def test_a_tokenizer_with_a_token_id_that_no_model_has_is_refused_at_once(tmp_path: Path) -> None:
+    path = with_huge_ids(save_model(tmp_path))
+    with pytest.raises(ModelFilesError, match=r"tokenizer.json contains the token id 4,000,.*; copy the model again"):
         load_tokenizer(str(path), chat_template=None)
+
+
+def test_so_is_one_in_the_hubs_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cache, commit = tmp_path / "models--someone--huge-ids", "0" * 40
+    (cache / "refs").mkdir(parents=True)
+    (cache / "refs" / "main").write_text(commit)
+    with_huge_ids(save_model(cache / "snapshots" / commit))
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    with pytest.raises(ModelFilesError, match=r"tokenizer.json contains the token id 4,000,.*; copy the model again"):
+        load_tokenizer("someone/huge-ids", chat_template=None)
+
+
+def test_so_is_one_whose_ids_come_from_another_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(PreTrainedTokenizerFast, "get_vocab", lambda self: {"a": 2**31})
+    with pytest.raises(ModelFilesError, match="the tokenizer of .* contains the token id 2,147,483,648"):
+        load_tokenizer(str(save_model(tmp_path)), chat_template=None)

@@ -12,8 +12,9 @@ from saved import our_checkpoint, save_dcp
 from tiny import make_model, save_model
 from verl_shards import write_verl
 
+from rollcall.base.errors import ModelFilesError
 from rollcall.model.files import resolve_model
-from rollcall.model.load import ModelError, load_causal_lm, load_tokenizer, outline_causal_lm
+from rollcall.model.load import load_causal_lm, load_tokenizer, outline_causal_lm
 from rollcall.plan.memory import read_sizes
 from rollcall.run.evaluation import plan_evaluation
 from rollcall.run.training import train
@@ -69,14 +70,14 @@ def test_a_folder_of_verl_is_read_from_the_step_that_it_names(tmp_path: Path) ->
 def test_a_wrong_checkpoint_is_refused_by_its_file(tmp_path: Path) -> None:
     folder = saved(tmp_path, "verl")
     (folder / "model_world_size_4_rank_3.pt").unlink()
-    with pytest.raises(ModelError, match=r"model.path=.*lacks model_world_size_4_rank_3.pt"):
+    with pytest.raises(ModelFilesError, match=r"model.path=.*lacks model_world_size_4_rank_3.pt"):
         load_causal_lm(str(folder), device=CPU, dtype=torch.float32)
     shutil.rmtree(folder / "huggingface")
-    with pytest.raises(ModelError, match="no config.json"):
+    with pytest.raises(ModelFilesError, match="no config.json"):
         load_causal_lm(str(folder), device=CPU, dtype=torch.float32)
     other = {name: tensor for name, tensor in make_model("qwen2-untied").state_dict().items() if "mlp" not in name}
     write_verl(tmp_path / "less", other, mesh=(2,), config=tmp_path / "config")
-    with pytest.raises(ModelError, match="6 tensors are missing"):
+    with pytest.raises(ModelFilesError, match="6 tensors are missing"):
         load_causal_lm(str(tmp_path / "less"), device=CPU, dtype=torch.float32)
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from learners import state_of
 from torch import Tensor
 
 from rollcall.base.errors import NonFiniteError
@@ -175,13 +176,13 @@ def test_a_non_finite_gradient_changes_nothing(bad: float, dtype: torch.dtype) -
     named = weights(dtype=dtype)
     optimizer = Optimizer(named, section(grad_clip=1.0), total_updates=9)
     run(optimizer, seeds=range(2))
-    before = copy.deepcopy(({name: weight.detach() for name, weight in named.items()}, optimizer.state_dict()))
+    before = copy.deepcopy(({name: weight.detach() for name, weight in named.items()}, state_of(optimizer)))
     grads = make_gradients(named, seed=5)
     grads["matrix"][2, 3] = bad
     give(optimizer, grads)
     with pytest.raises(NonFiniteError, match="gradient norm is (nan|inf)"):
         optimizer.step()
-    after = ({name: weight.detach() for name, weight in named.items()}, optimizer.state_dict())
+    after = ({name: weight.detach() for name, weight in named.items()}, state_of(optimizer))
     assert_identical(after, before)
     (row,) = run(optimizer, seeds=range(2, 3))
     assert math.isfinite(row["grad_norm"]), "the bad gradient is gone"
@@ -213,7 +214,7 @@ def test_a_saved_state_continues_bit_for_bit(dtype: torch.dtype, transposed: boo
     run(whole, seeds=range(6))
     run(first, seeds=range(3))
     file = io.BytesIO()
-    torch.save({"state": first.state_dict(), "weights": {name: w.detach() for name, w in first.named.items()}}, file)
+    torch.save({"state": state_of(first), "weights": {name: w.detach() for name, w in first.named.items()}}, file)
     file.seek(0)
     saved = torch.load(file, weights_only=True)
     with torch.no_grad():
@@ -224,7 +225,7 @@ def test_a_saved_state_continues_bit_for_bit(dtype: torch.dtype, transposed: boo
     run(second, seeds=range(3, 6))
     for name, weight in whole.named.items():
         assert torch.equal(second.named[name], weight)
-    assert_identical(second.state_dict(), whole.state_dict())
+    assert_identical(state_of(second), state_of(whole))
 
 
 @pytest.mark.parametrize("name", ["torch.optim.SGD", "torch.optim.RMSprop", "torch.optim.Adam", "torch.optim.NAdam"])
@@ -294,7 +295,7 @@ def test_a_state_from_another_layout_is_laid_out_as_the_weights() -> None:
     with torch.no_grad():
         for name, weight in columns.items():
             weight.copy_(rows[name])
-    second.load_state_dict(copy.deepcopy(first.state_dict()))
+    second.load_state_dict(copy.deepcopy(state_of(first)))
     moments = second.adamw.state[columns["matrix"]]["exp_avg"]
     assert moments.stride() == columns["matrix"].stride() != rows["matrix"].stride()
     run(first, seeds=range(2, 4))
@@ -306,7 +307,7 @@ def test_a_state_from_another_layout_is_laid_out_as_the_weights() -> None:
 def saved(optimizer: Optimizer) -> dict[str, Any]:
     """The state as a checkpoint gives it back."""
     file = io.BytesIO()
-    torch.save(optimizer.state_dict(), file)
+    torch.save(state_of(optimizer), file)
     return torch.load(io.BytesIO(file.getvalue()), weights_only=True)
 
 
@@ -391,21 +392,21 @@ def test_a_first_momentum_begins_on_resume() -> None:
     run(resumed, seeds=range(2))
     fresh = Optimizer(weights(), section(optimizer=kwargs), total_updates=10)
     run(fresh, seeds=range(2))
-    assert str(resumed.state_dict().keys()) == str(fresh.state_dict().keys())
+    assert str(state_of(resumed).keys()) == str(state_of(fresh).keys())
     assert "momentum_buffer" in str(saved(resumed))
 
 
 def test_a_gradient_of_zero_moves_neither_weights_nor_momentum_nor_schedule() -> None:
     optimizer = Optimizer(weights(), section(weight_decay=0.1, decay="linear"), total_updates=10)
     run(optimizer, seeds=range(3))
-    before = copy.deepcopy((optimizer.named, optimizer.state_dict()))
+    before = copy.deepcopy((optimizer.named, state_of(optimizer)))
     give(optimizer, make_gradients(optimizer.named, seed=5, factor=0.0))
     metrics = optimizer.step()
     assert metrics["skipped_fraction"] == 1.0 and metrics["grad_norm"] == 0.0
     named, state = before
     for name, weight in optimizer.named.items():
         assert torch.equal(weight, named[name])
-    now = optimizer.state_dict()
+    now = state_of(optimizer)
     assert now["num_updates"] == state["num_updates"] == 3
     for index, entry in state["adamw"]["state"].items():
         for key, value in entry.items():

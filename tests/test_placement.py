@@ -158,7 +158,7 @@ def test_a_tensor_group_on_two_nodes_is_noted() -> None:
         ({"actor": "0-7", "rollout": "0-7:0-3"}, ("on slot 0", "has slot 0 and", "has slots 0-1", "now 1 and 2")),
         ({"actor": "0-3,4-7:4-5"}, ("processes of 1 and 2 slots",)),
         ({"actor,rollout": "all", "rollout": "0"}, ("places rollout twice (the second time in 'rollout')",)),
-        ({"actor,actor": "all"}, ("names a role twice; write actor",)),
+        ({"actor,actor": "all"}, ("places actor twice (the second time in 'actor,actor')",)),
         ({"actr": "all"}, ("'actr' in 'actr' is not a role; did you mean actor?",)),
         ({"actor,": "all"}, ("'' in 'actor,' is not a role", "actor, critic, reference, rollout, inference, reward")),
         ({"actor": "0..7"}, ("'0..7' is not a set of slots; write all, a slot (5)",)),

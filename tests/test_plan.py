@@ -26,16 +26,7 @@ from rollcall.model.files import MODEL_DIR
 from rollcall.plan.activations import Recompute
 from rollcall.plan.draw import draw_text, node_runs
 from rollcall.plan.judge import RunPlan, plan_run
-from rollcall.plan.memory import (
-    GIB,
-    READ_AT_ONCE,
-    VLLM_PARTS,
-    ModelSizes,
-    RoleMemory,
-    SlotMemory,
-    lever,
-    read_sizes,
-)
+from rollcall.plan.memory import GIB, READ_AT_ONCE, VLLM_PARTS, ModelSizes, RoleMemory, SlotMemory, read_sizes
 from rollcall.plan.placement import Role, roles_together, shrink
 
 ROOT = Path(__file__).parents[1]
@@ -364,17 +355,17 @@ def test_without_a_card_auto_is_what_it_always_was(tmp_path: Path) -> None:
 
 
 def test_the_lever_is_that_of_the_largest_part() -> None:
-    assert "kv_memory_fraction" in lever(RoleMemory(role=Role.ROLLOUT, kv=2, weights=1))
-    assert "critic.activation_checkpointing" in lever(RoleMemory(role=Role.CRITIC, activations=2, weights=1))
+    assert "kv_memory_fraction" in RoleMemory(role=Role.ROLLOUT, kv=2, weights=1).lever
+    assert "critic.activation_checkpointing" in RoleMemory(role=Role.CRITIC, activations=2, weights=1).lever
     saving = RoleMemory(role=Role.CRITIC, activations=2, weights=1, recompute=Recompute.YES)
-    assert lever(saving) == "lower critic.tokens_per_microbatch"
-    row = lever(replace(saving, tokens=9, longest=9))
+    assert saving.lever == "lower critic.tokens_per_microbatch"
+    row = replace(saving, tokens=9, longest=9).lever
     assert row.startswith("set critic.activation_checkpointing=offload, split the longest rows with critic.context")
-    least = lever(replace(saving, tokens=9, longest=9, recompute=Recompute.ON_HOST))
+    least = replace(saving, tokens=9, longest=9, recompute=Recompute.ON_HOST).lever
     assert least.startswith("split the longest rows with critic.context_parallel_size")
-    assert "has a copy of the whole model" in lever(RoleMemory(role=Role.ROLLOUT, weights=2, kv=1))
-    assert lever(RoleMemory(role=Role.ACTOR, optimizer=2)) == "give actor more slots"
-    assert lever(RoleMemory(role=Role.ACTOR, optimizer=2, copied=True)) == "set actor.sharding=fsdp"
+    assert "has a copy of the whole model" in RoleMemory(role=Role.ROLLOUT, weights=2, kv=1).lever
+    assert RoleMemory(role=Role.ACTOR, optimizer=2).lever == "give actor more slots"
+    assert RoleMemory(role=Role.ACTOR, optimizer=2, copied=True).lever == "set actor.sharding=fsdp"
 
 
 def test_heads_that_do_not_split_over_a_process_are_refused(tmp_path: Path) -> None:

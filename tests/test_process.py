@@ -24,8 +24,8 @@ from process_targets import Own
 import rollcall
 from rollcall.nodes.framing import DONE, HEAD, JSON, PART, PICKLE, Frames, frame
 from rollcall.process.child import serve
-from rollcall.process.here import LinkHere, SocketLink, spawn
-from rollcall.process.worker import Ending, Lost, Raised, Worker
+from rollcall.process.here import LinkHere, spawn
+from rollcall.process.worker import Ending, Link, Lost, Raised, Worker
 
 WAIT_S = 600.0
 HERE = Path(__file__).parent
@@ -249,7 +249,7 @@ def test_an_ended_process_leaves_no_open_file(start: Call, way: str) -> None:
 # A worker that somebody else has started
 
 
-class Forked(SocketLink):
+class Forked(Link):
     """A process that is forked with what it runs, as a zygote does it."""
 
     where = "a forked process"
@@ -364,5 +364,5 @@ def test_messages_are_whole_however_their_bytes_arrive() -> None:
         frames = Frames()
         found = [one for at in range(0, len(stream), step) for one in frames.feed(stream[at : at + step])]
         assert found == sent
-    with pytest.raises(ConnectionError, match="the limit is 999"):
+    with pytest.raises(ValueError, match="the limit is 999"):
         Frames(999).feed(stream)

@@ -35,7 +35,7 @@ def made(path: Any = f"{MODULE}:Secret", *, call_format: Any = "hermes", **keys:
 
 def pids_of(environments: ProcessEnvironments) -> list[int]:
     """The zygote and its children."""
-    return [environments._zygote.worker.pid, *environments._zygote.pids.values()]
+    return [environments._zygote.worker.pid, *environments._zygote.pids]
 
 
 def call(name: str, **arguments: Any) -> str:

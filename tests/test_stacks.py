@@ -26,9 +26,9 @@ from runs import make_run
 from typer.testing import CliRunner
 
 from rollcall.base.lease import hold
-from rollcall.base.process_table import Process
+from rollcall.base.process_table import Process, status_of
 from rollcall.cli.main import app
-from rollcall.launch.processes import Format, ProcessTarget, find_target, profile_role, read_stacks
+from rollcall.launch.processes import ProcessTarget, find_target, profile_role, read_stacks
 from rollcall.nodes.framing import json_frame, read_exactly, read_json_frame
 from rollcall.observe.live import Live, read_live, write_live
 from rollcall.process.groups import reachable as module
@@ -115,11 +115,11 @@ def test_a_stopped_process_is_not_woken_to_show_its_stacks(run_dir: Path) -> Non
     ) as child:
         assert child.stdout is not None and child.stdout.readline()
         os.kill(child.pid, signal.SIGSTOP)
-        while module.status_of(child.pid) != psutil.STATUS_STOPPED:
+        while status_of(child.pid) != psutil.STATUS_STOPPED:
             time.sleep(0.01)
         report = read_stacks(find_target(str(run_dir)), native=False, timeout_s=60)
         (one,) = [one for own in report.hosts.values() for one in own if one.pid == child.pid]
-        assert one.state == module.status_of(child.pid) == psutil.STATUS_STOPPED and one.threads
+        assert one.state == status_of(child.pid) == psutil.STATUS_STOPPED and one.threads
         child.kill()
 
 
@@ -149,7 +149,7 @@ def test_a_profile_of_a_role_is_a_trace_of_what_its_threads_did(run_dir: Path, w
     trace = json.loads(gzip.decompress(Path(name).read_bytes()))
     assert "aten::mm" in {event["name"] for event in trace["traceEvents"]}
     with pytest.raises(RuntimeError, match="no process of role critic .* actor, controller"):
-        profile_role(find_target(str(run_dir)), role="critic", seconds=1, kind=Format.TORCH, out=tmp_path)
+        profile_role(find_target(str(run_dir)), role="critic", seconds=1, kind="torch", out=tmp_path)
     assert CliRunner().invoke(app, ["profile", str(run_dir), "--format", "png"]).exit_code == 1
 
 
@@ -206,7 +206,7 @@ def test_every_node_of_a_cluster_is_asked_by_a_function_that_travels(monkeypatch
     target = ProcessTarget(run="/nothing", cluster=cast(Any, "a cluster"))
     report = read_stacks(target, native=False, timeout_s=60)
     assert report.hosts == {"node 0 (10.0.0.0)": []} and report.failed == {"node 1 (10.0.0.1)": "no answer after 60 s"}
-    result = profile_role(target, role="actor", seconds=1, kind=Format.TORCH, out=Path("unused"))
+    result = profile_role(target, role="actor", seconds=1, kind="torch", out=Path("unused"))
     assert result.files == [] and set(result.failed) == {"node 1 (10.0.0.1)"}
 
 

@@ -178,7 +178,7 @@ def play_on_a_host(given: VerifiersEnvironment, *, count: int) -> list[Completio
     try:
         place = host.listen("127.0.0.1", name="node 1", secret=new_secret())
         programs = HostedEnvironments([place], renew=renew, wait_s=20.0)
-        return play_in(AgentEnvironments(given, chat_template=None, programs=programs), count=count)
+        return play_in(AgentEnvironments(given, programs=programs), count=count)
     finally:
         end_host(host)
 
@@ -254,11 +254,11 @@ def test_a_server_that_has_died_is_started_again_and_leaves_no_harness(
 ) -> None:
     given = stand_in(tmp_path, monkeypatch)
     programs = TasksetPrograms(given)
-    pid = programs.server.worker.pid
+    pid = programs.worker.pid
     mark = {MARK: (environment_of(pid) or {})[MARK]}
     harness = subprocess.Popen(["sleep", "600"], env={**os.environ, **mark}, start_new_session=True)
     os.kill(pid, signal.SIGKILL)
-    completions = play_in(AgentEnvironments(given, chat_template=None, programs=programs), count=2)
+    completions = play_in(AgentEnvironments(given, programs=programs), count=2)
     episodes = [one.episode for one in completions if one.episode is not None]
     assert [(one.ended, one.error) for one in episodes] == [(EndReason.DONE, "")] * 2
     assert "died (SIGKILL" in caplog.text and caplog.text.count("restarting it") == 1

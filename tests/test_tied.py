@@ -65,7 +65,7 @@ def test_a_machine_says_where_a_head_could_listen_and_keeps_nothing(
     here = look_here("mine", interface=None)
     assert (here.version, here.rank) == (__version__, None) and int(here.address.rpartition(":")[2]) > 1024
     assert not (tmp_path / "state").exists()
-    assert Here.of(f"Welcome!\n{{not json\n{here.as_json()}\nbye\n") == here
+    assert Here.of(f"Welcome!\n{{not json\n{here.model_dump_json()}\nbye\n") == here
     assert Here.of("nothing") is None
 
 

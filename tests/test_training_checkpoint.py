@@ -14,11 +14,10 @@ from safetensors.torch import load_file, save_file
 from saved import save
 from tiny import make_tokenizer
 
-from rollcall.base.errors import NonFiniteError
+from rollcall.base.errors import ModelFilesError, NonFiniteError
 from rollcall.checkpoint.training import export_learner, open_role, read_critic, read_learner
 from rollcall.learner.gang import Gang
 from rollcall.model.decoder import module_names
-from rollcall.model.load import ModelError
 
 FLOAT: dict[str, Any] = dict(dtype=torch.float32)
 MASTERS: dict[str, Any] = dict(dtype=torch.bfloat16)
@@ -113,11 +112,11 @@ def test_a_checkpoint_of_another_model_is_refused_by_name(tmp_path: Path) -> Non
         ),
     ):
         save_file(change, file)
-        with pytest.raises(ModelError, match=message):
+        with pytest.raises(ModelFilesError, match=message):
             read_learner(learner_of(Gang.alone()), tmp_path)
     file = tmp_path / "critic" / "part-00000-of-00001.safetensors"
     save_file({name: tensor for name, tensor in load_file(file).items() if name != "score.weight"}, file)
-    with pytest.raises(ModelError, match=r"1 tensor is missing \(score\.weight\)"):
+    with pytest.raises(ModelFilesError, match=r"1 tensor is missing \(score\.weight\)"):
         read_critic(critic_of(Gang.alone()), tmp_path)
 
 

@@ -15,13 +15,12 @@ from learners import learner_of, step
 from safetensors.torch import load_file, save_file
 from tiny import make_tokenizer, save_model
 
-from rollcall.base.errors import CheckpointError
+from rollcall.base.errors import CheckpointError, ModelFilesError
 from rollcall.checkpoint.export import export_model
 from rollcall.checkpoint.probe import read_probe
 from rollcall.checkpoint.training import export_learner
 from rollcall.checkpoint.verify import VERIFIED, VerifyError, mark_of, verify, why_not_verified
 from rollcall.learner.gang import Gang
-from rollcall.model.load import ModelError
 from rollcall.model.stored.find import PROBE
 from rollcall.model.stored.tensors import StoredError
 
@@ -166,10 +165,10 @@ def test_directories_that_do_not_open_are_refused(model: Path, tmp_path: Path) -
     small = save_model(tmp_path / "small", vocab_size=40, intermediate_size=32)
     with pytest.raises(VerifyError, match="is not the model that was trained"):
         verify(small, model / PROBE)
-    with pytest.raises(ModelError, match=r"1 tensor is missing \(model.norm.weight\)"):
+    with pytest.raises(ModelFilesError, match=r"1 tensor is missing \(model.norm.weight\)"):
         verify(changed(small, lambda tensors: tensors.pop("model.norm.weight")), model / PROBE)
     (model / "tokenizer.json").write_text("{")
-    with pytest.raises(ModelError, match="cannot be loaded"):
+    with pytest.raises(ModelFilesError, match="cannot be loaded"):
         verify(model)
     (model / "tokenizer_config.json").unlink()
     with pytest.raises(VerifyError, match="it has no tokenizer"):

@@ -24,7 +24,7 @@ from rollcall.process.groups.host import marked_processes
 from rollcall.process.groups.pulse import Pulse, Seen, look
 from rollcall.process.groups.reachable import UnreadableError, as_text, read_threads
 from rollcall.process.groups.sightings import FACTOR, FIRST_CALL_S, LEAST_S, Lookout, Watch
-from rollcall.process.ray import supervise
+from rollcall.process.ray import carrier, supervise
 
 # Pulse and watch
 
@@ -165,6 +165,30 @@ def test_a_late_answer_about_a_process_that_was_replaced_is_not_about_its_succes
     assert watched._look(watched._seats) == [] and node.asked == [{0: 11, 1: 13}] * 2
     watched._seats = {0: first, 1: dead}
     assert [loss.rank for loss in watched._look(watched._seats)] == [1]
+
+
+def test_a_replacement_that_has_died_before_it_is_watched_keeps_its_spec_until_its_next_call_fails(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(
+        carrier, "ray", SimpleNamespace(nodes=lambda: [dict(NodeID="a", NodeManagerAddress="10.0.0.9")])
+    )
+    seat = NodeSeats(node_rank=0, node_id="lost", address="10.0.0.1", bundles=(0,))
+    spec = WorkerSpec(
+        role="rollout", rank=0, world_size=1, local_rank=0, local_world_size=1, node=seat, slots=(0,), share=1, env={}
+    )
+    watched: list[Member] = []
+    on_ray: Any = carrier.OnRay.__new__(carrier.OnRay)
+    on_ray._supervisor = SimpleNamespace(add=watched.append)
+    member = Member(spec)
+    on_ray._may_have_moved = {member}
+    for state in ({}, {"State": "DEAD", "Address": {"NodeID": ""}}):
+        monkeypatch.setattr(on_ray, "_state_of", lambda _, state=state: state, raising=False)
+        on_ray.watch(member)
+        assert not watched and member.spec is spec
+    monkeypatch.setattr(on_ray, "_state_of", lambda _: {"State": "ALIVE", "Address": {"NodeID": "a"}}, raising=False)
+    on_ray.watch(member)
+    assert watched == [member] and member.spec.node.address == "10.0.0.9"
 
 
 def alive(**fields: Any) -> Seen:

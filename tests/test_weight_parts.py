@@ -22,9 +22,9 @@ from rollcall.base.wait import Wait
 from rollcall.config import Config, Grpo, RolloutSection, RunSection
 from rollcall.engine.vllm.engine import VllmEngine
 from rollcall.engine.weights import broadcast, shared_memory
-from rollcall.engine.weights.layout import BucketSize, Layout, Parts, SentBlock
+from rollcall.engine.weights.layout import Layout, Parts, SentBlock
 from rollcall.engine.weights.parts import PartsReceiver
-from rollcall.engine.weights.protocol import Invitation, RefusedUpdateError
+from rollcall.engine.weights.protocol import BucketSize, Invitation, RefusedUpdateError
 from rollcall.engine.weights.transports import FanOut, open_sender
 from rollcall.learner.gang import Gang
 from rollcall.learner.layout import WeightSplit, module_shapes

@@ -28,9 +28,9 @@ from rollcall.base.errors import MissingPeerError
 from rollcall.base.wait import Wait
 from rollcall.config import parse_config
 from rollcall.engine.weights import delta, transports
-from rollcall.engine.weights.layout import BucketSize, Layout, Views
+from rollcall.engine.weights.layout import Layout, Views
 from rollcall.engine.weights.line import Desk, Line, call, decline
-from rollcall.engine.weights.protocol import RefusedUpdateError
+from rollcall.engine.weights.protocol import BucketSize, RefusedUpdateError
 from rollcall.engine.weights.shared_memory import _IpcInlet, _IpcOutlet
 from rollcall.engine.weights.transports import carrying_for, open_receiver, open_sender
 from rollcall.model import checksum as checksums
@@ -589,8 +589,12 @@ def test_all_actors_send_and_the_others_are_invited_once_until_one_fails_or_anot
         sync.push(9)
     group.fails = False
     assert invites_at(9) == 2, "one from each actor"
+    with pytest.raises(RuntimeError, match="a worker died"), mock.patch.object(group, "fails", True):
+        sync.push(10, has_new=True)
+    assert invites_at(10) == 2, "the invitations of before the failure are void"
+    assert invites_at(11) == 0
     team.members[Role.ROLLOUT] = [3]
-    assert invites_at(10) == 2
+    assert invites_at(12) == 2
 
 
 @pytest.mark.parametrize("transport", ["auto", "delta", "shared_memory"])

@@ -26,7 +26,7 @@ from rollcall.run import api
 @pytest.fixture(autouse=True)
 def nothing_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ROLLCALL_STATE_DIR", str(tmp_path))
-    monkeypatch.setattr(which, "_said", set())
+    which.say_once.cache_clear()
     for name in ("RAY_ADDRESS", "ROLLCALL_CLUSTER", which.IN_A_JOB):
         monkeypatch.delenv(name, raising=False)
 

@@ -30,62 +30,46 @@ def bounded_ratio(logprobs: Tensor, base_logprobs: Tensor) -> Tensor:
     return (logprobs - base_logprobs).clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND).exp()
 
 
+def sequence_ratio(logprobs: Tensor, old_logprobs: Tensor, *, attempt: Tensor, num_attempts: int) -> Tensor:
+    """GSPO (arXiv:2507.18071): one ratio per sequence, ``exp(mean_t log r_t)``, bounded like a token's ratio.
+
+    Each token's ratio has the sequence's value and the token's own gradient, ``s_t = sg[s] * p_t / sg[p_t]`` (the
+    paper's GSPO-token). Averaged over a response whose tokens share one advantage, the clipped loss has the same value and gradient
+    as the sequence objective. The sequence is everything sampled in an attempt, in all its rows, because the reward is for all of
+    it, and the paper's point is that ratio and reward should have the same unit.
+
+    >>> logprobs = torch.tensor([1.21, 1.0, 0.9]).log()
+    >>> sequence_ratio(logprobs, torch.zeros(3), attempt=torch.tensor([0, 0, 1]), num_attempts=2)
+    tensor([1.1000, 1.1000, 0.9000])
+    """
+    mean = attempt_mean((logprobs - old_logprobs).detach(), attempt=attempt, num_attempts=num_attempts)
+    ratio = mean.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)[attempt].exp()
+    return ratio * (logprobs - logprobs.detach()).exp()
+
+
 def clipped_policy_loss(
-    logprobs: Tensor,
-    *,
-    old_logprobs: Tensor,
-    advantages: Tensor,
-    clip_low: float,
-    clip_high: float,
-    dual_clip: float | None,
+    ratio: Tensor, *, advantages: Tensor, clip_low: float, clip_high: float, dual_clip: float | None
 ) -> TokenLoss:
     """PPO's clipped surrogate (arXiv:1707.06347), ``-min(r A, clip(r, 1 - low, 1 + high) A)`` per token.
 
     ``clip_high`` above ``clip_low`` is DAPO's clip-higher (arXiv:2503.14476). ``dual_clip=c`` limits the loss of
     tokens with a negative advantage to ``-c A`` (arXiv:1912.09729).
 
-    >>> result = clipped_policy_loss(
-    ...     torch.tensor([1.5, 1.1, 4.0]).log(), old_logprobs=torch.zeros(3), advantages=torch.tensor([1.0, 1.0, -1.0]),
-    ...     clip_low=0.2, clip_high=0.2, dual_clip=3.0,
-    ... )
+    >>> ratio, advantages = torch.tensor([1.5, 1.1, 4.0]), torch.tensor([1.0, 1.0, -1.0])
+    >>> result = clipped_policy_loss(ratio, advantages=advantages, clip_low=0.2, clip_high=0.2, dual_clip=3.0)
     >>> result.loss, result.clipped
     (tensor([-1.2000, -1.1000,  3.0000]), tensor([1., 0., 1.]))
     """
-    ratio = bounded_ratio(logprobs, old_logprobs)
-    return _clip(ratio, advantages=advantages, clip_low=clip_low, clip_high=clip_high, dual_clip=dual_clip)
-
-
-def gspo_policy_loss(
-    logprobs: Tensor,
-    *,
-    old_logprobs: Tensor,
-    advantages: Tensor,
-    attempt: Tensor,
-    num_attempts: int,
-    clip_low: float,
-    clip_high: float,
-    dual_clip: float | None,
-) -> TokenLoss:
-    """GSPO (arXiv:2507.18071): the clipped surrogate with one ratio per sequence, ``exp(mean_t log r_t)``.
-
-    Each token's ratio has the sequence's value and the token's own gradient, ``s_t = sg[s] * p_t / sg[p_t]`` (the
-    paper's GSPO-token). Averaged over a response whose tokens share one advantage, this loss has the same value and gradient
-    as the sequence objective. The sequence is everything sampled in an attempt, in all its rows, because the reward is for all of
-    it, and the paper's point is that ratio and reward should have the same unit.
-
-    >>> result = gspo_policy_loss(
-    ...     torch.tensor([1.21, 1.0, 0.9]).log(), old_logprobs=torch.zeros(3), advantages=torch.tensor([1.0, 1.0, 1.0]),
-    ...     attempt=torch.tensor([0, 0, 1]), num_attempts=2, clip_low=0.2, clip_high=0.2, dual_clip=None,
-    ... )
-    >>> result.loss
-    tensor([-1.1000, -1.1000, -0.9000])
-    """
-    log_ratio = (logprobs - old_logprobs).detach()
-    mean_log_ratio = attempt_mean(log_ratio, attempt=attempt, num_attempts=num_attempts).clamp(
-        -LOG_RATIO_BOUND, LOG_RATIO_BOUND
-    )
-    ratio = mean_log_ratio[attempt].exp() * (logprobs - logprobs.detach()).exp()
-    return _clip(ratio, advantages=advantages, clip_low=clip_low, clip_high=clip_high, dual_clip=dual_clip)
+    plain = -advantages * ratio
+    held = -advantages * ratio.clamp(1 - clip_low, 1 + clip_high)
+    loss = torch.maximum(plain, held)
+    clipped = held > plain
+    if dual_clip is not None:
+        bound = -advantages * dual_clip
+        bounded = (advantages < 0) & (loss > bound)
+        loss = torch.where(bounded, bound, loss)
+        clipped = clipped | bounded
+    return TokenLoss(loss=loss, ratio=ratio.detach(), clipped=clipped.to(ratio.dtype))
 
 
 def cispo_policy_loss(
@@ -107,24 +91,6 @@ def cispo_policy_loss(
     ratio = bounded_ratio(logprobs, old_logprobs).detach()
     weight = ratio.clamp(1 - clip_low, 1 + clip_high)
     return TokenLoss(loss=-weight * advantages * logprobs, ratio=ratio, clipped=(weight != ratio).to(ratio.dtype))
-
-
-def value_loss(values: Tensor, *, old_values: Tensor, returns: Tensor, clip: float | None) -> Tensor:
-    """Half the squared difference between values and returns, per token.
-
-    With ``clip``, the error is the larger of this one and that of the value clamped to within ``clip`` of the old value, so a step
-    gains nothing by moving the value further (PPO's value clipping; arXiv:2005.12729 discusses its use).
-
-    >>> value_loss(
-    ...     torch.tensor([1.0, 0.6]), old_values=torch.tensor([0.5, 0.5]), returns=torch.tensor([1.0, 1.0]), clip=0.2
-    ... )
-    tensor([0.0450, 0.0800])
-    """
-    error = (values - returns).square()
-    if clip is not None:
-        held = values.clamp(old_values - clip, old_values + clip)
-        error = torch.maximum(error, (held - returns).square())
-    return 0.5 * error
 
 
 def kl_estimate(logprobs: Tensor, reference_logprobs: Tensor, *, estimator: Literal["k1", "k2", "k3"]) -> Tensor:
@@ -186,18 +152,3 @@ def attempt_mean(values: Tensor, *, attempt: Tensor, num_attempts: int) -> Tenso
     total = torch.zeros(num_attempts, dtype=values.dtype, device=values.device).index_add(0, attempt, values)
     count = torch.zeros_like(total).index_add(0, attempt, torch.ones_like(values))
     return total / count.clamp(min=1)
-
-
-def _clip(
-    ratio: Tensor, *, advantages: Tensor, clip_low: float, clip_high: float, dual_clip: float | None
-) -> TokenLoss:
-    plain = -advantages * ratio
-    held = -advantages * ratio.clamp(1 - clip_low, 1 + clip_high)
-    loss = torch.maximum(plain, held)
-    clipped = held > plain
-    if dual_clip is not None:
-        bound = -advantages * dual_clip
-        bounded = (advantages < 0) & (loss > bound)
-        loss = torch.where(bounded, bound, loss)
-        clipped = clipped | bounded
-    return TokenLoss(loss=loss, ratio=ratio.detach(), clipped=clipped.to(ratio.dtype))

@@ -7,11 +7,12 @@ and metrics are plain sums, so micro-batches and ranks add up to the full batch 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -36,7 +37,6 @@ from rollcall.config import (
 # Axes: the groups, the attempts of each group, and the tokens of each attempt (of all its rows).
 Masks = list[list[Bools]]
 PerToken = list[list[Floats]]
-Measure = Callable[[str, Tensor], None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,8 +89,10 @@ def compute_advantages(
         return _batch_advantages(algorithm, rewards=rewards, masks=masks, kl=kl, values=values, turns=turns)
     if isinstance(algorithm, GroupAlgorithm) and algorithm.advantage == "turn":
         assert turns is not None, "the advantages of turns cannot be computed without ``turns``"
-        return _turn_advantages(algorithm, rewards=rewards, masks=masks, kl=kl, turns=turns)
-    return _group_advantages(algorithm, rewards=rewards, masks=masks, kl=kl)
+        found = _turn_advantages(algorithm, rewards=rewards, masks=masks, kl=kl, turns=turns)
+    else:
+        found = _group_advantages(algorithm, rewards=rewards, masks=masks, kl=kl)
+    return [[TokenAdvantages(advantages=advantages_T, returns=None) for advantages_T in group] for group in found]
 
 
 def loss_weights(
@@ -149,7 +151,6 @@ def policy_loss(
     ``algorithm.old_logprobs="engine"``, it is relative to the behaviour log-probs. For GSPO, attempts must be complete, because it
     averages over them. Truncated importance weights multiply only the surrogate. The mismatch mask applies to every term.
 
-    >>> import torch
     >>> logprobs = torch.tensor([-1.0, -2.0], requires_grad=True)
     >>> result = policy_loss(
     ...     Grpo(), logprobs=logprobs, old_logprobs=None, behaviour_logprobs=logprobs.detach(), reference_logprobs=None,
@@ -171,7 +172,16 @@ def policy_loss(
     def measure(name: str, values: Tensor) -> None:
         metrics[name] = (weights * values.detach()).sum()
 
-    surrogate, kept = _corrected(algorithm, token.loss, weights, base, behaviour_logprobs, measure)
+    surrogate, kept = token.loss, weights
+    if algorithm.tis_cap is not None:
+        tis = losses.truncated_weights(base, behaviour_logprobs, cap=algorithm.tis_cap)
+        surrogate = surrogate * tis
+        measure("tis_weight_mean", tis)
+    if algorithm.mismatch_mask is not None:
+        low, high = algorithm.mismatch_mask
+        keep = losses.mismatch_mask(base, behaviour_logprobs, low=low, high=high)
+        kept = weights * keep
+        measure("masked_fraction", 1 - keep)
     loss = (kept * surrogate).sum()
 
     kl_in_loss = algorithm.kl_in == "loss" and algorithm.kl_coef > 0
@@ -197,63 +207,41 @@ def policy_loss(
     return BatchLoss(loss=loss, metrics=metrics)
 
 
-def _corrected(
-    algorithm: Algorithm, surrogate: Tensor, weights: Tensor, base: Tensor, behaviour: Tensor, measure: Measure
-) -> tuple[Tensor, Tensor]:
-    """Return the surrogate and its token weights after the importance corrections."""
-    kept = weights
-    if algorithm.tis_cap is not None:
-        tis = losses.truncated_weights(base, behaviour, cap=algorithm.tis_cap)
-        surrogate = surrogate * tis
-        measure("tis_weight_mean", tis)
-    if algorithm.mismatch_mask is not None:
-        low, high = algorithm.mismatch_mask
-        keep = losses.mismatch_mask(base, behaviour, low=low, high=high)
-        kept = weights * keep
-        measure("masked_fraction", 1 - keep)
-    return surrogate, kept
-
-
 def value_loss(algorithm: Ppo, *, values: Tensor, old_values: Tensor, returns: Tensor, weights: Tensor) -> Tensor:
-    """Compute a micro-batch's critic loss. Tensors are [L]; the advantages were computed from ``old_values``.
+    """Compute a micro-batch's critic loss: half the squared difference between values and returns. Tensors are [L]; the advantages
+    were computed from ``old_values``.
 
-    >>> import torch
-    >>> half = torch.tensor([0.5, 0.5])
-    >>> value_loss(Ppo(), values=half, old_values=half, returns=torch.ones(2), weights=half)
-    tensor(0.1250)
+    With ``value_clip``, a token's error is the larger of this one and that of the value clamped to within ``value_clip`` of the old
+    value, so a step gains nothing by moving the value further (PPO's value clipping; arXiv:2005.12729 discusses its use).
+
+    >>> values, half = torch.tensor([1.0, 0.6]), torch.tensor([0.5, 0.5])
+    >>> value_loss(Ppo(), values=values, old_values=half, returns=torch.ones(2), weights=half)
+    tensor(0.0625)
     """
-    losses_of_tokens = losses.value_loss(values, old_values=old_values, returns=returns, clip=algorithm.value_clip)
-    return (weights * losses_of_tokens).sum()
+    error = (values - returns).square()
+    if algorithm.value_clip is not None:
+        held = values.clamp(old_values - algorithm.value_clip, old_values + algorithm.value_clip)
+        error = torch.maximum(error, (held - returns).square())
+    return (weights * (0.5 * error)).sum()
 
 
 def _surrogate(
     algorithm: Algorithm, logprobs: Tensor, *, base: Tensor, advantages: Tensor, attempt: Tensor, num_attempts: int
 ) -> losses.TokenLoss:
     low, high, dual_clip = algorithm.clip_low, algorithm.clip_high, algorithm.dual_clip
-    match algorithm:
-        case Gspo():
-            return losses.gspo_policy_loss(
-                logprobs, old_logprobs=base, advantages=advantages, attempt=attempt, num_attempts=num_attempts,
-                clip_low=low, clip_high=high, dual_clip=dual_clip,
-            )  # fmt: skip
-        case Cispo():
-            assert dual_clip is None, "a run file cannot combine dual_clip with cispo"
-            return losses.cispo_policy_loss(
-                logprobs, old_logprobs=base, advantages=advantages, clip_low=low, clip_high=high
-            )
-        case Grpo() | DrGrpo() | Dapo() | Rloo() | ReinforcePlusPlus() | Ppo() | Intuitor():
-            return losses.clipped_policy_loss(
-                logprobs, old_logprobs=base, advantages=advantages, clip_low=low, clip_high=high, dual_clip=dual_clip
-            )
+    if isinstance(algorithm, Cispo):
+        assert dual_clip is None, "a run file cannot combine dual_clip with cispo"
+        return losses.cispo_policy_loss(
+            logprobs, old_logprobs=base, advantages=advantages, clip_low=low, clip_high=high
+        )
+    if isinstance(algorithm, Gspo):
+        ratio = losses.sequence_ratio(logprobs, base, attempt=attempt, num_attempts=num_attempts)
+    else:
+        ratio = losses.bounded_ratio(logprobs, base)
+    return losses.clipped_policy_loss(ratio, advantages=advantages, clip_low=low, clip_high=high, dual_clip=dual_clip)
 
 
-def _group_advantages(
-    algorithm: Grpo | DrGrpo | Dapo | Gspo | Cispo | Rloo | Intuitor,
-    *,
-    rewards: list[Doubles],
-    masks: Masks,
-    kl: PerToken | None,
-) -> list[list[TokenAdvantages]]:
+def _group_advantages(algorithm: Algorithm, *, rewards: list[Doubles], masks: Masks, kl: PerToken | None) -> PerToken:
     """Compute one number per attempt, from its group alone, and put it on each loss token of the attempt."""
     compare, out = COMPARE[algorithm.name], []
     for i, (rewards_G, masks_G) in enumerate(zip(rewards, masks, strict=True)):
@@ -261,12 +249,7 @@ def _group_advantages(
             divergence_G = [float(kl_T[mask_T].sum()) for kl_T, mask_T in zip(kl[i], masks_G, strict=True)]
             rewards_G = rewards_G - algorithm.kl_coef * np.array(divergence_G)
         scalars_G = compare(rewards_G)
-        out.append(
-            [
-                TokenAdvantages(advantages=np.where(mask_T, scalar, 0).astype(np.float32), returns=None)
-                for scalar, mask_T in zip(scalars_G, masks_G, strict=True)
-            ]
-        )
+        out.append([np.where(mask_T, scalar, np.float32(0)) for scalar, mask_T in zip(scalars_G, masks_G, strict=True)])
     return out
 
 
@@ -277,7 +260,7 @@ def _turn_advantages(
     masks: Masks,
     kl: PerToken | None,
     turns: list[list[TurnRewards]],
-) -> list[list[TokenAdvantages]]:
+) -> PerToken:
     """Compute one number per turn: its discounted return, compared with that of the same turn in other attempts that got this far."""
     compare, out = COMPARE[algorithm.name], []
     for i, (rewards_G, masks_G, turns_G) in enumerate(zip(rewards, masks, turns, strict=True)):
@@ -289,8 +272,7 @@ def _turn_advantages(
             if kl is not None and mask_T.any():
                 of_token = np.repeat(np.arange(len(each)), turn.num_sampled)
                 each -= algorithm.kl_coef * np.bincount(of_token, weights=kl[i][j][mask_T], minlength=len(each))
-            everything = np.ones(len(each), dtype=np.bool_)
-            returns_G.append(adv.discounted_returns(each, everything, gamma=algorithm.gamma))
+            returns_G.append(adv.discounted_returns(each, np.ones(len(each), dtype=np.bool_), gamma=algorithm.gamma))
         numbers_G = [np.zeros(len(returns), dtype=np.float32) for returns in returns_G]
         for place in range(max((len(returns) for returns in returns_G), default=0)):
             there = [j for j, returns in enumerate(returns_G) if len(returns) > place]
@@ -299,12 +281,7 @@ def _turn_advantages(
                 continue
             for j, number in zip(there, compare(returns), strict=True):
                 numbers_G[j][place] = number
-        out.append(
-            [
-                TokenAdvantages(advantages=_spread(numbers, turn, mask_T), returns=None)
-                for numbers, turn, mask_T in zip(numbers_G, turns_G, masks_G, strict=True)
-            ]
-        )
+        out.append([_spread(*each) for each in zip(numbers_G, turns_G, masks_G, strict=True)])
     return out
 
 
@@ -334,8 +311,6 @@ def _batch_advantages(
         adv.token_rewards(reward, kl_T, kl_coef=algorithm.kl_coef, mask_T=mask_T, along=parts)
         for reward, kl_T, mask_T, parts in zip(flat_rewards, flat_kl, flat_masks, along, strict=True)
     ]
-    raw: list[Doubles]
-    returns: list[Floats | None]
     if isinstance(algorithm, Ppo):
         assert values is not None, "ppo needs the critic's values"
         flat_values = [values_T for values_G in values for values_T in values_G]

@@ -106,15 +106,12 @@ class TurnRewards:
 
 def turn_rewards(completion: Completion, *, weight: float) -> TurnRewards:
     """``weight`` is the weight of the environment's rewards in the score. A failed episode scores 0, so its turns have no rewards."""
-    num_sampled = completion.num_sampled
-    episode = completion.episode
-    if episode is None:
-        return TurnRewards(num_sampled=np.array([num_sampled]), rewards=np.zeros(1))
-    turns = episode.turns
+    num_sampled, episode = completion.num_sampled, completion.episode
+    turns = () if episode is None else episode.turns
     ends = np.minimum(np.cumsum([turn.num_sampled for turn in turns], dtype=np.int64), num_sampled)
     counts = np.diff(ends, prepend=0)
     rewards = np.array([turn.reward or 0.0 for turn in turns]) * weight
-    if episode.error:
+    if episode is not None and episode.error:
         rewards = np.zeros_like(rewards)
     if not turns or ends[-1] < num_sampled:  # a single turn, or a last turn that the environment did not answer
         counts = np.append(counts, num_sampled - counts.sum())

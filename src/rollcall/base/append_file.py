@@ -39,9 +39,8 @@ class AppendFile:
         try:
             write_at(self._fd, record, self._end)
         except OSError as error:
-            if (
-                error.errno == errno.ESTALE
-            ):  # the file server dropped the handle, but the file can still be opened by name
+            # The file server dropped the handle, but the file can still be opened by name.
+            if error.errno == errno.ESTALE:
                 fresh = self._open()
                 os.close(self._fd)
                 self._fd = fresh

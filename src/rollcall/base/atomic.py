@@ -14,14 +14,13 @@ import os
 import shutil
 import uuid
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import IO, BinaryIO
 
 from rollcall.base.patience import plain_disk_errors
 
 TEMPORARY = ".tmp-"
-_NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK)
 
 
 def write_atomic(path: Path, data: str | bytes, *, durable: bool = True, private: bool = False) -> None:
@@ -54,18 +53,15 @@ def create_atomic(path: Path, data: bytes) -> bool:
         tmp.write_bytes(data)
         try:
             os.link(tmp, path)
-        except FileExistsError:
-            return False
         except OSError as error:
-            if error.errno not in _NO_LINKS:
+            if error.errno not in (errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK):
                 raise
             # The file system has no hard links, as is the case for some object store mounts.
-            try:
-                with path.open("xb") as file:
-                    file.write(data)
-            except FileExistsError:
-                return False
+            with path.open("xb") as file:
+                file.write(data)
         return True
+    except FileExistsError:
+        return False
     finally:
         tmp.unlink(missing_ok=True)
 
@@ -118,21 +114,17 @@ def take_lock(path: Path) -> IO[bytes] | None:
     """Lock the file and return it. Closing it releases the lock. Returns None if another process holds the lock. The holder may remove
     the file together with its folder."""
     while True:
-        file = path.open("ab")
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            # The last holder may have removed the file after we opened it; another process could then lock a new file.
-            if os.path.samestat(os.fstat(file.fileno()), os.stat(path)):
-                return file
-        except (BlockingIOError, PermissionError):  # some network file systems raise PermissionError
-            file.close()
-            return None
-        except FileNotFoundError:
-            pass  # the file was removed, so try again
-        except BaseException:
-            file.close()
-            raise
-        file.close()
+        with ExitStack() as opened:
+            file = opened.enter_context(path.open("ab"))
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except (BlockingIOError, PermissionError):  # some network file systems raise PermissionError
+                return None
+            # The last holder may have removed the file after we opened it; another process could then lock a new file. So try again.
+            with suppress(FileNotFoundError):
+                if os.path.samestat(os.fstat(file.fileno()), os.stat(path)):
+                    opened.pop_all()
+                    return file
 
 
 def _temporary(path: Path) -> Path:

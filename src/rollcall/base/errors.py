@@ -26,7 +26,7 @@ class SizesUnknown(ValueError):
 
 
 class ModelFilesError(ValueError):
-    """A file in a model directory is wrong; the message names the file, the key and the value."""
+    """A model, or a file in its directory, cannot be used; the message names the path or the file, and says why."""
 
 
 # The run directory

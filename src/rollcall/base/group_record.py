@@ -45,7 +45,6 @@ _HEAD = struct.Struct("<8sQI")
 HEAD_BYTES = _HEAD.size
 _HEADER_LENGTH = struct.Struct("<I")
 LARGEST_RECORD = 1 << 30  # in bytes; a corrupt length must not fill a reader's memory
-_PIECE = 1 << 20  # number of bytes that are searched for the next record at a time
 
 # Errors that can occur when reading an intact record that another program wrote.
 NOT_A_GROUP = (
@@ -63,8 +62,6 @@ NOT_A_GROUP = (
 # Fields stored in the header under their own names.
 _OF_GROUP = ("step", "draw", "started_s", "finished_s", "worker")
 _OF_PROMPT = ("id", "text", "answer", "metadata")
-_OF_COMPLETION = ("finish", "seed", "text")
-_OF_SCORE = ("value", "parts", "errors", "notes", "is_given")
 _OF_EPISODE = ("reward", "metrics", "ended", "error", "opening", "attributes")
 
 
@@ -80,13 +77,13 @@ def encode(group: Group, *, again: bool = False, attempt: int | None = None) -> 
             {
                 "num_tokens": len(one.token_ids),
                 "segments": _segments(one),
-                **_plain_fields(one, _OF_COMPLETION),
+                **_plain_fields(one, ("finish", "seed", "text")),
                 **({"episode": _episode_header(one.episode)} if one.episode is not None else {}),
             }
             for one in completions
         ],
         # The repr of a float64 parses back to the same float64, so scores stay exact in JSON.
-        "scores": [_plain_fields(score, _OF_SCORE) for score in group.scores],
+        "scores": [_plain_fields(score, ("value", "parts", "errors", "notes", "is_given")) for score in group.scores],
         **({"scored_again": True} if again else {}),
         **({"attempt": attempt} if attempt is not None else {}),
     }
@@ -250,7 +247,7 @@ def stream_records(file: BinaryIO, *, start: int = 0, end: int) -> Iterator[tupl
 def _next_magic(file: BinaryIO, *, start: int, end: int) -> int | None:
     file.seek(start)
     kept, at = b"", start
-    while at < end and (piece := file.read(min(_PIECE, end - at))):
+    while at < end and (piece := file.read(min(1 << 20, end - at))):
         data = kept + piece
         if (found := data.find(MAGIC)) >= 0:
             return at - len(kept) + found

@@ -27,7 +27,6 @@ from rollcall.base.types import Group
 from rollcall.base.wait import warn
 
 GROUPS, ATTEMPTS = "groups", "attempts"
-_MAX_OPEN = 16  # open files; to open another one, the oldest is closed, and reopened when it is needed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,8 +108,7 @@ class Journal(AbstractContextManager["Journal"]):
         for place, group in attempts:
             records.setdefault(group.step, []).append(encode(group, attempt=place))
         for step, found in records.items():
-            what = f"{len(found)} attempts of step {step}"
-            self._append(self._path(step, ATTEMPTS), b"".join(found), what=what)
+            self._append(self._path(step, ATTEMPTS), b"".join(found), what=f"{len(found)} attempts of step {step}")
 
     def read_attempts(self, step: int) -> dict[int, dict[int, Group]]:
         """Return draw -> index in the group -> the attempt, as a group of one completion. Skips damaged attempts, which will be
@@ -235,7 +233,7 @@ class Journal(AbstractContextManager["Journal"]):
 
     def _file(self, path: Path) -> AppendFile:
         if path not in self._files:
-            while len(self._files) >= _MAX_OPEN:
+            while len(self._files) >= 16:  # open files; a closed one is reopened when it is needed
                 oldest = min(self._files)
                 self._files[oldest].sync()
                 self._files.pop(oldest).close()

@@ -29,9 +29,8 @@ T = TypeVar("T")
 DEADLINE_S = 3600.0
 RETRY_S = 1.0
 SAY_EVERY_S = 10.0
-PASSING = frozenset(
-    (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.EIO, errno.ESTALE)
-)  # errors that a user can fix while the write is waiting
+# Errors that a user can fix while the write is waiting.
+PASSING = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.EIO, errno.ESTALE)
 
 
 class DiskError(RuntimeError, ValueError):
@@ -65,7 +64,11 @@ def persist(action: Callable[[], T], *, path: Path, what: str, refuse: Callable[
                     "written before is lost"
                 ) from error
             wait.note(why)
-            if _is_word_due(disk):
+            with _lock:
+                is_due = time.monotonic() - _said.get(disk, -math.inf) >= SAY_EVERY_S
+                if is_due:
+                    _said[disk] = time.monotonic()
+            if is_due:
                 free = None if on_node else free_bytes(path)
                 left = "" if free is None else f"; {free:,} bytes are free"
                 warn(f"{why}{left}; retrying until it succeeds; meanwhile, {_advice(fault)}")
@@ -84,15 +87,6 @@ def _disk_of(fault: OSError, path: Path) -> object:
     if isinstance(fault, NodeDiskError):
         return fault.errno, fault.filename.partition(":")[0]
     return fault.errno, next((os.stat(one).st_dev for one in (path, *path.parents) if os.path.exists(one)), None)
-
-
-def _is_word_due(disk: object) -> bool:
-    now = time.monotonic()
-    with _lock:
-        is_due = now - _said.get(disk, -math.inf) >= SAY_EVERY_S
-        if is_due:
-            _said[disk] = now
-    return is_due
 
 
 def disk_fault(error: BaseException, *, near: Path) -> OSError | None:

@@ -97,12 +97,11 @@ def environment_of(pid: int) -> dict[str, str] | None:
 
 
 def allow_files(count: int) -> int:
-    """Raise this process's limit on open files to ``count`` plus 1024 for other files, as far as the system allows. Returns the limit."""
+    """Let this process open ``count`` files plus 1024 others, as far as the system allows. Returns how many it may open at least."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     most = count + 1024 if hard == resource.RLIM_INFINITY else min(count + 1024, hard)
-    if soft == resource.RLIM_INFINITY or soft >= most:
-        return most if soft == resource.RLIM_INFINITY else soft
-    resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+    if soft != resource.RLIM_INFINITY and soft < most:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
     return most
 
 

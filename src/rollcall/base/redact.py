@@ -48,7 +48,6 @@ _CONTROLS = re.compile(
     r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b\n]{0,200}(?:\x07|\x1b\\)|[ -~])?|[\0-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f"
     r"\ud800-\udfff\u061c\u180e\u200b\u200e\u200f\u202a-\u202e\u2060-\u206f\ufeff\ufff9-\ufffb\U0001bca0-\U0001bca3\U0001d173-\U0001d17a\U000e0001-\U000e007f]"
 )
-_PROMPT_KEYS = ("prompt_key", "answer_key")  # keys in a run file that name columns
 
 _remembered: set[str] = set()
 
@@ -96,8 +95,8 @@ def redact(text: str) -> str:
     >>> redact("cannot read s3://me:hunter2@host/rows.jsonl")
     'cannot read s3://me:<redacted>@host/rows.jsonl'
     """
-    values = _values()
-    if values:
+    own = {value for name, value in os.environ.items() if len(value) >= SHORTEST and is_secret(name)}
+    if values := frozenset(own | _remembered):
         text = _pattern(values).sub(REDACTED, text)
     if ":/" in text:
         text = redact_urls(text)
@@ -127,7 +126,7 @@ def redact_source(text: str) -> str:
 
 
 def names_secret(key: str) -> bool:
-    return is_secret(key) and key not in _PROMPT_KEYS
+    return is_secret(key) and key not in ("prompt_key", "answer_key")  # these name columns
 
 
 def hides(name: str, value: str) -> bool:
@@ -185,9 +184,8 @@ def _assignments(value: Any, name: str) -> Iterator[tuple[str, str]]:
         yield name, value
         for match in _YAML_ASSIGNMENT.finditer(value):
             yield match[1], match[3].strip("'\" ")
-    elif (
-        not isinstance(value, int) or value.bit_length() < 10_000
-    ):  # Python does not print longer numbers; they are refused later
+    # Python does not print longer numbers; they are refused later.
+    elif not isinstance(value, int) or value.bit_length() < 10_000:
         yield name, str(value)
 
 
@@ -277,11 +275,6 @@ class Redactor:
 
 def _without_value(match: re.Match[str]) -> str:
     return f"{match[1]}={REDACTED}" if is_secret(match[1]) and not _EXAMPLE.fullmatch(match[2]) else match[0]
-
-
-def _values() -> frozenset[str]:
-    own = {value for name, value in os.environ.items() if len(value) >= SHORTEST and is_secret(name)}
-    return frozenset(own | _remembered)
 
 
 @lru_cache(maxsize=16)

@@ -7,8 +7,7 @@ main thread, whatever it is doing, except within ``shielded``, where weights or 
 the process at once. Ctrl-C is different: it ends a run without saving (``noting_interrupts``).
 
 Signal handlers are per process and run in the main thread, so there is only one ``Stop``: ``heed`` installs it, ``heeded`` returns it. If
-the main thread already has an event loop (a notebook), another thread does the work, and the main one forwards signals
-(``outside_loop``).
+the main thread already has an event loop (a notebook), another thread does the work, and the main one forwards signals (``outside_loop``).
 """
 
 from __future__ import annotations
@@ -32,7 +31,6 @@ STOPPED = 75
 INTERRUPTED = 130  # by Ctrl-C
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 SAME_S = 2.0  # one request may arrive twice, because all processes in a job get it, and their parent forwards it too
-AGAIN_S = 5.0  # then raise again, because Python drops an exception that is raised while an object is being destroyed
 
 
 def status_words(status: int) -> str:
@@ -68,7 +66,7 @@ class Stop:
         self.is_interrupted = False  # by Ctrl-C
         self._asked_s = 0.0
         self._grace_s: float | None = None  # None while no run is training
-        self._num_shields = 0
+        self.num_shields = 0
         self._num_prompts = 0  # debugger prompts open in the main thread
         self._is_over = False
         self._terminals = [fd for fd in (0, 1, 2) if os.isatty(fd)]
@@ -104,17 +102,13 @@ class Stop:
     @contextmanager
     def shielded(self) -> Iterator[None]:
         """Protect a block that must not stop half-way. If the grace period ends inside the block, the run stops after it."""
-        self._num_shields += 1
+        self.num_shields += 1
         try:
             yield
         finally:
-            self._num_shields -= 1
-        if self._is_over and self._num_shields == 0:
+            self.num_shields -= 1
+        if self._is_over and self.num_shields == 0:
             self.check()
-
-    @property
-    def is_shielded(self) -> bool:
-        return self._num_shields > 0
 
     @contextmanager
     def at_prompt(self) -> Iterator[None]:
@@ -181,7 +175,8 @@ class Stop:
         if self._grace_s is None:
             raise Stopped(self.asked)
         signal.signal(signal.SIGALRM, self._end_grace)
-        signal.setitimer(signal.ITIMER_REAL, max(self._grace_s, 0.001), AGAIN_S)
+        # Again every 5 s, because Python drops an exception that is raised while an object is being destroyed.
+        signal.setitimer(signal.ITIMER_REAL, max(self._grace_s, 0.001), 5.0)
 
     def _leave_terminals(self) -> None:
         """Redirect closed terminals to the null device, because a failed write to them must not keep a run from saving."""
@@ -194,7 +189,7 @@ class Stop:
         self._is_over = True
         # Stopped may be raised between the creation of a coroutine and its start, which is harmless.
         warnings.filterwarnings("ignore", message="coroutine .* was never awaited", category=RuntimeWarning)
-        if self._num_shields == 0 or self._num_prompts:
+        if self.num_shields == 0 or self._num_prompts:
             self.check()
 
 

@@ -112,9 +112,7 @@ class Episode:
     ended: EndReason
     error: str  # why the environment failed; empty if it did not
     opening: str = ""  # what the environment added to the prompt
-    attributes: dict[str, Any] = field(
-        default_factory=dict
-    )  # left in the environment by the episode, for rewards to read
+    attributes: dict[str, Any] = field(default_factory=dict)  # what it left in the environment, for rewards to read
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -183,9 +181,8 @@ class Score:
     parts: dict[str, float]  # reward name -> unweighted score
     errors: dict[str, str]  # reward name -> why it could not score (raised, hung or returned NaN); its part is then 0
     notes: dict[str, str] = field(default_factory=dict)  # reward name -> its service's note; optional in journals
-    is_given: bool = (
-        True  # False: every reward declined the completion, so it is not compared or trained on; optional in journals
-    )
+    # False: every reward declined the completion, so it is not compared or trained on; optional in journals
+    is_given: bool = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -48,9 +48,8 @@ def _refuse_damaged(model: Path) -> None:
                 found = json.loads(read_small(path))
                 if not isinstance(found, dict):
                     raise ValueError(f"it contains a {type(found).__name__}, not a map")
-                names += (
-                    found.get("beside", {}) if path.name == PROBE else []
-                )  # config files that were saved with the weights
+                if path.name == PROBE:
+                    names += found.get("beside", {})  # config files that were saved with the weights
 
 
 def finished_summary(run_dir: Path, *, last: Checkpoint | None, num_steps: int) -> dict[str, Any] | None:

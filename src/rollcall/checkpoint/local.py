@@ -21,13 +21,11 @@ from typing import Any
 
 from rollcall.base.atomic import replacing
 from rollcall.base.errors import CheckpointError
-from rollcall.base.patience import plain_disk_errors
 from rollcall.base.wait import warn
 from rollcall.model.stored.files import file_checksum
 from rollcall.model.stored.find import read_manifest
 
 FOLDER_NAME = "node-folder"  # the file with the folder's name, in the run's checkpoints folder
-_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,99}")
 
 
 def name_of_run(checkpoints: Path, *, run: str) -> str:
@@ -42,9 +40,8 @@ def name_of_run(checkpoints: Path, *, run: str) -> str:
             f"{checkpoints} was copied from another run, so new parts go to another folder on each node. The parts of the copied "
             "checkpoints stay where they are: this run reads them but never removes them"
         )
-    word = re.sub(r"[^A-Za-z0-9_-]+", "-", run).strip("-")[
-        :60
-    ]  # run.name may be any string, but this must be a folder name
+    # run.name may be any string, but this must be a folder name
+    word = re.sub(r"[^A-Za-z0-9_-]+", "-", run).strip("-")[:60]
     names = [f"{word or 'run'}-{uuid.uuid4().hex[:12]}", *names]
     with replacing(path) as file:
         own = os.fstat(file.fileno()).st_ino  # a rename keeps the inode, a copy does not
@@ -55,10 +52,9 @@ def name_of_run(checkpoints: Path, *, run: str) -> str:
 def names_of_run(checkpoints: Path) -> tuple[list[str], int | None]:
     """Return the folder names of this run and of the runs that it was copied from, and the inode that the name file records, if any."""
     path = checkpoints / FOLDER_NAME
-    with plain_disk_errors(path):
-        text = path.read_text(errors="replace")
+    text = path.read_text(errors="replace")
     lines = [line.split(" ") for line in text.splitlines()]
-    if not lines or not all(_NAME.fullmatch(line[0]) for line in lines):
+    if not lines or not all(re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,99}", line[0]) for line in lines):
         raise CheckpointError(
             f"{path} contains {text[:100]!r}, which is not a valid folder name; restore the file from a copy of the run, or remove it "
             "to continue without the parts on the nodes' disks"
@@ -70,8 +66,7 @@ def names_of_run(checkpoints: Path) -> tuple[list[str], int | None]:
 def folder_of(name: str) -> Path:
     """Return the run's folder on this node."""
     root = Path(tempfile.gettempdir()) / f"rollcall-{os.getuid()}"
-    with plain_disk_errors(root):
-        root.mkdir(mode=0o700, exist_ok=True)
+    root.mkdir(mode=0o700, exist_ok=True)
     return root / "parts" / name
 
 
@@ -93,11 +88,8 @@ def tidy(name: str, *, keep: Collection[str]) -> None:
 def elsewhere(directory: Path) -> dict[str, dict[str, Any]]:
     """Return the manifest entries of checkpoint files that exist only on the nodes' own disks."""
     files: Mapping[str, dict[str, Any]] = read_manifest(directory).fields["files"]
-    return {
-        name: facts
-        for name, facts in files.items()
-        if facts.get("place") is not None and not (directory / name).is_file()
-    }
+    placed = {name: facts for name, facts in files.items() if facts.get("place") is not None}
+    return {name: facts for name, facts in placed.items() if not (directory / name).is_file()}
 
 
 def present(files: Mapping[str, Mapping[str, Any]]) -> list[str]:
@@ -111,10 +103,9 @@ def bring(directory: Path, files: Mapping[str, Mapping[str, Any]], *, copy: bool
     for name, facts in files.items():
         source, target = Path(facts["place"]), directory / name
         if copy:
-            with plain_disk_errors(target):
-                target.parent.mkdir(parents=True, exist_ok=True)
-                with source.open("rb") as file, replacing(target) as out:
-                    shutil.copyfileobj(file, out, 1 << 20)
+            target.parent.mkdir(parents=True, exist_ok=True)
+            with source.open("rb") as file, replacing(target) as out:
+                shutil.copyfileobj(file, out, 1 << 20)
         if file_checksum(target if copy else source) != facts["blake2b"]:
             if copy:
                 target.unlink()

@@ -14,6 +14,7 @@ import os
 import socket
 import threading
 import weakref
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
@@ -26,7 +27,7 @@ import torch
 from torch import Tensor
 
 from rollcall.base.atomic import fsync
-from rollcall.base.patience import NodeDiskError, plain_disk_errors
+from rollcall.base.patience import NodeDiskError
 from rollcall.base.wait import warn
 from rollcall.checkpoint.store import Written
 from rollcall.learner.layout import Block
@@ -106,8 +107,7 @@ class PartWriter:
     def _image(self, file: File) -> Tensor:
         if isinstance(file.content, bytes):
             return torch.frombuffer(bytearray(file.content), dtype=torch.uint8) if file.content else _nothing()
-        memory = self._memory.setdefault(file.name, HostMemory())
-        return image_of(file.content, memory)
+        return image_of(file.content, self._memory.setdefault(file.name, HostMemory()))
 
     def _write(self, folder: Path, place: Path | None) -> Written:
         node = {"node": os.environ.get("NODE_RANK") or socket.gethostname(), "host": socket.gethostname()}
@@ -116,9 +116,8 @@ class PartWriter:
             is_part = not isinstance(file.content, bytes)
             path = (place if place is not None and is_part else folder) / file.name
             try:
-                with plain_disk_errors(path):
-                    path.parent.mkdir(parents=True, exist_ok=True)
-                    digest = write_image(image, path)
+                path.parent.mkdir(parents=True, exist_ok=True)
+                digest = write_image(image, path)
             except OSError as error:
                 if place is None or not is_part:
                     raise
@@ -150,10 +149,8 @@ class HostMemory:
         if status := int(runtime.cudaHostRegister(address, len(self._all), 0)):
             with suppress(RuntimeError):  # otherwise CUDA would report this error with the next kernel
                 torch.zeros(1, device="cuda")
-            warn(
-                f"{len(self._all):,} bytes of host memory for checkpoints cannot be pinned (CUDA error {status}), so each save makes "
-                "the run wait longer"
-            )
+            what = f"{len(self._all):,} bytes of host memory for checkpoints"
+            warn(f"{what} cannot be pinned (CUDA error {status}), so each save makes the run wait longer")
             return
         # Unpin even if nobody calls free. Otherwise CUDA would treat later tensors at this address as pinned, and refuse to copy them.
         self._unpin = weakref.finalize(self, lambda: torch.cuda.check_error(int(runtime.cudaHostUnregister(address))))
@@ -173,18 +170,18 @@ def image_of(tensors: Sequence[PartTensor], memory: HostMemory) -> Tensor:
     """Build a safetensors file with these blocks in host memory."""
     # Widest dtype first, because tensors follow each other without gaps and each number must be aligned to its width.
     ordered = sorted(tensors, key=lambda tensor: -tensor.dtype.itemsize)
-    keys = _keys(ordered)
-    parts = {
-        key: {"name": tensor.name, "start": tensor.start, "shape": tensor.whole}
-        for key, tensor in zip(keys, ordered, strict=True)
-    }
+    keyed: dict[str, PartTensor] = {}  # by name, with a number added if the part contains several blocks of a tensor
+    seen = Counter[str]()
+    for one in ordered:
+        keyed[f"{one.name}#{seen[one.name]}" if seen[one.name] else one.name] = one
+        seen[one.name] += 1
+    parts = {key: {"name": one.name, "start": one.start, "shape": one.whole} for key, one in keyed.items()}
     head = io.BytesIO()
-    shapes = [(key, tensor.dtype, tensor.values.shape) for key, tensor in zip(keys, ordered, strict=True)]
+    shapes = [(key, one.dtype, one.values.shape) for key, one in keyed.items()]
     write_header(head, shapes, metadata={"format": "pt", "parts": json.dumps(parts, separators=(",", ":"))})
     begin = head.tell()
     sizes = [prod(tensor.values.shape) * tensor.dtype.itemsize for tensor in ordered]
-    on_cuda = any(tensor.values.is_cuda for tensor in ordered)
-    image = memory.take(begin + sum(sizes), pinned=on_cuda)
+    image = memory.take(begin + sum(sizes), pinned=any(tensor.values.is_cuda for tensor in ordered))
     image[:begin].copy_(torch.frombuffer(bytearray(head.getvalue()), dtype=torch.uint8))
     for tensor, size in zip(ordered, sizes, strict=True):
         if size:
@@ -192,16 +189,6 @@ def image_of(tensors: Sequence[PartTensor], memory: HostMemory) -> Tensor:
             target.copy_(tensor.values.to(tensor.dtype), non_blocking=True)
         begin += size
     return image
-
-
-def _keys(tensors: Sequence[PartTensor]) -> list[str]:
-    """Return each tensor's name, with a number added if the part contains several of its blocks."""
-    seen: dict[str, int] = {}
-    keys = []
-    for tensor in tensors:
-        number = seen[tensor.name] = seen.get(tensor.name, -1) + 1
-        keys.append(f"{tensor.name}#{number}" if number else tensor.name)
-    return keys
 
 
 def write_image(image: Tensor, path: Path) -> str:

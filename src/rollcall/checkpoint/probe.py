@@ -13,11 +13,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from hashlib import blake2b
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Literal
 
 import numpy as np
 import torch
-from pydantic import BeforeValidator, FiniteFloat, NonNegativeInt, TypeAdapter, ValidationError
+from pydantic import FiniteFloat, NonNegativeInt, TypeAdapter, ValidationError
 
 from rollcall.base.errors import CheckpointError
 from rollcall.base.types import Completion, Sample
@@ -43,11 +43,8 @@ class TrainedProbe:
     rollcall: str
     torch: str
     beside: Mapping[str, str] = field(default_factory=dict)  # checksums of the config files
-    # A fingerprint for each dtype of the weights that an adapter is added to (``model/base.py``). Empty without an adapter, or if an
-    # earlier version saved it as a single string.
-    base: Annotated[Mapping[str, str], BeforeValidator(lambda one: {} if isinstance(one, str) else one)] = field(
-        default_factory=dict
-    )
+    # A fingerprint for each dtype of the weights that an adapter is added to (``model/base.py``). Empty without an adapter.
+    base: Mapping[str, str] = field(default_factory=dict)
     format: Literal[1] = 1
 
     def dump(self) -> str:
@@ -115,11 +112,8 @@ def read_probe(path: Path) -> TrainedProbe:
 
 def describe_config_files(files: Mapping[str, bytes]) -> dict[str, str]:
     """Return a checksum for each file name. In configs, it covers only fields that neither a conversion nor a user may change."""
-    return {
-        name: blake2b(_meaning(name, data), digest_size=16).hexdigest()
-        for name, data in sorted(files.items())
-        if name.endswith(ENDS)
-    }
+    known = {name: data for name, data in sorted(files.items()) if name.endswith(ENDS)}
+    return {name: blake2b(_meaning(name, data), digest_size=16).hexdigest() for name, data in known.items()}
 
 
 def with_probe(files: Mapping[str, bytes], probe: TrainedProbe) -> dict[str, bytes]:
@@ -139,12 +133,8 @@ def _meaning(name: str, data: bytes) -> bytes:
     if name not in ("config.json", "generation_config.json"):
         return data
     try:
-        fields = json.loads(data)
-        kept = {
-            key: value
-            for key, value in fields.items()
-            if (key not in _FREE if name == "config.json" else key.endswith("_token_id"))
-        }
+        pairs, is_config = json.loads(data).items(), name == "config.json"
+        kept = {key: value for key, value in pairs if (key not in _FREE if is_config else key.endswith("_token_id"))}
     except (ValueError, AttributeError, RecursionError):
         return data
     return json.dumps(kept, sort_keys=True).encode()

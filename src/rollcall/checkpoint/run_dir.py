@@ -81,8 +81,7 @@ def move_aside(run_dir: Path) -> Path | None:
     number = 1
     while (target := run_dir.with_name(f"{run_dir.name}.old-{number}")).exists():
         number += 1
-    run_dir.rename(target)
-    return target
+    return run_dir.rename(target)
 
 
 @contextmanager
@@ -115,12 +114,8 @@ def size_words(config: Config, *, checkpoint: int, model: int) -> str | None:
     trainer, run_dir, on_nodes = config.trainer, config.run.dir, config.checkpoint.place == "local"
     saves = -(-trainer.steps // trainer.save_every) if trainer.save_every else 1  # including the last step
     kept = trainer.keep_last + (trainer.keep_best if config.data.val is not None else 0)
-    held = sum(
-        path.stat().st_size
-        for name in ("checkpoints", "model")
-        for path in (run_dir / name).rglob("*")
-        if path.is_file()
-    )
+    paths = [*run_dir.glob("checkpoints/**/*"), *run_dir.glob("model/**/*")]
+    held = sum(path.stat().st_size for path in paths if path.is_file())
     free = (free_bytes(run_dir.absolute()) or 0) + held
     # A new checkpoint is complete before an old one is removed.
     peak = model + (0 if on_nodes else min(saves, kept + 1) * checkpoint)

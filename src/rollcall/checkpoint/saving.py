@@ -54,8 +54,7 @@ class Saving:
     def tidy(self, checkpoints: Path, *, keep: Sequence[str]) -> None:
         """Remove parts on the nodes' own disks that no checkpoint refers to any longer."""
         if (checkpoints / local.FOLDER_NAME).exists():
-            run = local.name_of_run(checkpoints, run=self.run_name)
-            self.call(self.processes, "tidy_parts", run, list(keep))
+            self.call(self.processes, "tidy_parts", local.name_of_run(checkpoints, run=self.run_name), list(keep))
 
     def missing(self, directory: Path) -> str:
         """Describe a checkpoint part that no node has. Empty if no part is missing."""
@@ -67,31 +66,25 @@ class Saving:
         return ""
 
     def read(self, directory: Path) -> None:
+        """Load a checkpoint, after verifying the checksums of its files on the nodes' own disks. If a process lacks any of these, all of
+        them are copied to the run's folder, each from a process that has it."""
         directory = directory.resolve()
-        self._bring(directory)
+        if why := self.missing(directory):
+            raise CheckpointError(f"checkpoint {directory} is incomplete: {why}; continue from an earlier one")
+        files = local.elsewhere(directory)
+        here = self.call(self.processes, "parts_here", files) if files else []
+        copy = any(len(names) < len(files) for names in here)
+        shares: dict[int, dict[str, Mapping[str, Any]]] = {}
+        for number, (name, facts) in enumerate(files.items()):
+            holders = [process for process, names in zip(self.processes, here, strict=True) if name in names]
+            shares.setdefault(holders[number % len(holders)], {})[name] = facts
+        for process, share in shares.items():
+            self.call([process], "bring_parts", directory, share, copy)
         self.call(self.processes, "read_checkpoint", directory)
 
     def base(self) -> Mapping[str, Any]:
         """Ask a process with the policy for the identity of the model that the run starts from (``origin.base_of``)."""
         return next(filter(None, self.call(self.processes, "base")))
-
-    def _bring(self, directory: Path) -> None:
-        """Verify the checksums of files on the nodes' own disks. If a process lacks any of them, copy all of them to the run's
-        folder, each from a process that has it."""
-        files = local.elsewhere(directory) if (directory / "manifest.json").is_file() else {}
-        if not files:
-            return
-        if why := self.missing(directory):
-            raise CheckpointError(f"checkpoint {directory} is incomplete: {why}; continue from an earlier one")
-        here = self.call(self.processes, "parts_here", files)
-        copy = any(len(names) < len(files) for names in here)
-        shares: dict[int, dict[str, Mapping[str, Any]]] = {process: {} for process in self.processes}
-        for number, (name, facts) in enumerate(files.items()):
-            holders = [process for process, names in zip(self.processes, here, strict=True) if name in names]
-            shares[holders[number % len(holders)]][name] = facts
-        for process, share in shares.items():
-            if share:
-                self.call([process], "bring_parts", directory, share, copy)
 
 
 def join_written(everyone: Iterable[Written]) -> Written:
@@ -118,8 +111,7 @@ def saving_of(config: Config, call: Call, *, processes: Sequence[int], in_parts:
 def _saving(why: str) -> str:
     return (
         f"there is not enough memory to save a checkpoint ({why}): it is copied to host memory before it is written. Free memory on "
-        "this "
-        "node; on a GPU, lower rollout.kv_memory_fraction or actor.tokens_per_microbatch. Earlier checkpoints are intact"
+        "this node; on a GPU, lower rollout.kv_memory_fraction or actor.tokens_per_microbatch. Earlier checkpoints are intact"
     )
 
 

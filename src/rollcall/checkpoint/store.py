@@ -65,9 +65,8 @@ class CheckpointStore:
         self.keep_last = keep_last
         self.keep_best = keep_best
         self._guard = guard
-        self._warned: set[Path] = (
-            set()
-        )  # torn checkpoints that were reported, because each attempt looks for the newest checkpoint again
+        # Torn checkpoints that were reported, because each attempt looks for the newest checkpoint again
+        self._warned: set[Path] = set()
 
     def save(
         self,
@@ -89,11 +88,8 @@ class CheckpointStore:
         if score is not None and math.isnan(score):
             score = None
         final = self.dir / f"step-{step:06d}"
-        tries = 0
 
         def attempt() -> None:
-            nonlocal tries
-            tries += 1
             self._guard()
             with staging(final) as tmp:
                 written = write(tmp) or Written()
@@ -106,8 +102,7 @@ class CheckpointStore:
                 swap_in(tmp, final)
 
         persist(attempt, path=final, what="the checkpoint", refuse=CheckpointError)
-        if tries > 1:  # if the folder was not writable, the failed attempts could not clean up
-            self.clean()
+        self.clean()  # if the folder was not writable for a while, failed attempts could not clean up
         self._prune(just_saved=final, best_by=best_by)
         return final
 
@@ -153,14 +148,12 @@ class CheckpointStore:
 
     def clean(self) -> None:
         """Remove what a killed or failed save left behind. Only the saving process may call this."""
-        if not self.dir.is_dir():
-            return
-        for path in sorted(self.dir.iterdir()):
-            kind, _, name = path.name.removeprefix(".").partition("-")
-            if path.name.startswith(".") and kind == "old" and not (self.dir / name).exists():
+        for path in sorted(self.dir.iterdir()) if self.dir.is_dir() else []:
+            kind, _, name = path.name.partition("-")
+            if kind == ".old" and not (self.dir / name).exists():
                 warn(f"checkpoint {name} was being replaced when the process was killed; the old one is restored")
                 path.rename(self.dir / name)
-            elif path.name.startswith(".") and kind in ("tmp", "old", "trash"):
+            elif kind in (".tmp", ".old", ".trash"):
                 warn(f"checkpoint folder {self.dir}: removing {path.name}, left by an unfinished save")
                 try:
                     shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
@@ -169,15 +162,12 @@ class CheckpointStore:
 
     def _entries(self) -> list[Checkpoint]:
         """Return all checkpoints, oldest first. Checks their files only by name and size."""
-        if not self.dir.is_dir():
-            return []
         found: dict[int, Path] = {}
-        # If the process was killed between the two renames of a replacement, only .old-step-N is left.
-        for prefix in (".old-", ""):
-            for path in self.dir.iterdir():
-                match = STEP_NAME.fullmatch(path.name.removeprefix(prefix)) if path.name.startswith(prefix) else None
-                if match and path.is_dir():
-                    found[int(match.group(1))] = path
+        # If the process was killed between the two renames of a replacement, only .old-step-N is left. It sorts before step-N.
+        for path in sorted(self.dir.iterdir()) if self.dir.is_dir() else []:
+            match = STEP_NAME.fullmatch(path.name.removeprefix(".old-"))
+            if match and path.is_dir():
+                found[int(match.group(1))] = path
         return [_read_entry(found[step], step=step) for step in sorted(found)]
 
     def _prune(self, *, just_saved: Path, best_by: str | None) -> None:
@@ -249,10 +239,7 @@ def _read_entry(path: Path, *, step: int) -> Checkpoint:
 def _changed_file(entry: Checkpoint) -> str:
     """Describe the first file whose checksum differs. Empty if all match."""
     try:
-        digests = _digests([file.path for file in entry.files])
+        pairs = zip(entry.files, _digests([file.path for file in entry.files]), strict=True)
     except OSError as error:
         return f"cannot be read: {error}"
-    return next(
-        (f"checksum of {file} differs" for file, now in zip(entry.files, digests, strict=True) if file.blake2b != now),
-        "",
-    )
+    return next((f"checksum of {file} differs" for file, digest in pairs if file.blake2b != digest), "")

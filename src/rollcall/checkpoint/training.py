@@ -46,7 +46,7 @@ def files_to_save(
     if learner is not None:
         refuse_non_finite(learner, name="actor")
         body, rank, adapter = learner.body, learner.gang.rank, learner.adapter
-        part = _part_name(rank, of=num_parts(body))
+        part = _part_name(body)
         if adapter is not None:  # an adapter is small, and is saved as peft would write it
             found = adapter_files(dict(body.whole_tensors()), adapter.section, base=adapter.base)
             kinds = {name: "weights" if name == ADAPTER_WEIGHTS else "model" for name in found}
@@ -55,8 +55,7 @@ def files_to_save(
             name = part if body.in_parts else "model.safetensors"
             files.append(File(name=f"model/{name}", kind="weights", content=list(_weights(body))))
         if rank < num_parts(body):
-            states = list(_states(body, learner.optimizer))
-            files.append(File(name=f"actor/{part}", kind="optimizer", content=states))
+            files.append(File(name=f"actor/{part}", kind="optimizer", content=list(_states(body, learner.optimizer))))
         if rank == 0:
             files += [File(name=f"model/{name}", kind="model", content=data) for name, data in config_files.items()]
             files.append(_optimizer_file("actor", body, learner.optimizer))
@@ -72,16 +71,15 @@ def files_to_save(
         body, rank = critic.body, critic.gang.rank
         if rank < num_parts(body):
             tensors = [*_weights(body), *_states(body, critic.optimizer)]
-            name = f"critic/{_part_name(rank, of=num_parts(body))}"
-            files.append(File(name=name, kind="optimizer", content=tensors))
+            files.append(File(name=f"critic/{_part_name(body)}", kind="optimizer", content=tensors))
         if rank == 0:
             files.append(_optimizer_file("critic", body, critic.optimizer))
             facts["critic_mesh"] = _mesh_of(body)
     return files, facts
 
 
-def _part_name(number: int, *, of: int) -> str:
-    return f"part-{number:05d}-of-{of:05d}.safetensors"
+def _part_name(body: Body) -> str:
+    return f"part-{body.gang.rank:05d}-of-{num_parts(body):05d}.safetensors"
 
 
 def num_parts(body: Body) -> int:
@@ -149,8 +147,7 @@ def read_learner(learner: Learner, directory: Path) -> None:
 
 
 def read_critic(critic: Critic, directory: Path) -> None:
-    weights = _read_weights(critic.body, directory, "critic")
-    _read_optimizer(critic, directory, "critic", weights=weights)
+    _read_optimizer(critic, directory, "critic", weights=_read_weights(critic.body, directory, "critic"))
 
 
 class PartsOf(Mapping[str, Tensor]):
@@ -162,9 +159,8 @@ class PartsOf(Mapping[str, Tensor]):
     def __getitem__(self, name: str) -> Tensor:
         stored = [f"{self._prefix}{module}" for module in module_names(name)]
         if lost := [one for one in stored if one not in self._stored.tensors]:
-            raise CheckpointError(
-                f"{self._stored.origin} lacks {lost[0]}, so this checkpoint is incomplete; move it away to continue from an earlier one"
-            )
+            advice = "move it away to continue from an earlier one"
+            raise CheckpointError(f"{self._stored.origin} lacks {lost[0]}, so this checkpoint is incomplete; {advice}")
         part = torch.empty(self._body.named[name].shape, dtype=self._stored.tensors[stored[0]].dtype.torch)
         read_part(part, self._body.layout(name), self._stored, prefix=self._prefix)
         return part
@@ -264,9 +260,8 @@ def in_modules(body: Body) -> Weights:
     kinds = {name: (body.dtype, shape) for name, shape in module_shapes(layouts.values()).items()}
 
     def values() -> Iterator[tuple[str, Tensor]]:
-        deltas = (
-            Deltas(dict(body.whole_tensors()), gain=body.adapter.section.gain) if body.adapter is not None else None
-        )
+        adapter = body.adapter
+        deltas = None if adapter is None else Deltas(dict(body.whole_tensors()), gain=adapter.section.gain)
         for name, whole in body.base_tensors():
             for module, weight in zip(module_names(name), whole.split(layouts[name].rows), strict=True):
                 yield module, weight if deltas is None else deltas.added_to(weight, module)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,6 @@ import torch
 
 from rollcall.base.atomic import write_atomic
 from rollcall.base.errors import CheckpointError
-from rollcall.base.patience import plain_disk_errors
 from rollcall.checkpoint.probe import TrainedProbe, changed_config_files, read_probe
 from rollcall.checkpoint.store import describe_files
 from rollcall.config.yaml import read_small
@@ -68,13 +66,18 @@ def verify(model_dir: Path, probe: Path | None = None, *, dtype: str | None = No
     recorded = read_probe(model_dir / PROBE if probe is None else probe)
     values = [value for row in recorded.logprobs for value in row]
     if any(value is None for value in values):
-        raise VerifyError(
-            f"the trained model computed log-probs that are not finite, so {model_dir} cannot be compared with it; use an "
-            "earlier checkpoint"
-        )
+        why = "the trained model computed log-probs that are not finite"
+        raise VerifyError(f"{why}, so {model_dir} cannot be compared with it; use an earlier checkpoint")
     stored = open_model_dir(model_dir)
     wanted = dtype or recorded.dtype
-    _refuse_other_dtype(stored, wanted=wanted, trained=recorded.dtype, model_dir=model_dir)
+    floats = {tensor.dtype.name: name for name, tensor in stored.tensors.items() if tensor.dtype.is_floating_point}
+    floats.pop(wanted, None)
+    for kind, name in floats.items():
+        how = "trained" if wanted == recorded.dtype else "supposed to be stored"
+        raise VerifyError(
+            f"{model_dir} stores {name} in {kind}, but it was {how} in {wanted}; merge the checkpoint again, or accept this "
+            f"precision: --dtype {kind} --verify"
+        )
     before = describe_files(model_dir, leave_out=OURS)
     model, computed = _load(model_dir, stored)
     found = _logprobs(model, recorded, model_dir=model_dir)
@@ -89,18 +92,14 @@ def verify(model_dir: Path, probe: Path | None = None, *, dtype: str | None = No
         trained=recorded.dtype,
         computed=computed,
     )
+    wrong, advice = f"{model_dir} is not the model that was trained", "Merge the checkpoint again"
     if not difference <= result.tolerance:
-        raise VerifyError(
-            f"{model_dir} is not the model that was trained: {result.words}. Merge the checkpoint again; if that does not help, use "
-            "another checkpoint"
-        )
+        raise VerifyError(f"{wrong}: {result.words}. {advice}; if that does not help, use another checkpoint")
     if other := changed_config_files(model_dir, recorded.beside):
-        raise VerifyError(
-            f"{model_dir} is not the model that was trained: {', '.join(other)} {'has' if len(other) == 1 else 'have'} changed since "
-            "the run saved "
-            "it. Merge the checkpoint again"
-        )
-    _leave_mark(model_dir, result, recorded, files=before)
+        have = "has" if len(other) == 1 else "have"
+        raise VerifyError(f"{wrong}: {', '.join(other)} {have} changed since the run saved it. {advice}")
+    write_atomic(model_dir / PROBE, recorded.dump())
+    write_atomic(model_dir / VERIFIED, json.dumps({"format": 1, **asdict(result), "files": before}, indent=1))
     return result
 
 
@@ -126,27 +125,6 @@ def mark_of(model_dir: Path) -> dict[str, Any] | None:
         return None
 
 
-def _leave_mark(model_dir: Path, result: Verified, probe: TrainedProbe, *, files: Mapping[str, Any]) -> None:
-    with plain_disk_errors(model_dir):
-        write_atomic(model_dir / PROBE, probe.dump())
-        write_atomic(model_dir / VERIFIED, json.dumps({"format": 1, **asdict(result), "files": files}, indent=1))
-
-
-def _refuse_other_dtype(stored: Stored, *, wanted: str, trained: str, model_dir: Path) -> None:
-    others = {
-        tensor.dtype.name: name
-        for name, tensor in stored.tensors.items()
-        if tensor.dtype.is_floating_point and tensor.dtype.name != wanted
-    }
-    if others:
-        other, name = next(iter(others.items()))
-        why = f"it was trained in {trained}" if wanted == trained else f"it was supposed to be stored in {wanted}"
-        raise VerifyError(
-            f"{model_dir} stores {name} in {other}, but {why}; merge the checkpoint again, or accept this precision: "
-            f"--dtype {other} --verify"
-        )
-
-
 def _load(model_dir: Path, stored: Stored) -> tuple[Any, str]:
     """Load the model with plain transformers, in float32 if that fits in memory, otherwise as stored. Also returns the precision."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -154,15 +132,12 @@ def _load(model_dir: Path, stored: Stored) -> tuple[Any, str]:
     elements = sum(math.prod(tensor.shape) for tensor in stored.tensors.values())
     fits = 4 * elements <= _SPARE * psutil.virtual_memory().available
     if code := own_code(str(model_dir)):
-        raise VerifyError(
-            f"{model_dir} needs to run code from its own files ({', '.join(code)}), which verify does not allow"
-        )
-    if not (
-        model_dir / "tokenizer_config.json"
-    ).is_file():  # without this file, transformers would create an empty tokenizer for some models
-        raise VerifyError(
-            f"{model_dir} has no tokenizer_config.json, so it has no tokenizer; merge the checkpoint again"
-        )
+        files = ", ".join(code)
+        raise VerifyError(f"{model_dir} needs to run code from its own files ({files}), which verify does not allow")
+    # Without this file, transformers would create an empty tokenizer for some models.
+    if not (model_dir / "tokenizer_config.json").is_file():
+        why = f"{model_dir} has no tokenizer_config.json, so it has no tokenizer"
+        raise VerifyError(f"{why}; merge the checkpoint again")
     with loading(f"the model directory {model_dir}"):
         AutoTokenizer.from_pretrained(model_dir, local_files_only=True)
         loaded: Any = AutoModelForCausalLM.from_pretrained(
@@ -203,13 +178,11 @@ def _tolerance(logprobs: np.ndarray, config: Any, *, trained: str, stored: str, 
     relative error of a logit is multiplied by the spread of the logits, which we estimate from the log-probs of tokens across the
     vocabulary.
     """
-    layers, width = config.num_hidden_layers, config.hidden_size
-    sums = _unit("float32") * math.sqrt(width)
+    sums = _unit("float32") * math.sqrt(config.hidden_size)
     share = sum(_unit(one) + sums for one in (trained, computed)) + (_unit(stored) if stored != trained else 0.0)
-    spread = float(logprobs.std()) + 1e-3 * float(
-        np.abs(logprobs).max()
-    )  # the second term matters if all log-probs are equal
-    return _FAR * math.sqrt(_ROUNDINGS * layers) * share * spread
+    # The second term matters if all log-probs are equal.
+    spread = float(logprobs.std()) + 1e-3 * float(np.abs(logprobs).max())
+    return _FAR * math.sqrt(_ROUNDINGS * config.num_hidden_layers) * share * spread
 
 
 def _unit(dtype: str) -> float:

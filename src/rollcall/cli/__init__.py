@@ -12,11 +12,13 @@ import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
+from datetime import datetime
 from functools import partial, wraps
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from typer import Argument, Option
 
 from rollcall.base.errors import in_one_line, is_out_of_memory
 from rollcall.base.importing import calm_transformers
@@ -28,16 +30,20 @@ from rollcall.base.words import size, visible
 if TYPE_CHECKING:
     from rollcall.config import Config
 
-Debug = Annotated[bool, typer.Option("--debug", help="Show the full traceback of an error.")]
-RunFile = Annotated[str | None, typer.Argument(metavar="FILE", help="Run file. Default: the demo.")]
-RunDir = Annotated[Path, typer.Argument(metavar="RUN_DIR", help="Run directory (run.dir).")]
+Debug = Annotated[bool, Option("--debug", help="Show the full traceback of an error.")]
+RunFile = Annotated[str | None, Argument(metavar="FILE", help="Run file. Default: the demo.")]
+RunDir = Annotated[Path, Argument(metavar="RUN_DIR", help="Run directory (run.dir).")]
 Overrides = Annotated[
-    list[str] | None, typer.Argument(metavar="KEY=VALUE", help="Set a key of the run file, such as actor.lr=1e-5.")
+    list[str] | None, Argument(metavar="KEY=VALUE", help="Set a key of the run file, such as actor.lr=1e-5.")
 ]
-Json = Annotated[bool, typer.Option("--json", help="Print one JSON object, and nothing else, on stdout.")]
+Json = Annotated[bool, Option("--json", help="Print one JSON object, and nothing else, on stdout.")]
 
 SAY_EVERY_S = 10.0  # between progress messages where there is no bar
 FAILED = 1  # exit status; 2 is a usage error, and stop.py defines two more
+
+
+def local_time(moment: datetime) -> str:
+    return moment.astimezone().strftime("%Y-%m-%d %H:%M:%S")
 
 
 def split_arguments(file: str | None, overrides: list[str] | None) -> tuple[Path | None, list[str]]:
@@ -68,7 +74,9 @@ def reported(command: Callable[..., None]) -> Callable[..., None]:
         except (BrokenPipeError, OutputError):
             raise  # `main` handles it
         except Exception as error:
-            if debug or not _is_for_the_user(error):
+            # The message is enough without a traceback for our own errors and for value, file and memory errors.
+            ours = type(error).__module__.startswith("rollcall.")
+            if debug or not (ours or isinstance(error, ValueError | OSError) or is_out_of_memory(error)):
                 raise
             text = _explain(error)
             # The text may quote other people's files. It must not send control codes to the terminal or flood it.
@@ -82,14 +90,15 @@ def reported(command: Callable[..., None]) -> Callable[..., None]:
     return run
 
 
-def answer(found: Any, show: Callable[[Any], None], *, as_json: bool) -> None:
-    """Print a command's result: as one JSON object, or as ``show`` formats it for a person."""
+def answer(found: Any, show: Callable[[Any], None], *, as_json: bool, failed: object = False) -> None:
+    """Print a command's result: as one JSON object, or as ``show`` formats it for a person. If it ``failed``, end the command."""
     if not as_json:
         show(found)
-        return
-    if not isinstance(found, dict):
-        found = getattr(found, "as_json", partial(asdict, found))()
-    print(json.dumps(found, default=str))
+    else:
+        fields = found if isinstance(found, dict) else getattr(found, "as_json", partial(asdict, found))()
+        print(json.dumps(fields, default=str))
+    if failed:
+        raise typer.Exit(FAILED)
 
 
 def print_table(rows: list[tuple[str, ...]]) -> None:
@@ -143,15 +152,6 @@ class _OnStderr(logging.StreamHandler[Any]):
     def emit(self, record: logging.LogRecord) -> None:
         self.stream = sys.stderr
         super().emit(record)
-
-
-def _is_for_the_user(error: Exception) -> bool:
-    """Return whether the message is enough without a traceback. It is for our own errors and for value, file and memory errors."""
-    return (
-        isinstance(error, ValueError | OSError)
-        or type(error).__module__.startswith("rollcall.")
-        or is_out_of_memory(error)
-    )
 
 
 def _explain(error: Exception) -> str:

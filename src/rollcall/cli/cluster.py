@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from typer import Argument, Option
 
 from rollcall.base.words import all_of, are, counted
 from rollcall.cli import Json, answer
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
 
 Cluster = Annotated[
     str | None,
-    typer.Option(
+    Option(
         metavar="NAME",
         help="Name of the cluster. Default: $ROLLCALL_CLUSTER, else the Ray cluster at $RAY_ADDRESS, else `default`.",
     ),
@@ -27,63 +28,50 @@ Cluster = Annotated[
 
 
 def node(
-    rank: Annotated[int | None, typer.Option(min=0, help="Rank of this node. Rank 0 starts the head.")] = None,
-    num_nodes: Annotated[int | None, typer.Option(min=1, help="Number of nodes in the cluster.")] = None,
-    rendezvous: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="Shared folder in which nodes find the head.")
-    ] = None,
+    rank: Annotated[int | None, Option(min=0, help="Rank of this node. Rank 0 starts the head.")] = None,
+    num_nodes: Annotated[int | None, Option(min=1, help="Number of nodes in the cluster.")] = None,
+    rendezvous: Annotated[Path | None, Option(metavar="DIR", help="Shared folder where nodes find the head.")] = None,
     head_address: Annotated[
-        str | None, typer.Option(metavar="HOST:PORT", help="Address on which rank 0 listens. Needs ROLLCALL_TOKEN.")
+        str | None, Option(metavar="HOST:PORT", help="Address on which rank 0 listens. Needs ROLLCALL_TOKEN.")
     ] = None,
-    master: Annotated[bool, typer.Option("--master", help="The same as --rank 0.")] = False,
-    worker: Annotated[int | None, typer.Option(metavar="R", min=0, help="The same as --rank R.")] = None,
-    slots: Annotated[
-        int | None, typer.Option(min=1, help="Number of slots on this node. Default: its number of GPUs.")
-    ] = None,
+    master: Annotated[bool, Option("--master", help="The same as --rank 0.")] = False,
+    worker: Annotated[int | None, Option(metavar="R", min=0, help="The same as --rank R.")] = None,
+    slots: Annotated[int | None, Option(min=1, help="Slots on this node. Default: its number of GPUs.")] = None,
     node_ip: Annotated[
-        str | None, typer.Option(help="Address of this node. Default: the one from which it reaches the head.")
+        str | None, Option(help="Address of this node. Default: the one from which it reaches the head.")
     ] = None,
-    interface: Annotated[str | None, typer.Option(help="Use the address of this interface.")] = None,
-    dashboard_host: Annotated[
-        str, typer.Option(help="Address on which the dashboard of rank 0 listens.")
-    ] = "127.0.0.1",
+    interface: Annotated[str | None, Option(help="Use the address of this interface.")] = None,
+    dashboard_host: Annotated[str, Option(help="Address on which the dashboard of rank 0 listens.")] = "127.0.0.1",
     temp_dir: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="Ray's folder for sockets and logs: a short, local path.")
+        Path | None, Option(metavar="DIR", help="Ray's folder for sockets and logs: a short, local path.")
     ] = None,
     tls: Annotated[
-        bool,
-        typer.Option("--tls", help="Encrypt Ray's traffic. Set it on rank 0 or, with --head-address, on every node."),
+        bool, Option("--tls", help="Encrypt Ray's traffic. Set it on rank 0 or, with --head-address, on every node.")
     ] = False,
     cluster: Annotated[
-        str | None,
-        typer.Option(metavar="NAME", help="Name of the cluster. Default: $ROLLCALL_CLUSTER, else `default`."),
+        str | None, Option(metavar="NAME", help="Name of the cluster. Default: $ROLLCALL_CLUSTER, else `default`.")
     ] = None,
     timeout: Annotated[
         float | None,
-        typer.Option(
+        Option(
             min=0,
             help="Seconds to wait for rank 0. Default: 300, or 1800 with --run, because nodes prepare themselves first.",
         ),
     ] = None,
     block: Annotated[
-        bool,
-        typer.Option("--block", help="Keep running until Ray on this node ends. SIGTERM, SIGHUP and Ctrl-C stop Ray."),
+        bool, Option("--block", help="Keep running until Ray on this node ends. SIGTERM, SIGHUP and Ctrl-C stop Ray.")
     ] = False,
     save_wait: Annotated[
-        float,
-        typer.Option(min=0, help="With --block or --run: seconds that a run on this node has to save after SIGTERM."),
+        float, Option(min=0, help="With --block or --run: seconds that a run on this node has to save after SIGTERM.")
     ] = 25.0,
     run: Annotated[
         Path | None,
-        typer.Option(
+        Option(
             metavar="FILE",
             help="Keep running, and train this run file once all nodes have joined. Exits with the run's status.",
         ),
     ] = None,
-    tied: Annotated[
-        bool,
-        typer.Option("--tied", hidden=True, help="If stdin closes while the node starts, stop and clean up."),
-    ] = False,
+    tied: Annotated[bool, Option("--tied", hidden=True, help="Clean up if stdin closes while it starts.")] = False,
 ) -> None:
     """Start Ray on this node. Rank 0 starts the cluster, and the other nodes join it.
 
@@ -111,13 +99,9 @@ def node(
 
         whole = WholeRun(run)
     timeout_s = timeout if timeout is not None else whole.join_s if whole else 300.0
+    of_run = whole.num_nodes if whole else None
     rank, num_nodes = find_identity(
-        rank=rank,
-        master=master,
-        worker=worker,
-        num_nodes=num_nodes,
-        environ=os.environ,
-        of_run=whole.num_nodes if whole else None,
+        rank=rank, master=master, worker=worker, num_nodes=num_nodes, environ=os.environ, of_run=of_run
     )
     request = NodeRequest(
         cluster=current_cluster(cluster),
@@ -147,8 +131,8 @@ def node(
 
 
 def check(
-    num_slots: Annotated[int, typer.Argument(metavar="N", min=1, help="Number of accelerators in the whole cluster.")],
-    timeout: Annotated[float, typer.Option(min=0, help="Seconds to wait for them.")] = 300.0,
+    num_slots: Annotated[int, Argument(metavar="N", min=1, help="Number of accelerators in the whole cluster.")],
+    timeout: Annotated[float, Option(min=0, help="Seconds to wait for them.")] = 300.0,
     cluster: Cluster = None,
     as_json: Json = False,
 ) -> None:
@@ -169,7 +153,7 @@ def check(
 
 def status(
     run_dir: Annotated[
-        Path | None, typer.Argument(metavar="[RUN_DIR]", help="Show this run instead. Needs no cluster.")
+        Path | None, Argument(metavar="[RUN_DIR]", help="Show this run instead. Needs no cluster.")
     ] = None,
     cluster: Cluster = None,
     as_json: Json = False,
@@ -199,7 +183,7 @@ def status(
 def down(
     cluster: Cluster = None,
     keep_logs: Annotated[
-        bool, typer.Option("--keep-logs", help="Keep Ray's logs until the next `rollcall node` or `down`.")
+        bool, Option("--keep-logs", help="Keep Ray's logs until the next `rollcall node` or `down`.")
     ] = False,
 ) -> None:
     """Stop what this cluster started on this node, and nothing else. A Ray cluster that Rollcall did not start is left alone.
@@ -216,23 +200,19 @@ def down(
 
     meant = find_cluster(cluster)
     if not meant.is_ours:
-        print(
-            f"nothing was stopped, because Rollcall did not start {meant.title}; run `{meant.leave_command}` on a node to stop Ray there"
-        )
+        how = f"run `{meant.leave_command}` on a node to stop Ray there"
+        print(f"nothing was stopped, because Rollcall did not start {meant.title}; {how}")
         return
     folder = state_dir(meant.name)
     count = stop_node(meant.name, keep_logs=keep_logs)
     sweep_folders()  # left by a killed run
-    title = meant.title
-    what = (
-        f"stopped {counted(count, 'process')} of {title}" if count else f"no process of {title} is running on this node"
-    )
+    stopped = f"stopped {counted(count, 'process')} of {meant.title}"
+    what = stopped if count else f"no process of {meant.title} is running on this node"
     print(f"{what}; its logs are in {folder}" if keep_logs and folder.exists() else what)
 
 
 def here(
-    cluster: Cluster = None,
-    interface: Annotated[str | None, typer.Option(help="Use the address of this interface.")] = None,
+    cluster: Cluster = None, interface: Annotated[str | None, Option(help="Use the address of this interface.")] = None
 ) -> None:
     """Describe this machine for a launcher, as one JSON object: version, rank, and the address that a head on it would have.
 
@@ -243,20 +223,19 @@ def here(
     from rollcall.nodes.machine import look_here
     from rollcall.nodes.state import current_cluster
 
-    print(look_here(current_cluster(cluster), interface=interface).as_json())
+    print(look_here(current_cluster(cluster), interface=interface).model_dump_json())
 
 
 def _introduce(record: NodeRecord, *, was_running: bool) -> None:
     slots = counted(record.slots, "GPU" if record.accelerator == "gpu" else "logical slot")
     print("Ray is already running here, as part of this cluster" if was_running else "Ray started")
-    rows = [
+    for label, value in [
         ("cluster", f"{record.cluster} (id {record.cluster_id})"),
         ("node", f"{record.node_ip}, rank {record.rank} of {record.num_nodes}, {slots}"),
         ("head", record.head_address),
         ("dashboard", record.dashboard_url or "on the head's loopback only"),
         ("logs", f"{record.temp_dir}/session_latest/logs"),
-    ]
-    for label, value in rows:
+    ]:
         print(f"  {label:<10} {value}", flush=True)
 
 
@@ -268,10 +247,9 @@ def _show(found: Roster) -> None:
     table = Table("rank", "host", "address", "slots", "memory", "state", box=None, padding=(0, 2, 0, 0))
     for row in found.nodes:
         state = ("alive, head" if row.is_head else "alive") if row.alive else "dead"
-        slots = f"{row.slots} {row.accelerator}"
-        table.add_row(
-            "?" if row.rank is None else str(row.rank), row.host, row.address, slots, f"{row.memory_gib:.1f} GiB", state
-        )
+        rank = "?" if row.rank is None else str(row.rank)
+        slots, memory = f"{row.slots} {row.accelerator}", f"{row.memory_gib:.1f} GiB"
+        table.add_row(rank, row.host, row.address, slots, memory, state)
     for rank in sorted(set(found.missing) - {row.rank for row in found.nodes}):
         table.add_row(str(rank), "-", "-", "-", "-", "not joined")
     console = Screen(soft_wrap=True)
@@ -279,9 +257,8 @@ def _show(found: Roster) -> None:
     plain = found.title if found.has_token else f"{found.title}, which has no token"
     console.print(ours if found.cluster_id else plain, markup=False)
     console.print(table)
-    console.print(
-        f"{counted(found.num_slots, 'slot')} on {len(found.alive)} of {counted(found.num_nodes, 'node')}", markup=False
-    )
+    slots, nodes = counted(found.num_slots, "slot"), counted(found.num_nodes, "node")
+    console.print(f"{slots} on {len(found.alive)} of {nodes}", markup=False)
 
 
 def _as_json(found: Roster) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich import box
 from rich.table import Table
+from typer import Argument, Option
 
 from rollcall.base.screen import Screen
 from rollcall.base.words import counted, visible
@@ -39,9 +40,7 @@ if TYPE_CHECKING:
     from rollcall.run.simulate import Verdict
 
 
-def init(
-    file: Annotated[Path, typer.Argument(metavar="[FILE]", help="File to write.")] = Path("run.yaml"),
-) -> None:
+def init(file: Annotated[Path, Argument(metavar="[FILE]", help="File to write.")] = Path("run.yaml")) -> None:
     """Write a short run file with comments. Without changes, it trains the demo. Never overwrites a file.
 
     \b
@@ -51,8 +50,7 @@ def init(
       rollcall init && rollcall train run.yaml trainer.steps=20
     """
     kept = "".join(char if char.isascii() and char.isalnum() else "-" for char in file.stem).strip("-")
-    name = "mine" if kept in ("", "run") else kept
-    text = (files("rollcall.config") / "init.yaml").read_text().replace("NAME", name)
+    text = (files("rollcall.config") / "init.yaml").read_text().replace("NAME", "mine" if kept in ("", "run") else kept)
     file.parent.mkdir(parents=True, exist_ok=True)
     try:
         with file.open("x") as out:
@@ -81,11 +79,9 @@ def config(file: RunFile = None, overrides: Overrides = None) -> None:
 def plan(
     file: RunFile = None,
     overrides: Overrides = None,
-    gpu_memory: Annotated[
-        float | None, typer.Option(min=1, help="Memory of one accelerator in GiB. Default: 80.")
-    ] = None,
+    gpu_memory: Annotated[float | None, Option(min=1, help="Memory of one accelerator in GiB. Default: 80.")] = None,
     model_config: Annotated[
-        Path | None, typer.Option(help="The model's config.json, if model.path is not on this machine.")
+        Path | None, Option(help="The model's config.json, if model.path is not on this machine.")
     ] = None,
     as_json: Json = False,
 ) -> None:
@@ -112,9 +108,7 @@ def plan(
         raise
     from rollcall.plan.draw import draw_text, make_console
 
-    answer(run, lambda _: make_console().print(draw_text(run)), as_json=as_json)
-    if run.problems:
-        raise typer.Exit(FAILED)
+    answer(run, lambda _: make_console().print(draw_text(run)), as_json=as_json, failed=run.problems)
 
 
 def simulate(file: RunFile = None, overrides: Overrides = None, as_json: Json = False) -> None:
@@ -133,9 +127,7 @@ def simulate(file: RunFile = None, overrides: Overrides = None, as_json: Json = 
     from rollcall.run.simulate import simulate as rehearse
 
     verdict = rehearse(config)
-    answer(verdict, _show_verdict, as_json=as_json)
-    if not verdict.ok:
-        raise typer.Exit(FAILED)
+    answer(verdict, _show_verdict, as_json=as_json, failed=not verdict.ok)
 
 
 def _show_verdict(verdict: Verdict) -> None:
@@ -152,12 +144,10 @@ def _show_verdict(verdict: Verdict) -> None:
 
 
 def prepare(
-    file: Annotated[Path, typer.Argument(metavar="FILE", help="Run file.")],
+    file: Annotated[Path, Argument(metavar="FILE", help="Run file.")],
     overrides: Overrides = None,
-    once: Annotated[
-        bool, typer.Option("--once", help="Also run prepare.once: the commands that one node runs for all nodes.")
-    ] = False,
-    tied: Annotated[bool, typer.Option("--tied", hidden=True, help="Stop if stdin closes before the end.")] = False,
+    once: Annotated[bool, Option("--once", help="Also run prepare.once, which one node runs for all nodes.")] = False,
+    tied: Annotated[bool, Option("--tied", hidden=True, help="Stop if stdin closes before the end.")] = False,
 ) -> None:
     """Run the commands of `prepare.each_node` on this machine and fetch the run's models.
 
@@ -177,7 +167,7 @@ def prepare(
 
 
 def fetch_model(
-    model: Annotated[str, typer.Argument(metavar="MODEL", help="Hub name, such as Qwen/Qwen2.5-0.5B-Instruct.")],
+    model: Annotated[str, Argument(metavar="MODEL", help="Hub name, such as Qwen/Qwen2.5-0.5B-Instruct.")],
 ) -> None:
     """Download a model from the hub into this machine's cache, and print its path.
 
@@ -192,11 +182,10 @@ def fetch_model(
 
 def doctor(
     file: Annotated[
-        str | None,
-        typer.Argument(metavar="FILE", help="Run file. Its placement, run directory and model are examined too."),
+        str | None, Argument(metavar="FILE", help="Run file. Its placement, run directory and model are examined too.")
     ] = None,
     overrides: Overrides = None,
-    quick: Annotated[bool, typer.Option("--quick", help="Do not measure bandwidth.")] = False,
+    quick: Annotated[bool, Option("--quick", help="Do not measure bandwidth.")] = False,
     cluster: Cluster = None,
     as_json: Json = False,
 ) -> None:
@@ -228,28 +217,23 @@ def doctor(
         report = examine_machine(config)
     else:
         report = examine(find_cluster(cluster, ray_address=address), config=config, quick=quick)
-    answer(report, show, as_json=as_json)
-    if report.breaks:
-        raise typer.Exit(FAILED)
+    answer(report, show, as_json=as_json, failed=report.breaks)
 
 
 def data(
-    task: Annotated[
-        str, typer.Argument(metavar="TASK", help="arithmetic, countdown, gsm8k, math or reasoning-gym:TASK.")
-    ],
-    out: Annotated[Path, typer.Option(help="Directory for train.parquet and test.parquet.")],
+    task: Annotated[str, Argument(metavar="TASK", help="arithmetic, countdown, gsm8k, math or reasoning-gym:TASK.")],
+    out: Annotated[Path, Option(help="Directory for train.parquet and test.parquet.")],
     num: Annotated[
-        int | None, typer.Option(min=1, help="Number of training rows. Generated tasks add a tenth as many test rows.")
+        int | None, Option(min=1, help="Number of training rows. Generated tasks add a tenth as many test rows.")
     ] = None,
     seed: Annotated[
-        int, typer.Option(min=0, help="Seed for generated rows and splits. For arithmetic, it sets only the order.")
+        int, Option(min=0, help="Seed for generated rows and splits. For arithmetic, it sets only the order.")
     ] = 0,
     source: Annotated[
         Path | None,
-        typer.Option(
-            "--source",
+        Option(
             help="For gsm8k and math, instead of the hub: a folder with train and test files, or a JSONL or Parquet file, of "
-            "which a tenth is held out.",
+            "which a tenth is held out."
         ),
     ] = None,
     as_json: Json = False,
@@ -305,7 +289,7 @@ def _show_rows(written: dict[Path, int], example: dict[str, Any], reward: str) -
 def test_reward(
     file: RunFile = None,
     overrides: Overrides = None,
-    rows: Annotated[int, typer.Option(min=1, help="Number of rows of data.train to score.")] = 3,
+    rows: Annotated[int, Option(min=1, help="Number of rows of data.train to score.")] = 3,
     as_json: Json = False,
 ) -> None:
     """Score a few rows before training, each with three completions: the row's own answer, an empty text, and a text without an answer.
@@ -322,9 +306,7 @@ def test_reward(
     from rollcall.run.reward_trial import try_run
 
     trial = try_run(read_run(file, overrides), num_rows=rows)
-    answer(trial, _show_trial, as_json=as_json)
-    if trial.broken:
-        raise typer.Exit(FAILED)
+    answer(trial, _show_trial, as_json=as_json, failed=trial.broken)
 
 
 def _show_trial(trial: Trial) -> None:
@@ -346,9 +328,8 @@ def _show_trial(trial: Trial) -> None:
     if trial.broken:
         console.print(f"\n{', '.join(trial.broken)} failed on every completion: training would stop in its first step")
     elif trial.gives_answers_nothing:
-        console.print(
-            "\nthe rows' own answers score 0 or less; check that the reward accepts answers in the form that your model writes"
-        )
+        advice = "check that the reward accepts answers in the form that your model writes"
+        console.print(f"\nthe rows' own answers score 0 or less; {advice}")
     elif trial.is_constant:
         console.print("\nevery completion gets the same score, so the model cannot learn anything; check the reward")
 
@@ -368,9 +349,7 @@ def _trial_table(trial: Trial) -> Table:
     return table
 
 
-reward = typer.Typer(
-    name="reward", help="Try a run's rewards before training.", no_args_is_help=True, rich_markup_mode=None
-)
+reward = typer.Typer(help="Try a run's rewards before training.", no_args_is_help=True, rich_markup_mode=None)
 
 
 @reward.callback()

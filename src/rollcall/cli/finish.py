@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-import typer
+from typer import Argument, Option
 
 from rollcall.base.wait import say
 from rollcall.base.words import counted, size
@@ -18,17 +18,17 @@ if TYPE_CHECKING:
 
 Hosts = Annotated[
     str | None,
-    typer.Option("--hosts", metavar="HOST,HOST", help="Hosts to ask over ssh. Default: the nodes of the cluster or the ssh launch."),
-]  # fmt: skip
+    Option(metavar="HOST,HOST", help="Hosts to ask over ssh. Default: the nodes of the cluster or the ssh launch."),
+]
 
 
 def gather(
     checkpoint: Annotated[
-        Path, typer.Argument(metavar="CHECKPOINT", help="Checkpoint, or a run directory for its newest checkpoint.")
+        Path, Argument(metavar="CHECKPOINT", help="Checkpoint, or a run directory for its newest checkpoint.")
     ],
     hosts: Hosts = None,
     delete: Annotated[
-        bool, typer.Option("--delete", help="Remove the parts from the nodes once all parts have been copied.")
+        bool, Option("--delete", help="Remove the parts from the nodes once all parts have been copied.")
     ] = False,
     as_json: Json = False,
 ) -> None:
@@ -66,10 +66,10 @@ def _show_gathered(done: Gathered) -> None:
 
 
 def finish(
-    run: Annotated[Path, typer.Argument(metavar="RUN", help="Run directory or run file.")],
+    run: Annotated[Path, Argument(metavar="RUN", help="Run directory or run file.")],
     overrides: Overrides = None,
     hosts: Hosts = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the steps that would run, and do nothing.")] = False,
+    dry_run: Annotated[bool, Option("--dry-run", help="Print the steps that would run, and do nothing.")] = False,
     as_json: Json = False,
 ) -> None:
     """Turn a run's newest checkpoint into a model: gather its parts, merge and verify them, and upload the model.
@@ -100,14 +100,12 @@ def _show_finished(done: FinishedRun) -> None:
 
 
 def upload(
-    model_dir: Annotated[
-        Path, typer.Argument(metavar="DIR", help="Model directory, such as one from `rollcall merge`.")
-    ],
-    repo: Annotated[str, typer.Argument(metavar="REPO", help="OWNER/NAME on the hub; created if it does not exist.")],
+    model_dir: Annotated[Path, Argument(metavar="DIR", help="Model directory, such as one from `rollcall merge`.")],
+    repo: Annotated[str, Argument(metavar="REPO", help="OWNER/NAME on the hub; created if it does not exist.")],
     private: Annotated[
-        bool, typer.Option("--private", help="Create a private repository; refuse an existing public one.")
+        bool, Option("--private", help="Create a private repository; refuse an existing public one.")
     ] = False,
-    revision: Annotated[str | None, typer.Option("--revision", help="Branch to upload to.")] = None,
+    revision: Annotated[str | None, Option(help="Branch to upload to.")] = None,
     as_json: Json = False,
 ) -> None:
     """Upload a model directory to the hub. It is verified first: only a model that matches the trained one is uploaded.

@@ -11,39 +11,37 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from typer import Argument, Option
 
 from rollcall.base.stop import INTERRUPTED, STOPPED
 from rollcall.base.wait import say
-from rollcall.cli import FAILED, Json, Overrides, RunFile, answer, print_table, read_run, reported
+from rollcall.cli import FAILED, Json, Overrides, RunFile, answer, local_time, print_table, read_run, reported
 from rollcall.cli.cluster import Cluster
 from rollcall.observe.progress import format_duration
 
 if TYPE_CHECKING:
-    from rollcall.launch.doctor.worker_view import NodeView
     from rollcall.launch.jobs.submit import Job, Jobs
+    from rollcall.launch.processes import NodeView
 
 Address = Annotated[
-    str | None, typer.Option(metavar="URL", help="Dashboard of the cluster. Default: that of this node's cluster.")
+    str | None, Option(metavar="URL", help="Dashboard of the cluster. Default: that of this node's cluster.")
 ]
 Meeting = Annotated[
     Path | None,
-    typer.Option(
+    Option(
         "--rendezvous", metavar="DIR", help="Shared folder of the cluster. The address and the token are read from it."
     ),
 ]
 JobId = Annotated[
-    str,
-    typer.Argument(metavar="[ID|latest]", help="Id of a job. Default: the newest unfinished job, else the newest job."),
+    str, Argument(metavar="[ID|latest]", help="Id of a job. Default: the newest unfinished job, else the newest job.")
 ]
 
 
 def submit(
     file: RunFile = None,
     overrides: Overrides = None,
-    no_wait: Annotated[bool, typer.Option("--no-wait", help="Return as soon as the job is submitted.")] = False,
-    page: Annotated[
-        bool, typer.Option("--page", help="The same as trainer.page=true: the head serves the run's page.")
-    ] = False,
+    no_wait: Annotated[bool, Option("--no-wait", help="Return as soon as the job is submitted.")] = False,
+    page: Annotated[bool, Option("--page", help="Like trainer.page=true: the head serves the run's page.")] = False,
     address: Address = None,
     cluster: Cluster = None,
     rendezvous: Meeting = None,
@@ -87,10 +85,7 @@ def submit(
 
 
 def job_list(
-    address: Address = None,
-    cluster: Cluster = None,
-    rendezvous: Meeting = None,
-    as_json: Json = False,
+    address: Address = None, cluster: Cluster = None, rendezvous: Meeting = None, as_json: Json = False
 ) -> None:
     """List the jobs of the cluster, the newest first.
 
@@ -101,7 +96,7 @@ def job_list(
     """
     jobs = _jobs(cluster, address, rendezvous).jobs()
     rows = [("ID", "RUN", "STATUS", "SUBMITTED", "TOOK", "BY")]
-    rows += [(job.id, job.run, job.status, _when(job), _took(job), job.submitter) for job in jobs]
+    rows += [(job.id, job.run, job.status, local_time(job.started), _took(job), job.submitter) for job in jobs]
     answer({"jobs": [job.as_json() for job in jobs]}, lambda _: print_table(rows), as_json=as_json)
 
 
@@ -124,7 +119,7 @@ def job_status(
 
 def job_logs(
     job_id: JobId = "latest",
-    follow: Annotated[bool, typer.Option("--follow", "-f", help="Keep printing until the job ends.")] = False,
+    follow: Annotated[bool, Option("--follow", "-f", help="Keep printing until the job ends.")] = False,
     address: Address = None,
     cluster: Cluster = None,
     rendezvous: Meeting = None,
@@ -159,16 +154,10 @@ def job_stop(
       rollcall job stop rollcall-gsm8k-1115-093000-1f2e
     """
     jobs = _jobs(cluster, address, rendezvous)
-    stopped = jobs.stop(jobs.find(job_id).id)
-    answer(stopped, lambda job: print(f"{job.id} is {job.status}"), as_json=as_json)
+    answer(jobs.stop(jobs.find(job_id).id), lambda job: print(f"{job.id} is {job.status}"), as_json=as_json)
 
 
-def env(
-    file: RunFile = None,
-    overrides: Overrides = None,
-    cluster: Cluster = None,
-    as_json: Json = False,
-) -> None:
+def env(file: RunFile = None, overrides: Overrides = None, cluster: Cluster = None, as_json: Json = False) -> None:
     """Show the environment variables of the workers on each node, and where each comes from. Secrets are redacted.
 
     Run this command on a node of the cluster. It also lists variables in this shell that a run may need but that do not reach
@@ -179,7 +168,7 @@ def env(
       rollcall env run.yaml
       rollcall env run.yaml 'cluster.env_pass=[WANDB_API_KEY, NCCL_*]' --json
     """
-    from rollcall.launch.doctor.worker_view import view_workers
+    from rollcall.launch.processes import view_workers
     from rollcall.nodes.cluster import find_cluster
     from rollcall.nodes.declared import hint, missed, submitted_env
 
@@ -196,9 +185,7 @@ def env(
         raise typer.Exit(FAILED)
 
 
-job = typer.Typer(
-    name="job", help="List, watch and stop the jobs of a cluster.", no_args_is_help=True, rich_markup_mode=None
-)
+job = typer.Typer(help="List, watch and stop the jobs of a cluster.", no_args_is_help=True, rich_markup_mode=None)
 for _name, _command in (("list", job_list), ("status", job_status), ("logs", job_logs), ("stop", job_stop)):
     job.command(_name)(reported(_command))
 
@@ -214,10 +201,8 @@ def _follow(jobs: Jobs, job_id: str, *, out: Any) -> Job:
     try:
         return jobs.follow(job_id, out=out)
     except KeyboardInterrupt:
-        say(
-            f"\n{job_id} is still running on the cluster; follow it with `rollcall job logs --follow {job_id}`, or stop it with "
-            f"`rollcall job stop {job_id}`"
-        )
+        how = f"follow it with `rollcall job logs --follow {job_id}`, or stop it with `rollcall job stop {job_id}`"
+        say(f"\n{job_id} is still running on the cluster; {how}")
         raise typer.Exit(INTERRUPTED) from None
 
 
@@ -235,7 +220,8 @@ def _end_as(job: Job) -> None:
 
 def _show(job: Job) -> None:
     print_table([
-        ("job", job.id), ("run", job.run), ("status", job.status), ("submitted", f"{_when(job)} by {job.submitter}"),
+        ("job", job.id), ("run", job.run), ("status", job.status),
+        ("submitted", f"{local_time(job.started)} by {job.submitter}"),
         ("took", _took(job)), ("run dir", job.run_dir), ("Ray says", job.message),
     ])  # fmt: skip
 
@@ -249,10 +235,6 @@ def _print_environment(views: list[NodeView]) -> None:
             wrong = f"   BUT DECLARED AS: {seen.wanted}" if seen.wanted is not None else ""
             rows.append((f"  {seen.name}", seen.source, value + wrong))
         print_table(rows)
-
-
-def _when(job: Job) -> str:
-    return job.started.astimezone().strftime("%Y-%m-%d %H:%M:%S")
 
 
 def _took(job: Job) -> str:

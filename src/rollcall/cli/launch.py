@@ -12,12 +12,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from typer import Argument, Option
 from typer.core import TyperGroup
 
 from rollcall.base.stop import heed
 from rollcall.base.wait import say
 from rollcall.base.words import visible
-from rollcall.cli import FAILED, Json, Overrides, RunFile, answer, print_table, read_run, reported
+from rollcall.cli import FAILED, Json, Overrides, RunFile, answer, local_time, print_table, read_run, reported
 from rollcall.config.launch import describe_targets
 
 if TYPE_CHECKING:
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
 
 TARGETS = describe_targets()
 Name = Annotated[
-    str | None, typer.Argument(metavar="[NAME]", help="Name of the launch. Default: the only launch from this machine.")
+    str | None, Argument(metavar="[NAME]", help="Name of the launch. Default: the only launch from this machine.")
 ]
 
 
@@ -53,24 +54,20 @@ def _launch(
     overrides: Overrides = None,
     dry_run: Annotated[
         bool,
-        typer.Option(
+        Option(
             "--dry-run",
             help="Print the rendered files, the commands, and any problems that prevent a start; start nothing.",
         ),
     ] = False,
-    wait: Annotated[bool, typer.Option("--wait", help="Follow the run's log and exit with its status.")] = False,
-    name: Annotated[
-        str | None, typer.Option(metavar="NAME", help="Name of this launch. Default: the run's name.")
-    ] = None,
+    wait: Annotated[bool, Option("--wait", help="Follow the run's log and exit with its status.")] = False,
+    name: Annotated[str | None, Option(metavar="NAME", help="Name of this launch. Default: the run's name.")] = None,
     as_json: Json = False,
 ) -> None:
     from rollcall.launch.launch import get_target, make_request, start
     from rollcall.launch.record import check_name, default_name
 
     if wait and as_json and not dry_run:
-        raise typer.BadParameter(
-            "--wait prints the run's log on stdout, where --json prints one object; use only one of these options"
-        )
+        raise typer.BadParameter("--wait prints the run's log on stdout, and --json one object; use only one of them")
     config = read_run(file, overrides)
     chosen = get_target(target)
     problems: list[str] | None = [] if dry_run else None
@@ -84,10 +81,8 @@ def _launch(
         say(f"note: {note}")
     with heed():  # a closed terminal or SIGTERM stops a launch as Ctrl-C does
         record = start(chosen, request, rendered)
-    say(
-        f"started {record.name!r}; check on it with `rollcall launch status {record.name}`, or end it with "
-        f"`rollcall launch down {record.name}`"
-    )
+    how = f"check on it with `rollcall launch status {name}`, or end it with `rollcall launch down {name}`"
+    say(f"started {name!r}; {how}")
     if as_json:
         print(json.dumps(_facts(record)))
     if wait:
@@ -99,10 +94,6 @@ def _facts(record: LaunchRecord) -> dict[str, str]:
     return {**known, "folder": str(record.folder)}
 
 
-def _when(record: LaunchRecord) -> str:
-    return record.started.astimezone().strftime("%Y-%m-%d %H:%M:%S")
-
-
 def shown(rendered: Rendered, folder: Path) -> str:
     """Format for a person: each file with its path, then the commands in order."""
     parts = [f"# file {folder / name}\n{text.rstrip()}\n" for name, text in rendered.files.items()]
@@ -112,9 +103,7 @@ def shown(rendered: Rendered, folder: Path) -> str:
     return "\n".join([*parts, *commands, *notes, *problems])
 
 
-def init(
-    target: Annotated[str, typer.Argument(metavar="TARGET", help=f"One of {', '.join(TARGETS)}.")],
-) -> None:
+def init(target: Annotated[str, Argument(metavar="TARGET", help=f"One of {', '.join(TARGETS)}.")]) -> None:
     """Print a commented `launch:` section to fill in.
 
     \b
@@ -127,7 +116,7 @@ def init(
     print((files("rollcall.launch") / "sections" / f"{target}.yaml").read_text(), end="")
 
 
-def down(name: Annotated[str, typer.Argument(metavar="NAME", help="Name of the launch.")]) -> None:
+def down(name: Annotated[str, Argument(metavar="NAME", help="Name of the launch.")]) -> None:
     """End everything that a launch started, and nothing else. The run saves first if the target allows it.
 
     \b
@@ -153,15 +142,14 @@ def list_launches(as_json: Json = False) -> None:
     records = all_records(strict=False)
     with ThreadPoolExecutor(len(records) or 1) as pool:
         now = list(zip(records, pool.map(state_of, records), strict=True))
-    launches = [{**_facts(each), "told": told} for each, told in now]
-    answer({"launches": launches}, lambda _: _show(now), as_json=as_json)
+    answer({"launches": [{**_facts(each), "told": told} for each, told in now]}, lambda _: _show(now), as_json=as_json)
 
 
 def _show(now: list[tuple[LaunchRecord, str]]) -> None:
     if not now:
         say("nothing was launched from this machine; `rollcall launch TARGET run.yaml` launches a run")
         return
-    rows = [(each.name, each.target, _when(each), visible(each.run_dir), told) for each, told in now]
+    rows = [(each.name, each.target, local_time(each.started), visible(each.run_dir), told) for each, told in now]
     print_table([("NAME", "TARGET", "SINCE", "RUN DIR", "NOW"), *rows])
 
 
@@ -178,13 +166,13 @@ def status(name: Name = None, as_json: Json = False) -> None:
 
     record = named_record(name)
     told = visible(get_target(record.target).status(record))
-    line = f"{record.name} ({record.target}, {record.state} {_when(record)}): {told}"
+    line = f"{record.name} ({record.target}, {record.state} {local_time(record.started)}): {told}"
     answer({**_facts(record), "told": told}, lambda _: print(line), as_json=as_json)
 
 
 def logs(
     name: Name = None,
-    follow: Annotated[bool, typer.Option("--follow", "-f", help="Keep printing until the run ends.")] = False,
+    follow: Annotated[bool, Option("--follow", "-f", help="Keep printing until the run ends.")] = False,
 ) -> None:
     """Print the log of a launch's run.
 
@@ -203,15 +191,15 @@ def logs(
 
 
 def ssh(
-    where: Annotated[str, typer.Argument(metavar="all|HOST", help="All hosts of the launch, or one of them.")],
+    where: Annotated[str, Argument(metavar="all|HOST", help="All hosts of the launch, or one of them.")],
     command: Annotated[
         list[str],
-        typer.Argument(
+        Argument(
             metavar="COMMAND", help="After `--`: a command with its arguments, or one argument with a line of shell."
         ),
     ],
     name: Annotated[
-        str | None, typer.Option(metavar="NAME", help="Name of the launch. Default: the only launch with ssh.")
+        str | None, Option(metavar="NAME", help="Name of the launch. Default: the only launch with ssh.")
     ] = None,
 ) -> None:
     """Run a command on one host of a launch, or on all of its hosts at once.
@@ -237,11 +225,9 @@ def ssh(
 
 def tunnel(
     name: Annotated[
-        str | None, typer.Argument(metavar="[NAME]", help="Name of the launch. Default: the only launch with ssh.")
+        str | None, Argument(metavar="[NAME]", help="Name of the launch. Default: the only launch with ssh.")
     ] = None,
-    port: Annotated[
-        int | None, typer.Option(min=1, max=65535, help="Port on this machine. Default: a free port.")
-    ] = None,
+    port: Annotated[int | None, Option(min=1, max=65535, help="Port on this machine. Default: a free port.")] = None,
 ) -> None:
     """Forward the dashboard of a launch, and the page of its run, to ports on this machine until Ctrl-C.
 

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
-import typer
+from typer import Argument, Option
 
 from rollcall.base.stop import heed
 from rollcall.base.wait import on_stdout, say
@@ -16,18 +15,17 @@ from rollcall.cli import Json, Overrides, answer, calm_libraries, print_rows, pr
 
 if TYPE_CHECKING:
     from rollcall.checkpoint.merge.merge import Merged
+    from rollcall.checkpoint.verify import Verified
     from rollcall.run.evaluation import EvalReport
 
 
 def evaluate(
-    target: Annotated[Path, typer.Argument(metavar="RUN.yaml|RUN_DIR|MODEL_DIR|CHECKPOINT", help="What to evaluate.")],
+    target: Annotated[Path, Argument(metavar="RUN.yaml|RUN_DIR|MODEL_DIR|CHECKPOINT", help="What to evaluate.")],
     overrides: Overrides = None,
-    data: Annotated[str | None, typer.Option(help="JSONL or Parquet file. Default: the run's data.val.")] = None,
-    samples: Annotated[
-        int | None, typer.Option(min=1, help="Completions per prompt. More than one gives pass@k.")
-    ] = None,
-    temperature: Annotated[float | None, typer.Option(min=0, help="Sampling temperature. 0 is greedy.")] = None,
-    max_prompts: Annotated[int | None, typer.Option(min=1, help="Evaluate on the first N prompts only.")] = None,
+    data: Annotated[str | None, Option(help="JSONL or Parquet file. Default: the run's data.val.")] = None,
+    samples: Annotated[int | None, Option(min=1, help="Completions per prompt. More than one gives pass@k.")] = None,
+    temperature: Annotated[float | None, Option(min=0, help="Sampling temperature. 0 is greedy.")] = None,
+    max_prompts: Annotated[int | None, Option(min=1, help="Evaluate on the first N prompts only.")] = None,
     as_json: Json = False,
 ) -> None:
     """Measure accuracy, pass@k and lengths, and show samples.
@@ -68,27 +66,21 @@ def _show_evaluation(report: EvalReport) -> None:
     evaluation, section = report.evaluation, report.plan.config.eval
     how = "greedy" if section.temperature == 0 else f"temperature {section.temperature:g}"
     means = f"   (share with a first reward of at least {section.threshold:g})" if report.headline is REWARD else ""
-    accuracy = [
-        ("accuracy", f"{evaluation.accuracy:.3f}{means}"),
-        *((f"pass@{k}", f"{value:.3f}") for k, value in evaluation.pass_at.items() if k > 1),
-    ]
+    at_k = [(f"pass@{k}", f"{value:.3f}") for k, value in evaluation.pass_at.items() if k > 1]
+    accuracy = [("accuracy", f"{evaluation.accuracy:.3f}{means}"), *at_k]
     reward = [("mean reward", f"{evaluation.reward_mean:.3f}")]
     prompts = counted(len(evaluation.groups), "prompt")
-    limit = f"at most {report.max_response_tokens:,}"
+    limit, cut_off = f"at most {report.max_response_tokens:,}", evaluation.truncated_fraction
     rows = [
         ("model", f"{report.plan.model_path}   ({report.plan.origin})"),
         ("data", f"{report.prompts.source}   {prompts} x {section.samples_per_prompt}, {how}"),
         *([*reward, *accuracy] if report.headline is REWARD else [*accuracy, *reward]),
-        (
-            "mean length",
-            f"{evaluation.response_length_mean:.1f} tokens ({limit}), {evaluation.truncated_fraction:.1%} cut off",
-        ),
+        ("mean length", f"{evaluation.response_length_mean:.1f} tokens ({limit}), {cut_off:.1%} cut off"),
         ("time", f"{report.seconds:.1f} s"),
     ]
     if report.prompts.num_overlong:
-        rows.append(
-            ("left out", f"{counted(report.prompts.num_overlong, 'prompt')} longer than data.max_prompt_tokens")
-        )
+        overlong = counted(report.prompts.num_overlong, "prompt")
+        rows.append(("left out", f"{overlong} longer than data.max_prompt_tokens"))
     if evaluation.num_unscored:
         first = report.failures[0]
         rows.append(("not scored", f"{evaluation.num_unscored}, the first by {first.reward} on {first.prompt_id}"))
@@ -97,21 +89,17 @@ def _show_evaluation(report: EvalReport) -> None:
 
 
 def serve(
-    target: Annotated[
-        str, typer.Argument(metavar="MODEL|RUN", help="Model directory, hub name, run directory or run file.")
-    ],
+    target: Annotated[str, Argument(metavar="MODEL|RUN", help="Model directory, hub name, run directory or run file.")],
     overrides: Overrides = None,
-    port: Annotated[int, typer.Option(min=0, max=65535, help="Port. 0: a free port.")] = 8000,
+    port: Annotated[int, Option(min=0, max=65535, help="Port. 0: a free port.")] = 8000,
     host: Annotated[
-        str, typer.Option(help="Address to listen on. The default is reachable only from this machine.")
+        str, Option(help="Address to listen on. The default is reachable only from this machine.")
     ] = "127.0.0.1",
     key_file: Annotated[
-        Path | None,
-        typer.Option(help="File with the key. Default: ROLLCALL_SERVE_KEY, else a new key, which is printed."),
+        Path | None, Option(help="File with the key. Default: ROLLCALL_SERVE_KEY, else a new key, which is printed.")
     ] = None,
     engine: Annotated[
-        Literal["native", "vllm"] | None,
-        typer.Option(help="Inference engine. Default: the run's engine, else native."),
+        Literal["native", "vllm"] | None, Option(help="Inference engine. Default: the run's engine, else native.")
     ] = None,
 ) -> None:
     """Serve a model behind the OpenAI API: chat, completions, and token ids in and out.
@@ -141,26 +129,21 @@ def serve(
 
 def merge(
     checkpoint: Annotated[
-        Path, typer.Argument(metavar="CHECKPOINT", help="Run directory, or checkpoint of Rollcall, verl or PyTorch.")
+        Path, Argument(metavar="CHECKPOINT", help="Run directory, or checkpoint of Rollcall, verl or PyTorch.")
     ],
-    out: Annotated[Path, typer.Option("--out", metavar="DIR", help="Model directory to write.")],
-    dtype: Annotated[
-        str, typer.Option("--dtype", help="Precision to write: keep (as stored), bf16, fp16 or fp32.")
-    ] = "keep",
-    max_shard_size: Annotated[
-        str, typer.Option("--max-shard-size", metavar="SIZE", help="Largest file, such as 5GB or 512MiB.")
-    ] = "5GB",
+    out: Annotated[Path, Option(metavar="DIR", help="Model directory to write.")],
+    dtype: Annotated[str, Option(help="Precision to write: keep (as stored), bf16, fp16 or fp32.")] = "keep",
+    max_shard_size: Annotated[str, Option(metavar="SIZE", help="Largest file, such as 5GB or 512MiB.")] = "5GB",
     base: Annotated[
         Path | None,
-        typer.Option(
-            "--base",
+        Option(
             metavar="DIR",
             help="Model directory to take config and tokenizer from, if there is none next to the weights.",
         ),
     ] = None,
     verify: Annotated[
         bool,
-        typer.Option(
+        Option(
             "--verify", help="Then load the model with transformers and compare its log-probs with the trained model's."
         ),
     ] = False,
@@ -193,38 +176,28 @@ def merge(
             )
     with progress_bar("merge") as progress:
         merged = merge_stored(checkpoint, out, dtype=dtype, max_shard_size=max_shard_size, base=base, progress=progress)
-    if not verify:
-        answer(merged, _show_merged, as_json=as_json)
-        return
-    say(f"loading {merged.out} to verify it")
-    calm_libraries()
-    from rollcall.checkpoint.verify import verify as compare
+    verified: Verified | None = None
+    if verify:
+        say(f"loading {merged.out} to verify it")
+        calm_libraries()
+        from rollcall.checkpoint.verify import verify as compare
 
-    wanted = DTYPES.get(dtype)
-    verified = compare(merged.out, dtype=None if wanted is None else wanted.name)
-    if as_json:
-        print(json.dumps(merged.as_json() | {"verified": asdict(verified)}, default=str))
-        return
-    _show_merged(merged)
-    print(f"verified {verified.words}")
+        wanted = DTYPES.get(dtype)
+        verified = compare(merged.out, dtype=None if wanted is None else wanted.name)
+    found = merged.as_json() | ({} if verified is None else {"verified": asdict(verified)})
+    answer(found, lambda _: _show_merged(merged, verified), as_json=as_json)
 
 
-def _show_merged(merged: Merged) -> None:
-    rate = round(merged.num_bytes / max(merged.duration_s, 1e-9))
+def _show_merged(merged: Merged, verified: Verified | None) -> None:
+    rate, before = round(merged.num_bytes / max(merged.duration_s, 1e-9)), merged.continued_bytes
+    took = f"{merged.duration_s:.1f} s ({size(rate)}/s)"
     tensors, files = counted(merged.num_tensors, "tensor"), counted(merged.num_files, "file")
     rows = [
         ("from", f"{merged.origin} ({merged.kind})"),
         ("run", ", ".join(f"{key} {value}" for key, value in merged.facts.items())),
-        (
-            "model",
-            f"{merged.out}: {tensors}, {size(merged.num_bytes)} in {files}, {merged.duration_s:.1f} s ({size(rate)}/s)",
-        ),
-        (
-            "",
-            f"{size(merged.continued_bytes)} had already been written by an earlier attempt"
-            if merged.continued_bytes
-            else "",
-        ),
+        ("model", f"{merged.out}: {tensors}, {size(merged.num_bytes)} in {files}, {took}"),
+        ("", f"{size(before)} had already been written by an earlier attempt" if before else ""),
         *(("note", note) for note in merged.notes),
+        ("verified", "" if verified is None else verified.words),
     ]
     print_rows([(label, text) for label, text in rows if text], width=8)

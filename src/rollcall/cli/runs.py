@@ -8,7 +8,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
+from typer import Argument, Option
 
 from rollcall.base.wait import say
 from rollcall.base.words import counted, span
@@ -17,6 +17,7 @@ from rollcall.cli import Json, RunDir, answer, print_rows
 if TYPE_CHECKING:
     from rich.table import Table
 
+    from rollcall.base.lease import Holder
     from rollcall.view.reader import RunState
     from rollcall.view.recover import RunReport
 
@@ -25,9 +26,7 @@ LONG = 8 << 20  # bytes of calls; reading and writing more than this takes more 
 
 def recover(
     run_dir: RunDir,
-    repair: Annotated[
-        bool, typer.Option("--repair", help="Move torn files to RUN_DIR/set-aside/. Deletes nothing.")
-    ] = False,
+    repair: Annotated[bool, Option("--repair", help="Move torn files to RUN_DIR/set-aside/. Deletes nothing.")] = False,
     as_json: Json = False,
 ) -> None:
     """Explain a run directory: last checkpoint, finished groups, torn files, its owner, and what a resume will do.
@@ -43,18 +42,15 @@ def recover(
 
     moved = set_aside(run_dir) if repair else []
     report = look(run_dir)
-    if as_json:
-        print(json.dumps(report.as_json() | {"set_aside": [str(path) for path in moved]}))
-        return
-    if repair and not moved:
+    if repair and not moved and not as_json:
         print("nothing to repair")
-    _show(report)
+    answer(report.as_json() | {"set_aside": moved}, lambda _: _show(report), as_json=as_json)
 
 
 def show_run(run_dir: Path, *, as_json: bool) -> None:
     """Print a run's state and its last steps."""
     from rollcall.observe.events import read_phases
-    from rollcall.view.reader import describe_holder, holder_as_json, open_run
+    from rollcall.view.reader import holder_as_json, open_run
     from rollcall.view.summary import standing_rows
 
     run = open_run(run_dir)
@@ -75,13 +71,8 @@ def show_run(run_dir: Path, *, as_json: bool) -> None:
         }
         print(json.dumps(shown))
         return
-    rows = [
-        ("run", str(run_dir)),
-        ("held by", describe_holder(holder)),
-        ("last" if state.is_over else "now", _in_words(state)),
-        ("progress", ", ".join(f"{label} {text}".strip() for label, text in standing_rows(standing))),
-    ]
-    print_rows(rows, width=8)
+    progress = ", ".join(f"{label} {text}".strip() for label, text in standing_rows(standing))
+    print_rows([*_about(run_dir, holder, state), ("progress", progress)], width=8)
     for step in steps:
         print(f"step {step}")
         for event in (event for event in recent if event.step == step):
@@ -91,6 +82,13 @@ def show_run(run_dir: Path, *, as_json: bool) -> None:
             if took == "0.00 s" and not notes:
                 continue  # a phase with nothing to show, such as releasing an engine that needs no release
             print(f"  {event.phase:<20} {took:>10}  {'; '.join(notes)}".rstrip())
+
+
+def _about(run_dir: Path, holder: Holder | None, state: RunState) -> list[tuple[str, str]]:
+    from rollcall.view.reader import describe_holder
+
+    now = "last" if state.is_over else "now"
+    return [("run", str(run_dir)), ("held by", describe_holder(holder)), (now, _in_words(state))]
 
 
 def _in_words(state: RunState) -> str:
@@ -124,19 +122,15 @@ def _runs_of(groups: dict[int, int]) -> list[str]:
 
 
 def _show(report: RunReport) -> None:
-    from rollcall.view.reader import describe_holder
-
-    rows = [
-        ("run", str(report.run_dir)),
-        ("held by", describe_holder(report.holder)),
-        ("last" if report.state.is_over else "now", _in_words(report.state)),
-    ]
     whole = "none" if report.last is None else f"step {report.last.step}, all files unchanged since they were written"
-    rows.append(("checkpoint", whole))
-    rows += [("journal", text) for text in _runs_of(report.groups)]
-    rows += [("torn", f"{one.path}: {one.why}") for one in report.audit.torn]
     counts = ", ".join(f"{name.replace('_', ' ')} {count}" for name, count in report.audit.counts().items())
-    rows.append(("audit", counts))
+    rows = [
+        *_about(report.run.dir, report.holder, report.state),
+        ("checkpoint", whole),
+        *(("journal", text) for text in _runs_of(report.groups)),
+        *(("torn", f"{one.path}: {one.why}") for one in report.audit.torn),
+        ("audit", counts),
+    ]
     print_rows(rows, width=11)
     print("the next `rollcall train` would")
     for line in report.next():
@@ -194,9 +188,9 @@ def _table(what: str, comparison: dict[str, Any]) -> Table:
 
 def trace(
     run_dir: RunDir,
-    out: Annotated[Path, typer.Option("--out", metavar="FILE", help="File to write.")] = Path("trace.json"),
-    first_step: Annotated[int | None, typer.Option("--from", metavar="STEP", min=0, help="First step.")] = None,
-    last_step: Annotated[int | None, typer.Option("--to", metavar="STEP", min=0, help="Last step.")] = None,
+    out: Annotated[Path, Option(metavar="FILE", help="File to write.")] = Path("trace.json"),
+    first_step: Annotated[int | None, Option("--from", metavar="STEP", min=0, help="First step.")] = None,
+    last_step: Annotated[int | None, Option("--to", metavar="STEP", min=0, help="Last step.")] = None,
     as_json: Json = False,
 ) -> None:
     """Write a Chrome trace of what the controller and every worker did over time. Open it on ui.perfetto.dev.
@@ -215,20 +209,15 @@ def trace(
 
     open_run(run_dir)
     if first_step is not None and last_step is not None and last_step < first_step:
-        raise ValueError(
-            f"--from {first_step} --to {last_step} selects no step; --to is the last step, so it must not come before --from"
-        )
+        raise ValueError(f"--from {first_step} --to {last_step} selects no step; --to must not come before --from")
     calls = run_dir / CALLS
     if first_step is None and last_step is None and calls.exists() and calls.stat().st_size > LONG:
-        size = calls.stat().st_size >> 20
-        say(
-            f"{calls} is {size:,} MiB, so tracing all steps takes long and needs a lot of memory; select some with --from and --to"
-        )
+        size = f"{calls.stat().st_size >> 20:,} MiB"
+        say(f"{calls} is {size}, so tracing all steps takes much time and memory; select some with --from and --to")
     found = read_timeline(run_dir, first_step=first_step, last_step=last_step)
     if not found.spans:
-        raise ValueError(
-            f"{run_dir} has no phases for these steps in events.jsonl; `rollcall status {run_dir}` shows its last steps"
-        )
+        hint = f"`rollcall status {run_dir}` shows its last steps"
+        raise ValueError(f"{run_dir} has no phases for these steps in events.jsonl; {hint}")
     write_atomic(out, json.dumps(chrome_trace(found, name=run_dir.resolve().name)))
     shown = {
         "out": str(out),
@@ -249,11 +238,10 @@ def _show_trace(shown: dict[str, Any]) -> None:
 
 def view(
     runs: Annotated[
-        list[Path] | None,
-        typer.Argument(metavar="RUN_DIR|FOLDER", help="Run directories, or folders of runs. Default: runs/"),
+        list[Path] | None, Argument(metavar="RUN_DIR|FOLDER", help="Run directories or folders of runs. Default: runs/")
     ] = None,
-    port: Annotated[int, typer.Option(min=0, max=65535, help="Port on this machine. Default: a free port.")] = 0,
-    open_browser: Annotated[bool, typer.Option("--open", help="Open the page in a browser.")] = False,
+    port: Annotated[int, Option(min=0, max=65535, help="Port on this machine. Default: a free port.")] = 0,
+    open_browser: Annotated[bool, Option("--open", help="Open the page in a browser.")] = False,
 ) -> None:
     """Show runs on a page: curves, samples, tokens, timeline, cluster. It works during a run and afterwards.
 

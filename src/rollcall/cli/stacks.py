@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+from typer import Argument, Option
 
 from rollcall.base.errors import ClusterError
 from rollcall.base.wait import say
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
 
 Where = Annotated[
     str | None,
-    typer.Argument(
+    Argument(
         metavar="[RUN_DIR|CLUSTER]",
         help="A run, or all runs of a cluster. Default: all runs of this node's cluster, else of this host.",
     ),
@@ -31,10 +32,9 @@ Where = Annotated[
 def stacks(
     target: Where = None,
     native: Annotated[
-        bool,
-        typer.Option("--native", help="Show the frames of C++ and CUDA too. Pauses each process for a moment."),
+        bool, Option("--native", help="Show the frames of C++ and CUDA too. Pauses each process for a moment.")
     ] = False,
-    timeout: Annotated[float, typer.Option(min=1, help="Seconds that each node has to answer.")] = 60.0,
+    timeout: Annotated[float, Option(min=1, help="Seconds that each node has to answer.")] = 60.0,
     cluster: Cluster = None,
     as_json: Json = False,
 ) -> None:
@@ -54,12 +54,9 @@ def stacks(
 
     found = read_stacks(find_target(target, cluster=cluster), native=native, timeout_s=timeout)
     if not found.failed and not any(found.hosts.values()):
-        raise ValueError(
-            "no process of a run was found; check that the run is active (`rollcall status RUN_DIR`), and that you started it"
-        )
-    answer(found, _show, as_json=as_json)
-    if found.failed:
-        raise typer.Exit(FAILED)
+        advice = "check that the run is active (`rollcall status RUN_DIR`), and that you started it"
+        raise ValueError(f"no process of a run was found; {advice}")
+    answer(found, _show, as_json=as_json, failed=found.failed)
 
 
 def _show(found: Answers) -> None:
@@ -76,15 +73,13 @@ def _show(found: Answers) -> None:
 
 def profile(
     target: Where = None,
-    role: Annotated[str, typer.Option(help="Role to profile: actor, rollout, critic, controller, ...")] = "actor",
-    seconds: Annotated[float, typer.Option(min=0.1, max=600, help="Length of the profile in seconds.")] = 20.0,
+    role: Annotated[str, Option(help="Role to profile: actor, rollout, critic, controller, ...")] = "actor",
+    seconds: Annotated[float, Option(min=0.1, max=600, help="Length of the profile in seconds.")] = 20.0,
     form: Annotated[
         str,
-        typer.Option(
-            "--format", metavar="FORMAT", help="torch writes a Chrome trace; speedscope and flamegraph use py-spy."
-        ),
+        Option("--format", metavar="FORMAT", help="torch writes a Chrome trace; speedscope and flamegraph use py-spy."),
     ] = "torch",
-    out: Annotated[Path, typer.Option(metavar="DIR", help="Folder for the files.")] = Path("profile"),
+    out: Annotated[Path, Option(metavar="DIR", help="Folder for the files.")] = Path("profile"),
     cluster: Cluster = None,
     as_json: Json = False,
 ) -> None:
@@ -99,15 +94,12 @@ def profile(
       rollcall profile runs/gsm8k --role rollout --seconds 5 --out slow
       rollcall profile runs/gsm8k --role controller --format flamegraph
     """
-    from rollcall.launch.processes import Format, find_target, profile_role
+    from rollcall.launch.processes import FORMATS, find_target, profile_role
 
-    if form not in set(Format):
-        raise ValueError(f"--format {form} is not known; use {', '.join(Format)}")
-    where = find_target(target, cluster=cluster)
-    found = profile_role(where, role=role, seconds=seconds, kind=Format(form), out=out)
-    answer(found, _show_files, as_json=as_json)
-    if found.failed:
-        raise typer.Exit(FAILED)
+    if form not in FORMATS:
+        raise ValueError(f"--format {form} is not known; use {', '.join(FORMATS)}")
+    found = profile_role(find_target(target, cluster=cluster), role=role, seconds=seconds, kind=form, out=out)
+    answer(found, _show_files, as_json=as_json, failed=found.failed)
 
 
 def _show_files(found: Result) -> None:
@@ -120,17 +112,17 @@ def _show_files(found: Result) -> None:
 def debug(
     where: Annotated[
         str | None,
-        typer.Argument(
+        Argument(
             metavar="[RUN_DIR|CLUSTER]",
             help="A run's directory, or the name of a cluster. Without it: the cluster of this node.",
         ),
     ] = None,
     number: Annotated[
         int | None,
-        typer.Argument(metavar="[NUMBER]", help="Attach this terminal to the process with this number in the list."),
+        Argument(metavar="[NUMBER]", help="Attach this terminal to the process with this number in the list."),
     ] = None,
     go_on: Annotated[
-        bool, typer.Option("--continue", help="Let the process continue. Without NUMBER: all waiting processes.")
+        bool, Option("--continue", help="Let the process continue. Without NUMBER: all waiting processes.")
     ] = False,
     as_json: Json = False,
 ) -> None:
@@ -168,14 +160,11 @@ def _chosen(waiting: list[Waiting], number: int) -> Waiting:
     if len(found) == 1:
         return found[0]
     if found:
-        runs = ", ".join(one.run for one in found)
-        raise ClusterError(
-            f"processes with number {number} are waiting in several runs ({runs}); name one of them: rollcall debug RUN_DIR {number}"
-        )
+        what = f"processes with number {number} are waiting in several runs ({', '.join(one.run for one in found)})"
+        raise ClusterError(f"{what}; name one of them: rollcall debug RUN_DIR {number}")
     there = ", ".join(str(one.number) for one in waiting) or "none"
-    raise ClusterError(
-        f"no process with number {number} is waiting; the waiting ones are: {there}. It may have continued or ended in the meantime"
-    )
+    what = f"no process with number {number} is waiting; the waiting ones are: {there}"
+    raise ClusterError(f"{what}. It may have continued or ended in the meantime")
 
 
 def _attach(waits: Waiting, *, where: str | None, typed: list[str]) -> None:
@@ -183,9 +172,8 @@ def _attach(waits: Waiting, *, where: str | None, typed: list[str]) -> None:
 
     connection = reach(waits)
     if not typed:
-        say(
-            f"this is {waits.who}, a process of {waits.run or 'a script'}; `continue` resumes it, and `quit` leaves it waiting"
-        )
+        what = f"{waits.who}, a process of {waits.run or 'a script'}"
+        say(f"this is {what}; `continue` resumes it, and `quit` leaves it waiting")
     with connection:
         end = converse(connection, typed=typed)
     again = " ".join(["rollcall debug", *([where] if where else []), str(waits.number)])

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from typer import Argument, Option
 
 from rollcall.base.stop import ended_by, heed, heeded_signals
 from rollcall.base.wait import say
@@ -28,18 +29,15 @@ def _split(text: str) -> Split:
 @heed()  # handles signals from the first import on
 def train(
     file: Annotated[
-        str | None,
-        typer.Argument(
-            metavar="FILE|RUN_DIR", help="Run file, or the directory of a run to continue. Default: the demo."
-        ),
+        str | None, Argument(metavar="FILE|RUN_DIR", help="Run file, or run directory to continue. Default: the demo.")
     ] = None,
     overrides: Overrides = None,
     fresh: Annotated[
-        bool, typer.Option("--fresh", help="Start over. An existing run directory is moved aside, not deleted.")
+        bool, Option("--fresh", help="Start over. An existing run directory is moved aside, not deleted.")
     ] = False,
     phase: Annotated[
         Phase | None,
-        typer.Option(
+        Option(
             "--phase",
             "--rl-phase",
             help="rollout: sample groups for the next 1 + trainer.staleness steps into the journal, then stop. update: "
@@ -48,7 +46,7 @@ def train(
     ] = None,
     split: Annotated[
         Split | None,
-        typer.Option(
+        Option(
             "--split",
             "--rollout-split",
             parser=_split,
@@ -56,41 +54,37 @@ def train(
             help="With --phase rollout: `eval` only evaluates the newest checkpoint.",
         ),
     ] = None,
-    eval_interval: Annotated[
-        int | None, typer.Option(metavar="N", min=0, help="The same as trainer.eval_every=N.")
-    ] = None,
+    eval_interval: Annotated[int | None, Option(metavar="N", min=0, help="The same as trainer.eval_every=N.")] = None,
     master: Annotated[
-        bool, typer.Option("--master", help="For nodes that share only a folder: this is node 0, which trains.")
+        bool, Option("--master", help="For nodes that share only a folder: this is node 0, which trains.")
     ] = False,
     worker: Annotated[
-        int | None,
-        typer.Option(metavar="R", help="For nodes that share only a folder: this is node R, which samples."),
+        int | None, Option(metavar="R", help="For nodes that share only a folder: this is node R, which samples.")
     ] = None,
     num_nodes: Annotated[
-        int | None, typer.Option(metavar="N", help="With --master or --worker: number of nodes, including the master.")
+        int | None, Option(metavar="N", help="With --master or --worker: number of nodes, including the master.")
     ] = None,
     rank_weights: Annotated[
         str | None,
-        typer.Option(
-            "--rank-weights",
+        Option(
             metavar="W0,W1,..",
             help="With --master or --worker: each node's share of the rollouts. Default: by measured speed.",
         ),
     ] = None,
     log_path: Annotated[
         Path | None,
-        typer.Option(
+        Option(
             metavar="DIR",
             help="The folder that the nodes share; its mode must be 700. Without run.dir, the run is in DIR/run.",
         ),
     ] = None,
     data_path: Annotated[
         Path | None,
-        typer.Option(metavar="DIR", help="Folder for shared downloads: the hub's cache is DIR/.cache/huggingface."),
+        Option(metavar="DIR", help="Folder for shared downloads: the hub's cache is DIR/.cache/huggingface."),
     ] = None,
     post_mortem: Annotated[
         bool,
-        typer.Option(
+        Option(
             "--post-mortem",
             help="If a worker, a reward or an environment raises an exception, open pdb there: in this terminal, or for "
             "`rollcall debug` to attach to.",
@@ -98,7 +92,7 @@ def train(
     ] = False,
     local_debug: Annotated[
         bool,
-        typer.Option(
+        Option(
             "--local-debug",
             help="Run all roles in this process, with one reward process and nothing compiled, even if the run file is for a cluster. "
             "Writes to RUN_DIR-local-debug, unless run.dir=DIR is given.",
@@ -148,9 +142,8 @@ def train(
         if "dir" not in config.run.model_fields_set:
             config = api.read_config(path, overrides=[*changes, f"run.dir={log_path / 'run'}"])
         elif not master and worker is None:
-            raise typer.BadParameter(
-                f"--log-path {log_path} and run.dir={config.run.dir} both say where the run is; leave one out"
-            )
+            both = f"--log-path {log_path} and run.dir={config.run.dir}"
+            raise typer.BadParameter(f"{both} both say where the run is; leave one out")
     if local_debug:
         if master or worker is not None:
             raise typer.BadParameter(
@@ -197,7 +190,7 @@ def _on_a_folder(
     num_nodes: int | None,
     log_path: Path | None,
     fresh: bool,
-    own: Mapping[str, object],
+    own: Mapping[str, Any],
 ) -> Callable[..., dict[str, Any] | None] | None:
     """Return the function that trains on nodes that share only a folder, or None for other runs. ``own`` contains the options that a
     worker compares with the master's."""
@@ -213,8 +206,7 @@ def _on_a_folder(
         raise typer.BadParameter("--fresh is for the master; leave it out with --worker")
     from rollcall.run.train_in_folder import read_weights, serve_as_worker, train_as_master
 
-    shares = own["--rank-weights"]
-    weights = read_weights(None if shares is None else str(shares))
+    weights = read_weights(own["--rank-weights"])
     given = {name: str(value) for name, value in own.items() if value is not None}
     if weights is not None:
         given["--rank-weights"] = ",".join(f"{weight:g}" for weight in weights)

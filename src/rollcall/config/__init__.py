@@ -14,13 +14,7 @@ from rollcall.config.algorithms import (
     Rloo,
 )
 from rollcall.config.base import Section
-from rollcall.config.environments import (
-    ClassEnvironment,
-    EnvironmentBase,
-    EnvironmentSection,
-    StepEnvironment,
-)
-from rollcall.config.launch import FinishSection
+from rollcall.config.environments import ClassEnvironment, EnvironmentBase, EnvironmentSection, StepEnvironment
 from rollcall.config.rewards import (
     CountdownReward,
     ExactReward,

@@ -10,21 +10,20 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterator
-from typing import Any, get_args
+from typing import Annotated, Any, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 LARGEST_INT = 2**53  # above it, JSON readers that use floats lose digits
 SMALLEST_FLOAT, LARGEST_FLOAT = 1e-30, 1e9  # 0 is allowed too; results computed from such values stay finite in float32
 LONGEST_S = 1e9  # seconds; the operating system still accepts such a long wait
+Seconds = Annotated[float, Field(ge=0.001, le=LONGEST_S)]
+OptionalCount = Annotated[int | None, Field(ge=1)]
 NOT_FOR_FILES = re.compile("[\0\ud800-\udfff]")  # NUL, and lone surrogates, which UTF-8 cannot encode
 
 
 class KeyProblem(ValueError):
-    """A problem with one key in a section; its message follows the key's name."""
-
-    def __init__(self, key: str, text: str) -> None:
-        super().__init__(f"{key}{text}")
+    """A problem with one key in a section; the message begins with the key's name."""
 
 
 class Section(BaseModel):
@@ -46,7 +45,7 @@ class Section(BaseModel):
             value = data[key]
             given = value if isinstance(value, list) else [value]
             if any(isinstance(each, bool) for each in given):
-                raise KeyProblem(key, f"={str(value).lower()} is a boolean; use a number")
+                raise KeyProblem(f"{key}={str(value).lower()} is a boolean; use a number")
         return {**data, **{key: read_number(data[key]) for key in numbers}}
 
     @model_validator(mode="after")
@@ -55,31 +54,18 @@ class Section(BaseModel):
             # Numbers in other fields may be passed to the user's own code.
             is_setting = _takes_numbers_alone(info.annotation)
             for where, value in _leaves(getattr(self, key), key):
-                _check_leaf(where, value)
-                if (
-                    is_setting
-                    and isinstance(value, float)
-                    and value
-                    and not SMALLEST_FLOAT <= abs(value) <= LARGEST_FLOAT
-                ):
-                    bounds = f"between {SMALLEST_FLOAT:g} and {LARGEST_FLOAT:g}"
-                    raise KeyProblem(
-                        where, f"={value:g} is out of range; use 0, or a number whose absolute value is {bounds}"
-                    )
+                _check_leaf(where, value, is_setting=is_setting)
         return self
 
 
 def _takes_numbers_alone(annotation: Any) -> bool:
-    kinds = set(_scalars(annotation))
+    kinds = _scalars(annotation)
     return bool(kinds & {int, float}) and not kinds & {bool, str, Any}
 
 
-def _scalars(annotation: Any) -> Iterator[Any]:
-    if args := get_args(annotation):
-        for arg in args:
-            yield from _scalars(arg)
-    else:
-        yield annotation
+def _scalars(annotation: Any) -> set[Any]:
+    args = get_args(annotation)
+    return set().union(*map(_scalars, args)) if args else {annotation}
 
 
 def _leaves(value: Any, where: str) -> Iterator[tuple[str, Any]]:
@@ -95,16 +81,19 @@ def _leaves(value: Any, where: str) -> Iterator[tuple[str, Any]]:
         yield where, value
 
 
-def _check_leaf(where: str, value: Any) -> None:
+def _check_leaf(where: str, value: Any, *, is_setting: bool) -> None:
     if isinstance(value, int) and abs(value) > LARGEST_INT:
         raise KeyProblem(
-            where, f" is an integer with {value.bit_length()} bits; the largest allowed value is {LARGEST_INT}"
+            f"{where} is an integer with {value.bit_length()} bits; the largest allowed value is {LARGEST_INT}"
         )
     if isinstance(value, float) and not math.isfinite(value):
-        raise KeyProblem(where, f"={value} is not finite; use a finite number")
+        raise KeyProblem(f"{where}={value} is not finite; use a finite number")
+    if is_setting and isinstance(value, float) and value and not SMALLEST_FLOAT <= abs(value) <= LARGEST_FLOAT:
+        bounds = f"between {SMALLEST_FLOAT:g} and {LARGEST_FLOAT:g}"
+        raise KeyProblem(f"{where}={value:g} is out of range; use 0, or a number whose absolute value is {bounds}")
     if (isinstance(value, str) or hasattr(value, "__fspath__")) and NOT_FOR_FILES.search(str(value)):
         raise KeyProblem(
-            where, " contains a NUL character or half a surrogate pair, which cannot be written to a file; remove it"
+            f"{where} contains a NUL character or half a surrogate pair, which cannot be written to a file; remove it"
         )
 
 

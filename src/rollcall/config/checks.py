@@ -14,6 +14,7 @@ from typing import Any
 
 from rollcall.base.errors import ConfigError
 from rollcall.base.wait import say
+from rollcall.base.words import are
 from rollcall.config.base import read_number
 
 MOST_COMPLETIONS = 10_000_000  # in a step; many times more than the largest runs use
@@ -69,18 +70,16 @@ def check_ruin(config: Any) -> None:
             f"rollout.top_k=1 always takes the most likely token, so the {samples} completions of a prompt are all the "
             "same and there is nothing to learn; use rollout.top_k=0 (all tokens), or 2 or more"
         )
-    if config.algorithm.dynamic_sampling and config.rollout.samples_per_prompt < 2:
+    if config.algorithm.dynamic_sampling and samples < 2:
         raise ConfigError(
-            "algorithm.dynamic_sampling=true leaves out groups whose rewards are all equal, and with "
-            f"rollout.samples_per_prompt={config.rollout.samples_per_prompt} that is every group; use 2 or more, or "
-            "algorithm.dynamic_sampling=false"
+            f"algorithm.dynamic_sampling=true leaves out groups whose rewards are all equal, and with rollout.samples_per_prompt={samples} "
+            "that is every group; use 2 or more, or algorithm.dynamic_sampling=false"
         )
     section = config.eval
     if section.samples_per_prompt > 1 and section.temperature == 0:
         raise ConfigError(
             f"with eval.temperature=0, all eval.samples_per_prompt={section.samples_per_prompt} completions of a prompt are the same; "
-            "use "
-            "eval.samples_per_prompt=1, or an eval.temperature above 0"
+            "use eval.samples_per_prompt=1, or an eval.temperature above 0"
         )
     if 0 < section.temperature < COLDEST:
         raise ConfigError(
@@ -103,24 +102,16 @@ def unused(config: Any, *, in_folder: bool = False) -> list[str]:
     """Return a sentence for each reason why keys that were set have no effect. ``in_folder`` means that the nodes share a folder
     (`--master`), so the run file's cluster does not decide where roles run."""
     algorithm, one_process = config.algorithm, config.cluster is None or config.cluster.num_slots == 1
-    ppo, native = algorithm.name == "ppo", config.rollout.engine == "native"
-    data = config.data
+    ppo, native, data = algorithm.name == "ppo", config.rollout.engine == "native", config.data
+    alone = one_process and not in_folder
+    one_slot = "the run has one slot, so everything runs in this process"
+    no_ray = "nodes that share a folder do not use Ray" if in_folder else one_slot
     cases = [
         ("critic", not ppo, f"algorithm.name={algorithm.name} has no critic (only ppo does)"),
         ("rollout.vllm", native, "rollout.engine is native, not vllm"),
-        (
-            "rollout.weights",
-            one_process and not in_folder,
-            "engine and learner are in one process and share the weights",
-        ),
-        ("trainer.elastic", one_process and not in_folder, "the run has only one node"),
-        (
-            "cluster.ray_address",
-            config.cluster is not None and (one_process or in_folder),
-            "nodes that share a folder do not use Ray"
-            if in_folder
-            else "the run has one slot, so everything runs in this process",
-        ),
+        ("rollout.weights", alone, "engine and learner are in one process and share the weights"),
+        ("trainer.elastic", alone, "the run has only one node"),
+        ("cluster.ray_address", config.cluster is not None and (one_process or in_folder), no_ray),
         ("data.split", not is_hub(data.train), "data.train is not a hub: dataset"),
         ("data.val_split", not is_hub(data.val), "data.val is not a hub: dataset"),
         ("data.subset", not is_hub(data.train) and not is_hub(data.val), "data.train is not a hub: dataset"),
@@ -133,11 +124,7 @@ def unused(config: Any, *, in_folder: bool = False) -> list[str]:
     for key, is_idle, why in cases:
         if is_idle:
             found.setdefault(why, []).extend(_changed(config, key))
-    return [
-        f"{', '.join(keys)} {'is' if len(keys) == 1 else 'are'} set but not used: {why}"
-        for why, keys in found.items()
-        if keys
-    ]
+    return [f"{', '.join(keys)} {are(len(keys))} set but not used: {why}" for why, keys in found.items() if keys]
 
 
 def say_unused(config: Any, *, in_folder: bool = False) -> None:
@@ -167,15 +154,13 @@ def _changed(config: Any, key: str) -> list[str]:
 
 # Keys of parallel training, with names known from other systems
 
-OWN_KEYS = ("lr", "betas", "eps", "weight_decay")  # keys of the section that may also be in the optimizer's kwargs
-
 
 def lift_kwargs(data: Any) -> Any:
     """Move lr, betas, eps and weight_decay from ``optimizer.kwargs`` to the section's keys with the same names."""
     optimizer = data.get("optimizer") if isinstance(data, dict) else None
     if not isinstance(optimizer, dict) or not isinstance(kwargs := optimizer.get("kwargs"), dict):
         return data
-    own = {key: kwargs[key] for key in OWN_KEYS if key in kwargs}
+    own = {key: kwargs[key] for key in ("lr", "betas", "eps", "weight_decay") if key in kwargs}
     for key, value in own.items():
         if key in data and read_number(data[key]) != read_number(value):
             raise ValueError(f"optimizer.kwargs.{key}={value} contradicts {key}={data[key]}; remove one of them")
@@ -200,16 +185,12 @@ def check_section(section: Any) -> Any:
             "cpu_offload=true keeps a sharded learner's state in host memory, but sharding is replicate; set "
             "sharding=fsdp (it also works with one process)"
         )
-    _check_kwargs(section.optimizer.kwargs)
-    _check_state(section)
-    return section
-
-
-def _check_state(section: Any) -> None:
-    """Check that ``optimizer.state: bfloat16`` is compatible with the other keys."""
     choice = section.optimizer
-    if choice.state == "float32":
-        return
+    if choice.kwargs.get("foreach") and choice.kwargs.get("fused"):
+        raise ValueError("optimizer.kwargs sets both foreach and fused, but torch accepts only one of them; remove one")
+    for key in ("capturable", "differentiable", "maximize"):
+        if choice.kwargs.get(key):
+            raise ValueError(f"optimizer.kwargs.{key}={choice.kwargs[key]} is not supported; remove it")
     problems = {
         f"works only with torch.optim.AdamW, but optimizer.name is {choice.name}": choice.name != "torch.optim.AdamW",
         f"does not work with optimizer.kwargs.{next(iter(choice.kwargs), '')}": choice.kwargs,
@@ -219,16 +200,9 @@ def _check_state(section: Any) -> None:
         "saves GPU memory, but with cpu_offload=true the state is in host memory": section.cpu_offload,
     }
     for problem, is_there in problems.items():
-        if is_there:
+        if is_there and choice.state == "bfloat16":
             raise ValueError(f"optimizer.state={choice.state} {problem}; remove one of them")
-
-
-def _check_kwargs(kwargs: dict[str, Any]) -> None:
-    if kwargs.get("foreach") and kwargs.get("fused"):
-        raise ValueError("optimizer.kwargs sets both foreach and fused, but torch accepts only one of them; remove one")
-    for key in ("capturable", "differentiable", "maximize"):
-        if kwargs.get(key):
-            raise ValueError(f"optimizer.kwargs.{key}={kwargs[key]} is not supported; remove it")
+    return section
 
 
 def check_batches(config: Any, *, name: str) -> None:
@@ -237,15 +211,9 @@ def check_batches(config: Any, *, name: str) -> None:
     rows = config.completions_per_step // section.minibatches
     given = section.train_global_batch_size
     if given is not None and given != rows:
-        fits = (
-            config.completions_per_step % given == 0
-            and data.prompts_per_step % (config.completions_per_step // given) == 0
-        )
-        hint = (
-            f"{name}.minibatches={config.completions_per_step // given}"
-            if fits
-            else f"{name}.train_global_batch_size={rows}"
-        )
+        parts, rest = divmod(config.completions_per_step, given)
+        fits = rest == 0 and data.prompts_per_step % parts == 0
+        hint = f"{name}.minibatches={parts}" if fits else f"{name}.train_global_batch_size={rows}"
         raise ValueError(
             f"{name}.train_global_batch_size={given}, but an update has data.prompts_per_step x rollout.samples_per_prompt / "
             f"{name}.minibatches = {data.prompts_per_step} x {rollout.samples_per_prompt} / {section.minibatches} = {rows} "

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal, Union
 
 from pydantic import Field, model_validator
 
-from rollcall.config.base import LONGEST_S, KeyProblem, Section, field
+from rollcall.config.base import KeyProblem, OptionalCount, Seconds, Section, field
 from rollcall.config.rewards import FunctionReward, Reward, VariableName
 
 Treatment = Literal["keep", "mask", "drop"]
@@ -18,20 +18,14 @@ class EnvironmentBase(Section):
     """The keys that all environments share. An environment runs in separate processes, one for each running episode."""
 
     max_turns: int = field(8, "Maximum number of turns in an episode.", ge=1)
-    max_turn_tokens: int | None = field(
+    max_turn_tokens: OptionalCount = field(
         None,
         "Maximum number of tokens that the model may write in one turn. `null`: as many as are left of `rollout.max_response_tokens`, "
         "which limits all tokens of an episode after its prompt.",
-        ge=1,
     )
-    call_timeout_s: float = field(
-        30.0, "Time limit for one call of the environment, in seconds.", ge=0.001, le=LONGEST_S
-    )
-    episode_timeout_s: float = field(
-        3600.0,
-        "Time limit for one episode, in seconds, including the time that it waits for the engine.",
-        ge=0.001,
-        le=LONGEST_S,
+    call_timeout_s: Seconds = field(30.0, "Time limit for one call of the environment, in seconds.")
+    episode_timeout_s: Seconds = field(
+        3600.0, "Time limit for one episode, in seconds, including the time that it waits for the engine."
     )
     max_running: int = field(256, "Maximum number of episodes that run at the same time.", ge=1)
     truncated: Treatment = field(
@@ -39,8 +33,7 @@ class EnvironmentBase(Section):
     )
     timed_out: Treatment = field("mask", "The same setting for episodes that took too long.")
     failed: Treatment = field(
-        "mask",
-        "The same setting for episodes whose environment raised, died or returned something invalid.",
+        "mask", "The same setting for episodes whose environment raised, died or returned something invalid."
     )
     env: list[VariableName] = field(
         [],
@@ -60,20 +53,18 @@ _PYTHON = (
 
 def _check_paths(kwargs: dict[str, Any], path: Any) -> None:
     if path is not None and not (path and all(name.strip() for name in kinds_of(path).values())):
-        raise KeyProblem("path", " is empty; write module:Class")
+        raise KeyProblem("path is empty; write module:Class")
     if isinstance(path, dict) and not all(path):
-        raise KeyProblem(
-            "path", " has a class without a name; give it the name that rows use in their environment column"
-        )
+        raise KeyProblem("path has a class without a name; give it the name that rows use in their environment column")
     if path is None and kwargs:
-        raise KeyProblem("kwargs", " has no effect without a class; set path too")
+        raise KeyProblem("kwargs has no effect without a class; set path too")
     if not isinstance(path, dict):
         return
     for name, arguments in kwargs.items():
         if name not in path:
-            raise KeyProblem("kwargs", f".{name} is not a class in path; the names in path are {', '.join(path)}")
+            raise KeyProblem(f"kwargs.{name} is not a class in path; the names in path are {', '.join(path)}")
         if not isinstance(arguments, dict):
-            raise KeyProblem("kwargs", f".{name} is not a map; write the arguments of {path[name]} as name: value")
+            raise KeyProblem(f"kwargs.{name} is not a map; write the arguments of {path[name]} as name: value")
 
 
 class ClassEnvironment(EnvironmentBase):
@@ -97,7 +88,7 @@ class ClassEnvironment(EnvironmentBase):
     @model_validator(mode="after")
     def _has_something(self) -> ClassEnvironment:
         if self.path is None and not self.tools:
-            raise KeyProblem("path", " is missing; set it to module:Class, or list functions in tools")
+            raise KeyProblem("path is missing; set it to module:Class, or list functions in tools")
         _check_paths(self.kwargs, self.path)
         return self
 
@@ -122,8 +113,7 @@ def _refuse_call_timeout(section: EnvironmentBase) -> None:
     given, default = section.call_timeout_s, EnvironmentBase.model_fields["call_timeout_s"].default
     if given != default:
         raise KeyProblem(
-            "call_timeout_s",
-            f"={given:g} has no effect here, because the program makes no calls that could be limited; set episode_timeout_s",
+            f"call_timeout_s={given:g} has no effect here, because the program makes no calls that could be limited; set episode_timeout_s"
         )
 
 
@@ -139,7 +129,7 @@ class AgentEnvironment(EnvironmentBase):
     @model_validator(mode="after")
     def _has_a_command(self) -> AgentEnvironment:
         if not self.run.strip():
-            raise KeyProblem("run", " is empty; write the command that starts your program")
+            raise KeyProblem("run is empty; write the command that starts your program")
         _refuse_call_timeout(self)
         return self
 
@@ -158,9 +148,7 @@ class VerifiersEnvironment(EnvironmentBase):
     def _names_a_taskset(self) -> VerifiersEnvironment:
         taskset = self.config.get("taskset")
         if not isinstance(taskset, dict) or not isinstance(taskset.get("id"), str):
-            raise KeyProblem(
-                "config", " names no taskset; write for example {taskset: {id: textarena, game: Hangman-v0}}"
-            )
+            raise KeyProblem("config names no taskset; write for example {taskset: {id: textarena, game: Hangman-v0}}")
         _refuse_call_timeout(self)
         return self
 

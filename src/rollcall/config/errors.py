@@ -14,8 +14,6 @@ from rollcall.base.redact import REDACTED, names_secret, redact_source
 from rollcall.config.base import KeyProblem
 
 WORDS_ALIKE = 0.75  # if two words are at least this similar, one may be a misspelling of the other
-ONE_LETTER = 0.9  # similarity of two names that differ in one letter
-LIKELY = 0.5  # a less similar name is not worth suggesting
 LONGEST_NAME = 60  # characters; no name is suggested for a longer key
 MOST_ERRORS = 10  # the most errors shown at once
 MOST_SHOWN = 300  # characters shown of a given value
@@ -23,19 +21,16 @@ MOST_SHOWN = 300  # characters shown of a given value
 
 def explain_all(error: ValidationError, root: type[BaseModel]) -> str:
     """Return one line for each of the first few mistakes, and then the number of the remaining mistakes."""
-    items = _or_auto(error.errors(include_url=False))
-    lines = [explain(item, root) for item in items[:MOST_ERRORS]]
-    return "\n".join([*lines, *([f"and {len(items) - MOST_ERRORS:,} more"] if len(items) > MOST_ERRORS else [])])
-
-
-def _or_auto(items: list[Any]) -> list[Any]:
-    """Merge the two errors that pydantic reports for a value that is neither valid nor `auto`."""
-    autos = {item["loc"][:-1] for item in items if item["loc"] and item["loc"][-1] == "literal['auto']"}
-    return [
+    found: list[Any] = error.errors(include_url=False)
+    # For a value that is neither valid nor `auto`, pydantic reports two errors, which become one.
+    autos = {item["loc"][:-1] for item in found if item["loc"] and item["loc"][-1] == "literal['auto']"}
+    items = [
         {**item, "loc": item["loc"][:-1], "msg": f"{item['msg']}, or auto"} if item["loc"][:-1] in autos else item
-        for item in items
+        for item in found
         if item["loc"][-1:] != ("literal['auto']",)
     ]
+    lines = [explain(item, root) for item in items[:MOST_ERRORS]]
+    return "\n".join([*lines, *([f"and {len(items) - MOST_ERRORS:,} more"] if len(items) > MOST_ERRORS else [])])
 
 
 def explain(item: Any, root: type[BaseModel]) -> str:
@@ -53,7 +48,11 @@ def explain(item: Any, root: type[BaseModel]) -> str:
             example = "class" if path == "environment" else "grpo" if tag == "name" else "exact"
             return f"{path} has no {tag}; write for example {path}.{tag}={example} (docs/configuration.md lists all choices)"
         case "union_tag_invalid":
-            return _unknown_tag(path, item["ctx"])
+            context = item["ctx"]
+            tag, tags = context["discriminator"].strip("'"), context["expected_tags"].replace("'", "").split(", ")
+            near = nearest(context["tag"], tags)
+            hint = f"did you mean {near}?" if near else f"choose from {', '.join(tags)}"
+            return f"{path}.{tag}={shown(context['tag'])} is not known; {hint}"
         case "model_type" | "dict_type":
             field = section.model_fields.get(path.rpartition(".")[2]) if section else None
             inner = target(field.annotation)[0] if field else None
@@ -98,9 +97,8 @@ class _Short(reprlib.Repr):
         return super().repr_str(redact_source(x), level)
 
     def repr_dict(self, x: dict[Any, Any], level: int) -> str:
-        first = itertools.islice(
-            x.items(), self.maxdict + 1
-        )  # take one more than is shown, so that the output indicates that there are more
+        # Take one more than is shown, so that the output indicates that there are more.
+        first = itertools.islice(x.items(), self.maxdict + 1)
         return super().repr_dict({key: REDACTED if names_secret(str(key)) else value for key, value in first}, level)
 
 
@@ -132,13 +130,6 @@ def _homes(name: str, root: type[BaseModel]) -> list[str]:
     ]
 
 
-def _unknown_tag(path: str, context: dict[str, Any]) -> str:
-    tag, tags = context["discriminator"].strip("'"), context["expected_tags"].replace("'", "").split(", ")
-    near = nearest(context["tag"], tags)
-    hint = f"did you mean {near}?" if near else f"choose from {', '.join(tags)}"
-    return f"{path}.{tag}={shown(context['tag'])} is not known; {hint}"
-
-
 def nearest(given: str, names: list[str]) -> str | None:
     """Return the name that was probably meant: one with the same words, a similar spelling, or the words' initials.
 
@@ -155,16 +146,15 @@ def nearest(given: str, names: list[str]) -> str | None:
         if name == "".join(word[:1] for word in words):
             return 1.0
         spelling = _ratio(given.lower(), name)
-        if spelling >= ONE_LETTER:  # max_turn means max_turns, although max_turn_tokens contains both words
+        if spelling >= 0.9:  # one letter differs; max_turn means max_turns, though max_turn_tokens has both words
             return 1.0 + spelling
         closest = [max(_ratio(word, part) for part in name.split("_")) for word in words]
         shared = sum(ratio for ratio in closest if ratio >= WORDS_ALIKE) / len(words)
         return max(shared, spelling)
 
-    best = max(
-        names, key=likeness, default=None
-    )  # on a tie, the first one, because sections begin with their most important keys
-    return best if best is not None and likeness(best) >= LIKELY else None
+    # On a tie, the first one, because sections begin with their most important keys.
+    best = max(names, key=likeness, default=None)
+    return best if best is not None and likeness(best) >= 0.5 else None  # a less similar name is not worth suggesting
 
 
 def _ratio(one: str, other: str) -> float:
@@ -192,9 +182,7 @@ def target(annotation: Any) -> tuple[type[BaseModel] | None, dict[str, type[Base
     """Return the section class behind a field, or a union's variants by tag."""
     variants = section_classes(annotation)
     tagged = {tag: variant for variant in variants for tag in _tags(variant)}
-    if tagged:
-        return None, tagged
-    return (variants[0] if variants else None), {}
+    return (variants[0] if variants and not tagged else None), tagged
 
 
 def section_classes(annotation: Any) -> list[type[BaseModel]]:

@@ -12,7 +12,7 @@ from typing import Annotated, Literal
 from pydantic import AfterValidator, Field, JsonValue
 
 from rollcall.base.words import parse_size
-from rollcall.config.base import Section, field
+from rollcall.config.base import OptionalCount, Section, field
 from rollcall.config.checks import check_variable_names, check_variables
 
 Names = Annotated[list[str], AfterValidator(check_variable_names)]
@@ -80,7 +80,7 @@ class SlurmSection(_OnNodes):
     gpus_per_node: str | None = field(
         None, "GPUs to request, such as `8` or `h100:8`; `null`: `cluster.num_gpus_per_node` if slots are GPUs."
     )
-    cpus_per_task: int | None = field(None, "CPUs to request on each node.", ge=1)
+    cpus_per_task: OptionalCount = field(None, "CPUs to request on each node.")
     mem: str | None = field(None, "Memory to request on each node, such as `200G` (`0`: all of it).")
     constraint: str | None = field(None, "Features that a node must have, such as `nvlink`.")
     nodelist: str | None = field(None, "Nodes to use, such as `node[01-04]`.")
@@ -95,7 +95,7 @@ class SlurmSection(_OnNodes):
     signal_s: int = field(
         120, "How many seconds before the time limit the run saves and the job requeues itself.", ge=10, le=65535
     )
-    attach: int | None = field(None, "Id of an existing allocation in which to start the nodes.", ge=1)
+    attach: OptionalCount = field(None, "Id of an existing allocation in which to start the nodes.")
 
 
 class SkypilotSection(_OnNodes):
@@ -137,8 +137,7 @@ class KuberaySection(TargetSection):
     pod: dict[str, JsonValue] = field(
         {},
         "Additional fields for the spec of every pod, in Kubernetes' format, such as `{tolerations: [{operator: Exists}], "
-        "nodeSelector: {gpu: h100}, "
-        "imagePullSecrets: [{name: mine}]}`.",
+        "nodeSelector: {gpu: h100}, imagePullSecrets: [{name: mine}]}`.",
     )
     labels: dict[str, str] = field({}, "Labels for the RayJob, such as Kueue's `kueue.x-k8s.io/queue-name`.")
     claims: dict[str, str] = field(

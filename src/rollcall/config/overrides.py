@@ -23,7 +23,10 @@ def apply_override(raw: dict[str, Any], override: str, *, root: type[BaseModel])
     key, equals, text = override.partition("=")
     if not equals or not key:
         raise ConfigError(f"override {shown(override)} is not of the form key=value; write for example actor.lr=1e-5")
-    value = _parse_value(text, override, is_text=_is_text(key, root))
+    annotation = _annotation(key, root)
+    kinds = {annotation, *get_args(annotation)}
+    # `is_text`: the value is a string, or a string or null.
+    value = _parse_value(text, override, is_text=str in kinds and not kinds - {str, NoneType, str | None})
     try:
         set_key(raw, key, value)
     except ConfigError as error:
@@ -48,19 +51,15 @@ def add_key(raw: dict[str, Any], key: str, value: Any, *, root: type[BaseModel])
     if isinstance(value, Mapping) and get_origin(_annotation(key, root)) is not dict:
         for name, inner in value.items():
             add_key(raw, f"{key}.{name}", inner, root=root)
-        if value or isinstance(_value_at(raw, key), Mapping):
+        there: Any = raw
+        for part in key.split("."):
+            there = there.get(part) if isinstance(there, Mapping) else None
+        if value or isinstance(there, Mapping):
             return
     try:
         set_key(raw, key, str(value) if isinstance(value, PurePath) else value)
     except ConfigError as error:
         raise ConfigError(f"{key}={shown(value)}: {error}") from None
-
-
-def _value_at(raw: Mapping[str, Any], key: str) -> Any:
-    node: Any = raw
-    for part in key.split("."):
-        node = node.get(part) if isinstance(node, Mapping) else None
-    return node
 
 
 def refuse_secret(override: str) -> None:
@@ -77,13 +76,6 @@ def refuse_secret(override: str) -> None:
         raise ConfigError(
             f"{name} looks like a secret, and other users can see a command line; export {name} and list its name in cluster.env_pass"
         )
-
-
-def _is_text(key: str, root: type[BaseModel]) -> bool:
-    """Whether a key's value is a string, or a string or null."""
-    annotation = _annotation(key, root)
-    kinds = {annotation, *get_args(annotation)}
-    return str in kinds and not kinds - {str, NoneType, str | None}
 
 
 def _annotation(key: str, root: type[BaseModel]) -> Any:

@@ -9,7 +9,7 @@ from urllib.parse import urlsplit
 from pydantic import AfterValidator, Field, JsonValue, model_validator
 
 from rollcall.base.redact import is_secret, redact_urls
-from rollcall.config.base import LONGEST_S, KeyProblem, Section, field
+from rollcall.config.base import LONGEST_S, KeyProblem, Seconds, Section, field
 
 VariableName = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")]
 
@@ -63,11 +63,9 @@ def _check_options(options: dict[str, JsonValue]) -> dict[str, JsonValue]:
 
 class RewardBase(Section):
     weight: float = field(1.0, "Weight in the sum of rewards.")
-    timeout_s: float = field(
+    timeout_s: Seconds = field(
         10.0,
         "Time limit in seconds for one completion, or for a whole group if the function takes `completions`. After that, the score is 0.",
-        ge=0.001,
-        le=LONGEST_S,
     )
 
     @property
@@ -169,17 +167,12 @@ class AskedReward(RewardBase):
         "Name of the environment variable that contains the service's key, such as `OPENAI_API_KEY`. The key itself is never "
         "in the run file. On a cluster its value comes from the shell that submits the run.",
     )
-    timeout_s: float = field(
-        60.0,
-        "Time limit for one request, in seconds. After that, the request is tried again, up to `retries` times.",
-        ge=0.001,
-        le=LONGEST_S,
+    timeout_s: Seconds = field(
+        60.0, "Time limit for one request, in seconds. After that, the request is tried again, up to `retries` times."
     )
     concurrency: int = field(32, "Maximum number of requests at the same time.", ge=1, le=4096)
     retries: int = field(
-        4,
-        "How many times a request is tried again after a broken connection, status 429 or 5xx, or a timeout.",
-        ge=0,
+        4, "How many times a request is tried again after a broken connection, status 429 or 5xx, or a timeout.", ge=0
     )
     outage_s: float = field(
         3600.0,
@@ -211,7 +204,7 @@ class JudgeReward(AskedReward):
     @model_validator(mode="after")
     def _has_a_range(self) -> JudgeReward:
         if self.min >= self.max:
-            raise KeyProblem("min", f"={self.min:g} is not below max={self.max:g}; scores lie between them")
+            raise KeyProblem(f"min={self.min:g} is not below max={self.max:g}; scores lie between them")
         return self
 
 

@@ -17,7 +17,7 @@ from pydantic import ValidationError, model_validator
 from rollcall.base.errors import ConfigError
 from rollcall.base.redact import redact_run, remember, secrets_of_run
 from rollcall.base.words import counted
-from rollcall.config.algorithms import Algorithm, GroupAlgorithm, Grpo
+from rollcall.config.algorithms import Algorithm, GroupAlgorithm, Grpo, Intuitor
 from rollcall.config.base import Section, field
 from rollcall.config.checks import check_batches, check_ruin
 from rollcall.config.environments import EnvironmentSection
@@ -85,12 +85,11 @@ class Config(Section):
                     f"use a divisor of {self.data.prompts_per_step}"
                 )
             check_batches(self, name=name)
-        if self.algorithm.name in ("grpo", "dr_grpo", "dapo", "gspo", "cispo", "rloo", "intuitor"):
-            if self.rollout.samples_per_prompt < 2:
-                raise ValueError(
-                    f"algorithm {self.algorithm.name} compares the completions of a prompt with each other, "
-                    f"but rollout.samples_per_prompt={self.rollout.samples_per_prompt} leaves nothing to compare; use 2 or more"
-                )
+        if isinstance(self.algorithm, GroupAlgorithm | Intuitor) and self.rollout.samples_per_prompt < 2:
+            raise ValueError(
+                f"algorithm {self.algorithm.name} compares the completions of a prompt with each other, "
+                f"but rollout.samples_per_prompt={self.rollout.samples_per_prompt} leaves nothing to compare; use 2 or more"
+            )
         if self.algorithm.name == "intuitor" and [reward.type for reward in self.reward] != ["self_certainty"]:
             raise ValueError(
                 "algorithm intuitor learns only from self-certainty; write reward: [{type: self_certainty}] "
@@ -132,8 +131,7 @@ class Config(Section):
         if algorithm.name == "cispo" and algorithm.dual_clip is not None:
             raise ValueError(
                 f"algorithm.dual_clip={algorithm.dual_clip} limits a ratio through which the gradient flows, but in cispo no gradient "
-                "flows through the ratio; "
-                "remove dual_clip, or lower algorithm.clip_high"
+                "flows through the ratio; remove dual_clip, or lower algorithm.clip_high"
             )
         if isinstance(algorithm, GroupAlgorithm):
             if algorithm.advantage == "turn" and not any(reward.type == "environment" for reward in self.reward):
@@ -153,16 +151,8 @@ class Config(Section):
             )
 
     @property
-    def needs_reference(self) -> bool:
-        return self.algorithm.kl_coef > 0
-
-    @property
     def completions_per_step(self) -> int:
         return self.data.prompts_per_step * self.rollout.samples_per_prompt
-
-    @property
-    def rescores(self) -> bool:
-        return self.algorithm.rescores(self.actor)
 
 
 def load_config(
@@ -251,8 +241,7 @@ def dump_config(config: Config) -> str:
 
 
 def dump_given(config: Config, *, without: set[str]) -> str:
-    """Like ``dump_config``, but only with the keys that were set, because the reader adds defaults. ``without`` names sections to
-    omit."""
+    """Like ``dump_config``, but only with the keys that were set, because the reader adds defaults. ``without`` names sections to omit."""
     given = config.model_dump(mode="json", exclude_unset=True, exclude=without)
     return _dumped(_part(public_dump(config), given))
 

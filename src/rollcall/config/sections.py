@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from rollcall.base.words import counted
-from rollcall.config.base import LONGEST_S, KeyProblem, Section, field
+from rollcall.config.base import LONGEST_S, KeyProblem, OptionalCount, Section, field
 from rollcall.config.checks import check_directory, check_home, check_section, check_stops, check_variables, lift_kwargs
 from rollcall.config.lora import LoraSection
 
@@ -65,8 +65,7 @@ class ClusterSection(Section):
         min_length=1,
     )
     node_weights: list[float] | None = field(
-        None,
-        "Each node's share of the rollout work, such as `[2, 1, 1]`; `null`: in proportion to its measured speed.",
+        None, "Each node's share of the rollout work, such as `[2, 1, 1]`; `null`: in proportion to its measured speed."
     )
     env: Annotated[dict[str, str], AfterValidator(check_variables)] = field(
         {}, "Environment variables for every worker."
@@ -88,7 +87,6 @@ class ClusterSection(Section):
                 raise ValueError(
                     f"{key}={getattr(self, key)} contradicts nodes, which lists {len(sizes)} nodes with {sizes} slots; remove {key}"
                 )
-        for key, value in fixed.items():
             object.__setattr__(self, key, value)  # the section is frozen, so plain assignment would fail
         if strangers := [rank for rank in self.node_env if not 0 <= rank < self.num_nodes]:
             raise ValueError(
@@ -99,22 +97,16 @@ class ClusterSection(Section):
                 f"num_nodes={self.num_nodes} x num_gpus_per_node={self.num_gpus_per_node} give {slots:,} slots, but a cluster can "
                 f"have at most {MAX_SLOTS:,}"
             )
-        self._check_weights()
-        return self
-
-    def _check_weights(self) -> None:
         weights = self.node_weights
-        if weights is None:
-            return
-        if len(weights) != self.num_nodes:
+        if weights is not None and len(weights) != self.num_nodes:
             raise ValueError(
-                f"node_weights={weights} has {counted(len(weights), 'number')} for "
-                f"{counted(self.num_nodes, 'node')}; give one per node"
+                f"node_weights={weights} has {counted(len(weights), 'number')} for {counted(self.num_nodes, 'node')}; give one per node"
             )
-        if not all(0 <= weight < float("inf") for weight in weights) or not any(weights):
+        if weights is not None and (min(weights) < 0 or not any(weights)):
             raise ValueError(
                 f"node_weights={weights} must not contain negative numbers, and needs at least one above 0"
             )
+        return self
 
     @property
     def slots_per_node(self) -> list[int]:
@@ -199,8 +191,7 @@ class DataSection(Section):
     def _asks_and_answers_with_two_columns(self) -> DataSection:
         if self.prompt_key == self.answer_key:
             raise KeyProblem(
-                "answer_key",
-                f"={self.answer_key} is also data.prompt_key, so every prompt would be its own answer; name a different column",
+                f"answer_key={self.answer_key} is also data.prompt_key, so every prompt would be its own answer; name a different column"
             )
         return self
 
@@ -227,20 +218,18 @@ class RolloutSection(Section):
     top_k: int = field(0, "Sample from this many of the most likely tokens; 0: from all.", ge=0)
     stop: Annotated[list[str], AfterValidator(check_stops)] = field(
         [],
-        "Strings that end a completion. The completion keeps the string at its end. A special token (`</s>`) is matched as a "
-        "token.",
+        "Strings that end a completion. The completion keeps the string at its end. A special token (`</s>`) is matched as a token.",
     )
     stop_token_ids: list[int] = field(
         [],
         "Ids of additional tokens that end a completion, besides the model's own. The exported model stops at them too.",
     )
     max_running: int = field(512, "Maximum number of completions that an engine decodes at once.", ge=1)
-    kv_tokens: int | None = field(
+    kv_tokens: OptionalCount = field(
         None,
         "Size of the KV cache, in tokens. It must have room for the longest prompt plus the longest completion. `null`: on CUDA, "
         "determined by `kv_memory_fraction`; on a CPU, enough for `max_running` completions and for twice as many conversations that are "
         "between two turns (with vLLM, at most 1 GiB).",
-        ge=1,
     )
     kv_memory_fraction: Annotated[float, Field(gt=0, lt=1)] | Auto = field(
         "auto",
@@ -253,9 +242,8 @@ class RolloutSection(Section):
     )
     weights: WeightTransport = field(
         "auto",
-        "How new weights reach engines outside the actor's processes. `auto`: shared memory on the actor's node and a "
-        "broadcast to other nodes; on GPUs, a broadcast to all. `delta`: like `auto`, but only the weights that changed. `file`: a file "
-        "in `run.dir`.",
+        "How new weights reach engines outside the actor's processes. `auto`: shared memory on the actor's node and a broadcast to other "
+        "nodes; on GPUs, a broadcast to all. `delta`: like `auto`, but only the weights that changed. `file`: a file in `run.dir`.",
     )
 
     @property
@@ -296,25 +284,20 @@ class OptimizerSection(Section):
         "which the run measures at the start; 16384 on a CPU. If a micro-batch does not fit after all, it is split, and the smaller "
         "size is used from then on.",
     )
-    train_micro_batch_size: int | None = field(
+    train_micro_batch_size: OptionalCount = field(
         None,
         "Maximum number of completions in one forward pass of an update; `null`: as many as `tokens_per_microbatch` allows.",
-        ge=1,
     )
-    logprob_batch_size: int | None = field(
+    logprob_batch_size: OptionalCount = field(
         None,
         "Maximum number of completions in one forward pass without gradients (log-probs, values); `null`: limited by tokens only.",
-        ge=1,
     )
-    train_global_batch_size: int | None = field(
+    train_global_batch_size: OptionalCount = field(
         None,
         "Completions in one update. It must equal prompts_per_step x samples_per_prompt / minibatches, which is what `null` means.",
-        ge=1,
     )
-    max_total_sequence_length: int | None = field(
-        None,
-        "Maximum number of tokens in prompt and completion together; `null`: as many as data and rollout allow.",
-        ge=1,
+    max_total_sequence_length: OptionalCount = field(
+        None, "Maximum number of tokens in prompt and completion together; `null`: as many as data and rollout allow."
     )
     minibatches: int = field(1, "Optimizer updates per pass over a step's samples.", ge=1)
     epochs: int = field(1, "Passes over a step's samples.", ge=1)
@@ -331,11 +314,10 @@ class OptimizerSection(Section):
         "`replicate`: every data rank has all weights, gradients and optimizer state. `fsdp`: they are split across the "
         "data ranks (FSDP2). `hsdp`: they are split within a group of ranks, and every group has a copy.",
     )
-    sharding_group_size: int | None = field(
+    sharding_group_size: OptionalCount = field(
         None,
         "Number of data ranks in one `hsdp` group; `null`: the data ranks on one node. Each rank of a context group counts as a "
         "data rank.",
-        ge=1,
     )
     tensor_parallel_size: int = field(
         1, "Number of processes across which the heads and MLP columns of a layer are split.", ge=1
@@ -431,5 +413,5 @@ class EvalSection(Section):
     samples_per_prompt: int = field(
         1, "Completions per prompt. More than one gives pass@k and needs a temperature above 0.", ge=1
     )
-    max_prompts: int | None = field(None, "Evaluate on the first N rows only; `null`: on all.", ge=1)
+    max_prompts: OptionalCount = field(None, "Evaluate on the first N rows only; `null`: on all.")
     threshold: float = field(1.0, "A completion is correct if its first reward is at least this.")

@@ -28,17 +28,14 @@ _OPEN_ALREADY = ("/dev/fd/", "/dev/stdin", "/proc/self/fd/")  # for `<(command)`
 def read_yaml(path: Path | str, *, what: str) -> Any:
     """Read a YAML file. ``what`` names it in messages, such as "run file"."""
     try:
-        data = read_small(path, most=MAX_BYTES)
-        text = data.decode()
+        return parse_yaml(read_small(path, most=MAX_BYTES).decode())
     except FileNotFoundError:
         hint = "; `rollcall init` writes one to start from" if what == "run file" else ""
         raise ConfigError(f"{what} {path} does not exist{hint}") from None
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{what} {path} cannot be read: {error}") from None
-    try:
-        return parse_yaml(text)
     except ConfigError as error:
         raise ConfigError(f"{what} {path}: {error}") from None
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{what} {path} cannot be read: {error}") from None
     except yaml.YAMLError as error:
         raise ConfigError(f"{what} {path} is not YAML: {redact_source(str(error))[:MOST_SHOWN]}") from None
 

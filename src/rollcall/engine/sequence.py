@@ -5,7 +5,6 @@ The search for stop strings decodes only the end of a completion, so its cost do
 
 from __future__ import annotations
 
-from collections.abc import Container
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -29,10 +28,6 @@ class Sequence:
     watched_from: int = 0  # the search for stop strings decodes from this token on
 
     @property
-    def seed(self) -> int:
-        return self.request.seed
-
-    @property
     def order(self) -> tuple[tuple[int, int, int], int]:
         """Sequences with the lowest order are admitted first; those with the highest are preempted first."""
         return self.request.order, self.number
@@ -50,39 +45,74 @@ class Sequence:
         return np.concatenate((self.request.prompt_ids, np.array(self.token_ids, dtype=np.int32)))
 
 
-def check_fits(request: Request, *, running: Container[str], max_positions: int, room: int, vocabulary: int) -> None:
-    """Refuse a request that an engine with this many positions, this much KV room and this vocabulary could never finish."""
-    if request.id in running:
-        raise Refused(f"request {request.id!r} is already running; give each request its own id")
-    num_prompt, num_new = len(request.prompt_ids), request.sampling.max_tokens
-    if num_prompt == 0:
-        raise Refused(f"request {request.id!r} has an empty prompt; a prompt needs at least one token")
-    lowest, highest = int(request.prompt_ids.min()), int(request.prompt_ids.max())
-    if lowest < 0 or highest >= vocabulary:
-        wrong = lowest if lowest < 0 else highest
-        raise Refused(
-            f"request {request.id!r} has token {wrong}, but the model has only tokens 0 to {vocabulary - 1}: the prompt was encoded with "
-            "another model's tokenizer; set model.path to a directory with the model's own tokenizer"
-        )
-    if num_new < 1:
-        raise Refused(f"request {request.id!r} asks for {num_new} new tokens; ask for 1 or more")
-    longest = num_prompt + num_new
-    if longest > max_positions:
-        raise Refused(
-            f"request {request.id!r} needs {num_prompt} prompt + {num_new} new = {longest} positions, but the model has "
-            f"only {max_positions}; lower rollout.max_response_tokens or data.max_prompt_tokens"
-        )
-    if longest > room:
-        raise Refused(
-            f"request {request.id!r} needs KV room for {num_prompt} prompt + {num_new} new = {longest} tokens, but the cache has "
-            f"room for only {room}; raise rollout.kv_tokens or lower rollout.max_response_tokens"
-        )
+class BaseCore:
+    """What both engines do with requests: check and number them, record new tokens, and return the completions that have ended."""
 
+    def __init__(self, tokenizer: Any, *, max_positions: int, room: int, vocabulary: int) -> None:
+        """``room`` is the maximum number of KV tokens that a single sequence can have."""
+        self.tokenizer = tokenizer
+        self.max_positions, self._room, self._vocabulary = max_positions, room, vocabulary
+        self.version = 0
+        self.num_preemptions = 0
+        self._requests: dict[str, Sequence] = {}  # sequences that have not been returned yet
+        self._ended: list[Sequence] = []  # the sequences among these that have ended
+        self._num_submitted = 0
 
-def note_version(sequence: Sequence, version: int, num_new: int) -> None:
-    if sequence.segments and sequence.segments[-1].version == version:
-        num_new += sequence.segments.pop().num_tokens
-    sequence.segments.append(Segment(version=version, num_tokens=num_new))
+    @property
+    def num_unfinished(self) -> int:
+        return len(self._requests)
+
+    def _accept(self, request: Request) -> Sequence:
+        """Return a sequence for this request. Refuse a request that this engine could never finish."""
+        if request.id in self._requests:
+            raise Refused(f"request {request.id!r} is already running; give each request its own id")
+        num_prompt, num_new = len(request.prompt_ids), request.sampling.max_tokens
+        if num_prompt == 0:
+            raise Refused(f"request {request.id!r} has an empty prompt; a prompt needs at least one token")
+        lowest, highest = int(request.prompt_ids.min()), int(request.prompt_ids.max())
+        if lowest < 0 or highest >= self._vocabulary:
+            wrong = lowest if lowest < 0 else highest
+            raise Refused(
+                f"request {request.id!r} has token {wrong}, but the model has only tokens 0 to {self._vocabulary - 1}: the prompt was "
+                "encoded with another model's tokenizer; set model.path to a directory with the model's own tokenizer"
+            )
+        if num_new < 1:
+            raise Refused(f"request {request.id!r} asks for {num_new} new tokens; ask for 1 or more")
+        longest = num_prompt + num_new
+        if longest > self.max_positions:
+            raise Refused(
+                f"request {request.id!r} needs {num_prompt} prompt + {num_new} new = {longest} positions, but the model has "
+                f"only {self.max_positions}; lower rollout.max_response_tokens or data.max_prompt_tokens"
+            )
+        if longest > self._room:
+            raise Refused(
+                f"request {request.id!r} needs KV room for {num_prompt} prompt + {num_new} new = {longest} tokens, but the cache has "
+                f"room for only {self._room}; raise rollout.kv_tokens or lower rollout.max_response_tokens"
+            )
+        sequence = self._requests[request.id] = Sequence(request=request, number=self._num_submitted)
+        self._num_submitted += 1
+        return sequence
+
+    def _take_new(self, sequence: Sequence, tokens: list[int], logprobs: list[float]) -> bool:
+        """Append new tokens to a sequence. Return whether it was then cut at a stop string."""
+        before = len(sequence.token_ids)
+        sequence.token_ids += tokens
+        sequence.logprobs += logprobs
+        is_cut = bool(sequence.request.sampling.stop_strings) and cut_at_stop_string(sequence, before, self.tokenizer)
+        num_new = len(sequence.token_ids) - before
+        if sequence.segments and sequence.segments[-1].version == self.version:
+            num_new += sequence.segments.pop().num_tokens
+        sequence.segments.append(Segment(version=self.version, num_tokens=num_new))
+        if sequence.finish is not None:
+            self._ended.append(sequence)
+        return is_cut
+
+    def _take_ended(self) -> dict[str, Completion]:
+        """Remove the sequences that have ended. Return the completions of those that were not aborted, by request."""
+        taken = [sequence for sequence in self._ended if self._requests.pop(sequence.request.id, None) is not None]
+        self._ended.clear()
+        texts = texts_of([sequence.token_ids for sequence in taken], self.tokenizer)
+        return {sequence.request.id: completion_of(sequence, text) for sequence, text in zip(taken, texts, strict=True)}
 
 
 def cut_at_stop_string(sequence: Sequence, before: int, tokenizer: Any) -> bool:
@@ -107,7 +137,6 @@ def cut_at_stop_string(sequence: Sequence, before: int, tokenizer: Any) -> bool:
     return False
 
 
-INCOMPLETE = "\ufffd"  # an incomplete character decodes to this
 # The number of characters that can be missing or added when decoding starts in the middle of a text: split characters, a leading space.
 RAGGED = 8
 BYTES = 4  # a character can take up to this many tokens
@@ -120,7 +149,7 @@ def _move_watch(sequence: Sequence, end: str, tokenizer: Any) -> None:
     """
     needed = max(len(stop) for stop in sequence.request.sampling.stop_strings) + RAGGED
     length = len(sequence.token_ids)
-    if length - sequence.watched_from <= 2 * BYTES * needed or end.endswith(INCOMPLETE):
+    if length - sequence.watched_from <= 2 * BYTES * needed or end.endswith("\ufffd"):
         return
     latest = length - BYTES * (needed + RAGGED)
     # In a run of byte tokens, decoding from a token on gives the same text as in the full string only if a character starts at that
@@ -132,14 +161,6 @@ def _move_watch(sequence: Sequence, end: str, tokenizer: Any) -> None:
             return
 
 
-def take_ended(ended: list[Sequence], requests: dict[str, Sequence], tokenizer: Any) -> dict[str, Completion]:
-    """Remove the ended sequences from both collections. Return the completions of sequences that were not aborted, by request."""
-    taken = [sequence for sequence in ended if requests.pop(sequence.request.id, None) is not None]
-    ended.clear()
-    texts = texts_of([sequence.token_ids for sequence in taken], tokenizer)
-    return {sequence.request.id: completion_of(sequence, text) for sequence, text in zip(taken, texts, strict=True)}
-
-
 def completion_of(sequence: Sequence, text: str) -> Completion:
     assert sequence.finish is not None
     return Completion(
@@ -148,7 +169,7 @@ def completion_of(sequence: Sequence, text: str) -> Completion:
         mask=np.ones(len(sequence.token_ids), dtype=np.bool_),
         segments=tuple(sequence.segments),
         finish=sequence.finish,
-        seed=sequence.seed,
+        seed=sequence.request.seed,
         text=text,
         episode=None,
     )

@@ -21,18 +21,12 @@ QUIET_S, QUIET_SHARE, GATHER_SHARE = 0.002, 0.05, 0.5
 FIRST_QUIET_S, FIRST_GATHER_S, BURST = 0.005, 0.2, 8
 
 
-@dataclass(slots=True, eq=False)
-class _Asked:
-    request: Request
-    done: asyncio.Future[Completion]
-
-
 class Ticker:
     def __init__(self, core: Core, *, max_running: int) -> None:
         """``max_running``: how many completions the core decodes at once."""
         self.core = core
         self._max_running = max_running
-        self._asked: dict[str, _Asked] = {}
+        self._asked: dict[str, tuple[Request, asyncio.Future[Completion]]] = {}
         self._num_turns = 0  # open requests with a session
         self._sessions: set[str] = set()  # sessions that have not ended
         self._task: asyncio.Task[None] | None = None
@@ -55,12 +49,13 @@ class Ticker:
         if self._failure is not None:
             raise self._failure
         self.core.submit(request)
-        asked = self._asked[request.id] = _Asked(request, asyncio.get_running_loop().create_future())
+        done = asyncio.get_running_loop().create_future()
+        self._asked[request.id] = request, done
         self._num_turns += request.session is not None
         self._idle.clear()
         self._wake()
         try:
-            return Made(completion=await asked.done, worker=LOCAL)
+            return Made(completion=await done, worker=LOCAL)
         finally:
             if request.id in self._asked:  # cancelled
                 self._forget(request.id)
@@ -119,9 +114,9 @@ class Ticker:
                 self._busy_s += decoded_s
                 for request_id, completion in ended.items():
                     self._num_tokens += len(completion.token_ids)
-                    asked = self._forget(request_id)
-                    if not asked.done.cancelled():
-                        asked.done.set_result(completion)
+                    done = self._forget(request_id)
+                    if not done.cancelled():
+                        done.set_result(completion)
                 await self._gather(
                     num_turns - self._num_turns,
                     quiet_s=max(QUIET_S, QUIET_SHARE * decoded_s),
@@ -129,17 +124,17 @@ class Ticker:
                 )
         except Exception as error:  # noqa: BLE001 - raised in all current and later callers
             self._failure = error
-            for asked in [self._forget(request_id) for request_id in list(self._asked)]:
-                if not asked.done.cancelled():
-                    asked.done.set_exception(error)
+            for done in [self._forget(request_id) for request_id in list(self._asked)]:
+                if not done.cancelled():
+                    done.set_exception(error)
 
-    def _forget(self, request_id: str) -> _Asked:
-        asked = self._asked.pop(request_id)
-        self._num_turns -= asked.request.session is not None
+    def _forget(self, request_id: str) -> asyncio.Future[Completion]:
+        request, done = self._asked.pop(request_id)
+        self._num_turns -= request.session is not None
         if not self._asked:
             self._idle.set()
         self._news.set()
-        return asked
+        return done
 
     async def _gather(self, count: float, *, quiet_s: float, most_s: float, burst: int = 1) -> None:
         """Wait for ``count`` more requests, but stop when there are as many requests as sessions, or as many as the core decodes at once.
@@ -156,9 +151,8 @@ class Ticker:
                 async with asyncio.timeout(pause_s):  # wait_for (3.11) may swallow its cancellation
                     await self._news.wait()
             except TimeoutError:
-                if (
-                    time.perf_counter() - now < 2 * pause_s
-                ):  # otherwise other tasks held up the loop, and requests may be waiting
+                # After a longer wait, go on: other tasks held up the loop, and requests may be waiting.
+                if time.perf_counter() - now < 2 * pause_s:
                     return
 
 

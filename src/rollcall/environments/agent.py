@@ -15,38 +15,21 @@ import asyncio
 import copy
 import json
 import secrets
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NoReturn
 
 from rollcall.base.types import Completion, EndReason, FinishReason, Prompt
 from rollcall.base.wait import warn
 from rollcall.base.words import visible
 from rollcall.config.environments import EnvironmentBase
 from rollcall.engine.protocol import Sampling
-from rollcall.environments.calls import CallFormat
 from rollcall.environments.conversation import Conversations
-from rollcall.environments.endpoint import (
-    LOOPBACK,
-    Caller,
-    Endpoint,
-    EndpointServer,
-    Served,
-    call_format_of,
-    in_loop,
-    take_reward,
-)
-from rollcall.environments.episode import LONGEST_ERROR, one_ends_within, row_of, turn_seed
+from rollcall.environments.endpoint import LOOPBACK, Caller, Endpoint, EndpointServer, Open, in_loop, take_reward
+from rollcall.environments.episode import LONGEST_ERROR, TooLong, row_of, turn_seed, within
 from rollcall.environments.histories import Histories, HistoryRow
 from rollcall.environments.program import KEY
-from rollcall.environments.protocol import (
-    Ended,
-    EnvironmentFailed,
-    EnvironmentLost,
-    Host,
-    ProgramHost,
-    Programs,
-    SampleTurn,
-)
+from rollcall.environments.protocol import Ended, EnvironmentFailed, EnvironmentLost, ProgramHost, Programs, SampleTurn
 from rollcall.environments.wire import Refused, Wanted
 
 GRACE_S = 10.0  # time a program has to exit on its own after it reaches a limit
@@ -56,18 +39,15 @@ class AgentEnvironments:
     """Episodes driven by programs. A program has no ``reset`` and ``step``, so ``player`` plays whole episodes. The endpoint listens on
     ``address``, which the programs must be able to reach."""
 
-    def __init__(
-        self, section: EnvironmentBase, *, chat_template: str | None, programs: Programs, address: str = LOOPBACK
-    ) -> None:
+    def __init__(self, section: EnvironmentBase, *, programs: Programs, address: str = LOOPBACK) -> None:
         self.section, self.programs, self.address = section, programs, address
-        self.call_format: CallFormat = call_format_of(chat_template)
         self._players: list[AgentPlayer] = []
 
     def player(self, *, tokenizer: Any, max_prompt_tokens: int, max_response_tokens: int) -> AgentPlayer:
         self._players.append(AgentPlayer(self, tokenizer=tokenizer, max_row=max_prompt_tokens + max_response_tokens))
         return self._players[-1]
 
-    async def find_host(self) -> Host:
+    async def find_host(self) -> NoReturn:
         raise EnvironmentFailed("a program drives its own episode, so it has no steps to call")
 
     def tools_of(self, kind: str) -> tuple[dict[str, Any], ...]:
@@ -83,14 +63,13 @@ class AgentEnvironments:
 
 
 @dataclass(slots=True, kw_only=True)
-class EpisodeRules:
-    """Limits what an episode's program may request."""
+class EpisodeRules(Open):
+    """Limits what an episode's program may request. ``default`` are the run's settings; its ``max_tokens`` limits the total over all
+    histories."""
 
     section: EnvironmentBase
-    base: Sampling  # the run's settings; max_tokens limits the total over all histories
     seed_of_attempt: int
     histories: Histories
-    model: str | None = None  # None because a program may use any model name
     num_turns: int = 0
     num_seeds: int = 0
     met: EndReason | None = None  # the limit that a request reached
@@ -98,13 +77,7 @@ class EpisodeRules:
     overruled: set[str] = field(default_factory=set)  # request parameters that the run overrides
 
     @property
-    def is_cut(self) -> bool:
-        """Whether the token limit cut the last answer short."""
-        rows = self.histories.rows
-        return self._used >= self.base.max_tokens and any(row.finish is FinishReason.LENGTH for row in rows)
-
-    @property
-    def _used(self) -> int:
+    def used(self) -> int:
         return sum(row.length for row in self.histories.rows)
 
     def admit(self, num_choices: int) -> None:
@@ -114,18 +87,18 @@ class EpisodeRules:
         self.num_turns += num_choices
 
     def sampling(self, wanted: Wanted, *, room: int, num_added: int) -> Sampling:
-        own = {"temperature": self.base.temperature, "top_p": self.base.top_p, "top_k": self.base.top_k, "seed": None}
+        base = self.default
+        own = {"temperature": base.temperature, "top_p": base.top_p, "top_k": base.top_k, "seed": None}
         self.overruled |= {name for name, value in own.items() if getattr(wanted, name) not in (None, value)}
-        left = self.base.max_tokens - num_added - self._used
+        left = base.max_tokens - num_added - self.used
         if left < 1:
-            text = f"{self.base.max_tokens} tokens (rollout.max_response_tokens)"
-            raise self._over(EndReason.TOKENS, text, code="token_limit")
-        limits = (room, left, self.section.max_turn_tokens or left, wanted.token_limit or left)
+            limit = f"{base.max_tokens} tokens (rollout.max_response_tokens)"
+            raise self._over(EndReason.TOKENS, limit, code="token_limit")
         return replace(
-            self.base,
-            max_tokens=min(limits),
-            stop_token_ids=tuple(dict.fromkeys((*self.base.stop_token_ids, *wanted.stop_token_ids))),
-            stop_strings=tuple(dict.fromkeys((*self.base.stop_strings, *wanted.stop))),
+            base,
+            max_tokens=min(room, left, self.section.max_turn_tokens or left, wanted.token_limit or left),
+            stop_token_ids=tuple(dict.fromkeys((*base.stop_token_ids, *wanted.stop_token_ids))),
+            stop_strings=tuple(dict.fromkeys((*base.stop_strings, *wanted.stop))),
         )
 
     def seed(self, wanted: Wanted, place: int) -> int:
@@ -144,11 +117,10 @@ class AgentPlayer:
     def __init__(self, environments: AgentEnvironments, *, tokenizer: Any, max_row: int) -> None:
         self.section = environments.section
         self._programs = environments.programs  # used in the server's loop only
-        self._tokenizer = copy.deepcopy(tokenizer)  # another thread uses the run's tokenizer
-        self._conversations = Conversations(self._tokenizer)
-        served = Served(name="policy", max_model_len=max_row, vocabulary=len(tokenizer))
+        own = copy.deepcopy(tokenizer)  # another thread uses the run's tokenizer
+        self._conversations = Conversations(own)
         self._callers: dict[str, Caller] = {}
-        app = Endpoint(self._callers, served=served, tokenizer=self._tokenizer, call_format=environments.call_format)
+        app = Endpoint(self._callers, name="policy", max_model_len=max_row, vocabulary=len(tokenizer), tokenizer=own)
         self._server = EndpointServer(app, host=environments.address)
         self._playing: set[asyncio.Task[Any]] = set()
         self._has_warned = False
@@ -164,15 +136,12 @@ class AgentPlayer:
             task = asyncio.current_task()
             assert task is not None
             self._playing.add(task)
-            try:
-                while True:
-                    host = await self._programs.find_host()
-                    try:
-                        return await self._play_at(host, prompt, seed, sampling, session, crossing)
-                    except EnvironmentLost:
-                        continue  # the loss was already reported; find_host gives up if no host comes back
-            finally:
-                self._playing.discard(task)
+            task.add_done_callback(self._playing.discard)
+            while True:
+                host = await self._programs.find_host()
+                # The loss was already reported. find_host gives up if no host comes back.
+                with suppress(EnvironmentLost):
+                    return await self._play_at(host, prompt, seed, sampling, session, crossing)
 
         return await asyncio.wrap_future(self._server.run(there()))
 
@@ -189,21 +158,31 @@ class AgentPlayer:
         self, host: ProgramHost, prompt: Prompt, seed: int, sampling: Sampling, session: str, sample: SampleTurn
     ) -> Completion:
         histories = Histories(self._conversations, name=session)
-        rules = EpisodeRules(section=self.section, base=sampling, seed_of_attempt=seed, histories=histories)
+        # A program may use any model name.
+        rules = EpisodeRules(
+            model=None, default=sampling, section=self.section, seed_of_attempt=seed, histories=histories
+        )
         caller = Caller(rules=rules, histories=histories, sample=sample, takes_reward=True)
         key = secrets.token_urlsafe(32)
         self._callers[key] = caller
-        variables = {
-            "OPENAI_BASE_URL": f"{self._server.address}/v1",
-            KEY: key,
-            "ROLLCALL_ROW": json.dumps(row_of(prompt)),
-        }
+        row = json.dumps(row_of(prompt))
+        variables = {"OPENAI_BASE_URL": f"{self._server.address}/v1", KEY: key, "ROLLCALL_ROW": row}
         try:
             ended, error = await self._run_program(host, caller, rules, variables)
         finally:
             del self._callers[key]
             await caller.end_requests()
-        return completion_of(prompt, caller, seed=seed, ended=ended, error=error)
+        first = histories.rows[0] if histories.rows else HistoryRow(prompt_ids=prompt.token_ids, session="")
+        return first.completion(
+            prompt,
+            seed=seed,
+            branches=tuple(row.branch() for row in histories.rows[1:]),
+            reward=caller.reward,
+            metrics={**caller.metrics, "requests_refused": float(caller.num_refused)},
+            ended=ended,
+            error=error[:LONGEST_ERROR],
+            opening="" if prompt.text else first.opening,
+        )
 
     async def _run_program(
         self, host: ProgramHost, caller: Caller, rules: EpisodeRules, variables: dict[str, str]
@@ -227,13 +206,15 @@ class AgentPlayer:
             return rules.met, ""
         if program.how:
             return EndReason.ERROR, f"the program ended with {program.how}; stderr: {_tail(program.stderr)}"
-        if not caller.histories.rows and caller.num_requests + caller.num_refused:
-            refused = f"{caller.num_refused} of the program's requests were refused"
-            return EndReason.ERROR, f"{refused}, and none was answered; the last refusal: {caller.last_refusal}"
         if not caller.histories.rows:
             why = f"the program ended without sending a request to OPENAI_BASE_URL; stderr: {_tail(program.stderr)}"
+            if caller.last_error:
+                why = f"none of the program's requests was answered; the last error: {caller.last_error}"
+            elif caller.num_requests:
+                why = f"the program ended before any of its requests was answered; stderr: {_tail(program.stderr)}"
             return EndReason.ERROR, why
-        return EndReason.TOKENS if rules.is_cut else EndReason.DONE, ""
+        is_cut = any(row.finish is FinishReason.LENGTH for row in caller.histories.rows)
+        return EndReason.TOKENS if is_cut and rules.used >= rules.default.max_tokens else EndReason.DONE, ""
 
 
 async def _run_within(
@@ -243,17 +224,17 @@ async def _run_within(
     stop = asyncio.Event()
     running, over = asyncio.create_task(host.run(variables, stop=stop)), asyncio.create_task(is_over.wait())
     try:
-        await one_ends_within(limit_s, running, over)
-        if over.done() and not running.done():
-            await one_ends_within(GRACE_S, running)
+        with suppress(TooLong):
+            await within(asyncio.wait({running, over}, return_when=asyncio.FIRST_COMPLETED), limit_s, "")
+            if not running.done():
+                await within(asyncio.wait({running}), GRACE_S, "")
         is_late = not running.done()
         stop.set()
         return await running, is_late
     finally:
         over.cancel()
-        if not running.done():
-            running.cancel()
-            await asyncio.gather(running, return_exceptions=True)
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
 
 
 def _take_printed_reward(caller: Caller, printed: str) -> None:
@@ -269,19 +250,3 @@ def _take_printed_reward(caller: Caller, printed: str) -> None:
 
 def _tail(text: str) -> str:
     return visible(text.strip()[-LONGEST_ERROR // 2 :]) or "(nothing)"
-
-
-def completion_of(prompt: Prompt, caller: Caller, *, seed: int, ended: EndReason, error: str) -> Completion:
-    """Build a completion from the first history, with the other histories as its branches."""
-    rows = caller.histories.rows
-    first = rows[0] if rows else HistoryRow(prompt_ids=prompt.token_ids, session="")
-    return first.completion(
-        prompt,
-        seed=seed,
-        branches=tuple(row.branch() for row in rows[1:]),
-        reward=caller.reward,
-        metrics={**caller.metrics, "requests_refused": float(caller.num_refused)},
-        ended=ended,
-        error=error[:LONGEST_ERROR],
-        opening="" if prompt.text else first.opening,
-    )

@@ -10,11 +10,9 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
 
-from rollcall.base.types import Completion, FinishReason, Ints
+from rollcall.base.types import Completion, Ints
 from rollcall.environments.calls import Call
 from rollcall.environments.wire import ChatRequest, GenerateRequest, TextRequest
-
-FINISH = {FinishReason.STOP: "stop", FinishReason.LENGTH: "length", FinishReason.ABORT: "abort"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,7 +27,7 @@ class Choice:
 
     @property
     def finish_reason(self) -> str:
-        return "tool_calls" if self.calls else FINISH[self.completion.finish]
+        return "tool_calls" if self.calls else self.completion.finish.value
 
     def message(self, *, as_text: bool) -> dict[str, Any]:
         """Return the message. The arguments of its calls are a string, as in the API, or values, as in a parsed request."""

@@ -29,7 +29,6 @@ MAX_CALLS = 64  # per turn
 MAX_DEPTH = 32  # of a call's JSON
 _MAX_CALL_CHARS = 100_000
 _MAX_LINE_CHARS = 10_000
-_LARGEST_INT = (1 << 63) - 1  # formats other than JSON can store it too
 _OPEN, _CLOSE = "<tool_call>", "</tool_call>"
 _PYTHON_TAG = "<|python_tag|>"
 _BETWEEN = re.compile(r"(?:[\s;]++|<\|python_tag\|>|<\|eom_id\|>|<\|eot_id\|>)*+")
@@ -48,8 +47,10 @@ class _Unreadable(ValueError):
     """Tells the model why a call cannot be parsed."""
 
 
-def format_of(chat_template: str | None) -> CallFormat:
+def format_of(chat_template: str | Mapping[str, str] | None) -> CallFormat:
     """Return the call format of a model with this chat template. Raise ConfigError if the format is unknown."""
+    if isinstance(chat_template, Mapping):  # several templates; transformers uses this one if a chat has tools
+        chat_template = chat_template.get("tool_use") or chat_template.get("default")
     template = chat_template or ""
     if _OPEN in template and "<function=" not in template:
         return "hermes"
@@ -144,8 +145,7 @@ def _line_arguments(line: str, name: str, *, is_json: bool, names: Sequence[str]
         assert isinstance(found, dict), "it begins with a brace"
         return found
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # the parser warns about the model's text
+        with warnings.catch_warnings(action="ignore"):  # the parser warns about the model's text
             call = ast.parse(line, mode="eval").body
     except (SyntaxError, ValueError, MemoryError, RecursionError):
         raise _Unreadable("it is not a call in Python syntax") from None
@@ -195,7 +195,7 @@ def _plain(value: Any, depth: int = 0) -> Any:
     """Check that a value contains only JSON types. Raise _Unreadable for deep nesting or a non-finite number (Python parses NaN)."""
     if depth > MAX_DEPTH:
         raise _Unreadable(f"its JSON is nested more than {MAX_DEPTH} deep")
-    if value is None or (isinstance(value, bool | int) and abs(value) <= _LARGEST_INT):
+    if value is None or (isinstance(value, bool | int) and abs(value) < 1 << 63):  # other formats can store it too
         return value
     if isinstance(value, str):
         return value.encode("utf-8", "replace").decode()  # replaces lone surrogates

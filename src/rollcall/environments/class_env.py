@@ -72,31 +72,28 @@ class ClassPlayer:
     def _answer(self, call: Call, run: Callable[[Any], Any]) -> dict[str, Any]:
         """Run a tool call. If the tool raises, the model reads the error, except that a MemoryError ends the episode, because the process
         is unreliable then."""
-        error = call.error
-        result = ""
-        if not error:
-            try:
-                if (tool := self.tools.get(call.name)) is None:
-                    there_are = ", ".join(self.tools) or "none"
-                    raise WrongArguments(f"there is no tool {call.name[:80]!r}; the tools are {there_are}")
-                function = self.functions.get(call.name) or getattr(self.instance, call.name)
-                returned = run(function(**check_arguments(tool, call.arguments)))
-                result = (
-                    returned if isinstance(returned, str) else json.dumps(returned, default=str, ensure_ascii=False)
-                )
-                if (size := len(result)) > MAX_RESULT_CHARS:
-                    raise WrongArguments(
-                        f"the result has {size:,} characters; at most {MAX_RESULT_CHARS:,} are allowed"
-                    )
-            except MemoryError:
-                raise
-            except WrongArguments as wrong:
-                error = str(wrong)
-            except Exception as raised:  # noqa: BLE001 - a tool may raise anything
-                self.examine(raised)
-                # Tools raise ValueError to explain what is wrong, so the name of the exception adds nothing.
-                is_plain = type(raised) is ValueError and str(raised)
-                error = str(raised) if is_plain else f"{type(raised).__name__}: {raised}".removesuffix(": ")
+        error, result = "", ""
+        try:
+            if call.error:
+                raise WrongArguments(call.error)
+            if (tool := self.tools.get(call.name)) is None:
+                there_are = ", ".join(self.tools) or "none"
+                raise WrongArguments(f"there is no tool {call.name[:80]!r}; the tools are {there_are}")
+            function = self.functions.get(call.name) or getattr(self.instance, call.name)
+            result = run(function(**check_arguments(tool, call.arguments)))
+            if not isinstance(result, str):
+                result = json.dumps(result, default=str, ensure_ascii=False)
+            if (size := len(result)) > MAX_RESULT_CHARS:
+                raise WrongArguments(f"the result has {size:,} characters; at most {MAX_RESULT_CHARS:,} are allowed")
+        except MemoryError:
+            raise
+        except WrongArguments as wrong:
+            error = str(wrong)
+        except Exception as raised:  # noqa: BLE001 - a tool may raise anything
+            self.examine(raised)
+            # Tools raise ValueError to explain what is wrong, so the name of the exception adds nothing.
+            is_plain = type(raised) is ValueError and str(raised)
+            error = str(raised) if is_plain else f"{type(raised).__name__}: {raised}".removesuffix(": ")
         if error:
             result = json.dumps({"error": error[:10_000]}, ensure_ascii=False)
         return {"name": call.name, "arguments": call.arguments, "result": result, "failed": bool(error)}

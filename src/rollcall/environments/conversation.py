@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import re
 import secrets
-from collections import OrderedDict
 from collections.abc import Sequence
 from typing import Any
 
@@ -32,7 +31,6 @@ from rollcall.model.tokenizers import is_plain_fast
 from rollcall.reward.trl import MESSAGES
 
 _MARKERS = ("ROLLCALLFIRST", "ROLLCALLSECOND")
-_THINKS = "<think>\nhm\n</think>\n\n"
 _TEXTS_EXAMINED = 64
 Tools = Sequence[dict[str, Any]]
 
@@ -42,9 +40,17 @@ class Conversations:
 
     def __init__(self, tokenizer: Any) -> None:
         self.tokenizer = tokenizer
-        self._backend = _plain_backend(tokenizer)
-        self._special = _special_tokens(tokenizer)
-        self._known: OrderedDict[tuple[bytes, str], str] = OrderedDict()  # cache for why_not_after
+        # The Rust backend produces the same IDs in half the time, unless the tokenizer does more work in Python. The second
+        # condition is for translation tokenizers, which add a language token.
+        self._backend: Any = None
+        if is_plain_fast(tokenizer, "__call__", "_encode_plus") and not hasattr(tokenizer, "_switch_to_input_mode"):
+            tokenizer("")  # turns off truncation and padding, which its file may have turned on
+            self._backend = tokenizer.backend_tokenizer
+        added = (token.content for token in tokenizer.added_tokens_decoder.values() if token.special)
+        special = sorted({*tokenizer.all_special_tokens, *added}, key=len, reverse=True)
+        # (?!) matches nothing.
+        self._special = re.compile("|".join(re.escape(name) for name in special if len(name) > 1) or r"(?!)")
+        self._known: dict[tuple[bytes, str], str] = {}  # cache for why_not_after
         self._num_examined = 0
         self._cut = f"ROLLCALLCUT{secrets.token_hex(8)}"  # random, so no message contains it
 
@@ -89,7 +95,7 @@ class Conversations:
     def check_extension(self, *, tools: Tools, role: str) -> None:
         """Refuse a chat template that renders earlier messages differently after later messages are added."""
         first, second = _MARKERS
-        thinks = _THINKS if "<think>" in (self.tokenizer.chat_template or "") else ""
+        thinks = "<think>\nhm\n</think>\n\n" if "<think>" in (self.tokenizer.chat_template or "") else ""
         said = {"role": role, "content": "seen"}
         opening: list[dict[str, Any]] = [{"role": "user", "content": "begin"}, {"role": "assistant", "content": first}]
         again = {"role": "assistant", "content": f"{thinks}{second}"}
@@ -116,13 +122,13 @@ class Conversations:
         each set of tools. ``key`` identifies the set of tools."""
         for role in sorted({message["role"] for message in messages}):
             if (key, role) not in self._known:
+                if len(self._known) >= 1000:
+                    self._known.clear()
                 try:
                     self.check_extension(tools=tools, role=role)
                     self._known[key, role] = ""
                 except ConfigError as error:
                     self._known[key, role] = str(error)
-                while len(self._known) > 1000:
-                    self._known.popitem(last=False)
             if why := self._known[key, role]:
                 return why
         return ""
@@ -166,19 +172,3 @@ def unknown_characters(text: str, token_ids: Ints, tokenizer: Any) -> list[str]:
     there = set(text.casefold()) - set(" \t\n")
     lost = sorted(there - set(tokenizer.decode(token_ids).casefold()))
     return lost if len(lost) * 4 > len(there) else []
-
-
-def _plain_backend(tokenizer: Any) -> Any:
-    """Return the tokenizer's Rust backend, which produces the same IDs in half the time. Return None if the tokenizer does additional
-    work in Python, because the IDs could then differ."""
-    # Translation tokenizers add a language token.
-    if not is_plain_fast(tokenizer, "__call__", "_encode_plus") or hasattr(tokenizer, "_switch_to_input_mode"):
-        return None
-    tokenizer("")  # turns off truncation and padding, which its file may have turned on
-    return tokenizer.backend_tokenizer
-
-
-def _special_tokens(tokenizer: Any) -> re.Pattern[str]:
-    added = (token.content for token in tokenizer.added_tokens_decoder.values() if token.special)
-    names = (name for name in {*tokenizer.all_special_tokens, *added} if len(name) > 1)
-    return re.compile("|".join(map(re.escape, sorted(names, key=len, reverse=True))) or r"(?!)")  # (?!) matches nothing

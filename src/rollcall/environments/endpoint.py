@@ -22,26 +22,18 @@ import logging
 import secrets
 import socket
 import threading
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from importlib.util import find_spec
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 
 from rollcall.base.errors import ConfigError
 from rollcall.base.types import Completion, FinishReason, Ints
 from rollcall.engine.protocol import Sampling
-from rollcall.environments.answers import (
-    Answered,
-    Choice,
-    chat_body,
-    events_of,
-    generate_body,
-    text_body,
-    to_bytes,
-)
+from rollcall.environments.answers import Answered, Choice, chat_body, events_of, generate_body, text_body, to_bytes
 from rollcall.environments.calls import Call, CallFormat, format_of, parse_calls
 from rollcall.environments.histories import Asked, Histories
 from rollcall.environments.protocol import EnvironmentFailed, SampleTurn, add_metrics
@@ -56,26 +48,23 @@ T = TypeVar("T")
 Message = dict[str, Any]
 Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Reply:
-    body: bytes
-    status: int = 200
-    events: Iterable[bytes] | None = None  # stream events that replace the body
-    closes: bool = False  # close the connection, because the rest of the request was not read
+Reply = bytes | Iterator[bytes]  # a JSON object, or stream events
 
 
 class Endpoint:
-    """``callers`` maps keys to callers and is looked up on every request. ``call_format``: how the model writes tool calls."""
+    """``callers`` maps keys to callers and is looked up on every request. ``name`` is the name of the served model."""
 
     def __init__(
-        self, callers: Mapping[str, Caller], *, served: Served, tokenizer: Any, call_format: CallFormat
+        self, callers: Mapping[str, Caller], *, name: str, max_model_len: int, vocabulary: int, tokenizer: Any
     ) -> None:
-        self._callers, self._served = callers, served
+        self._callers, self._name, self._max_model_len, self._vocabulary = callers, name, max_model_len, vocabulary
         self._tokenizer = tokenizer
-        self._most_chars = served.max_model_len * max(map(len, tokenizer.get_vocab()))
-        self._call_format: CallFormat = call_format
+        self._most_chars = max_model_len * max(map(len, tokenizer.get_vocab()))
+        self._call_format: CallFormat
+        try:
+            self._call_format = format_of(tokenizer.chat_template)
+        except ConfigError:  # unknown, so use the most common format; calls in other formats then stay text
+            self._call_format = "hermes"
         self._posts: dict[str, Callable[[Caller, bytes], Coroutine[Any, Any, Reply]]] = {
             "/v1/chat/completions": self._chat,
             "/v1/completions": self._text,
@@ -86,26 +75,25 @@ class Endpoint:
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
         assert scope["type"] == "http", "the server does not support lifespan events or websockets"
         caller: Caller | None = None
+        status, closes = 200, False
         try:
             caller = self._caller_of(scope)
             reply = await self._reply(caller, scope, receive)
-        except Refused as refused:
-            if caller is not None:
-                caller.num_refused += 1
-                caller.last_refusal = str(refused)
-            # If the body was not read, this connection cannot take another request.
-            reply = Reply(
-                body=to_bytes(refused.body()), status=refused.status, closes=refused.status in (401, 408, 413)
-            )
         except _Left:
             return
-        except Exception:
-            logging.getLogger("rollcall").exception("the endpoint failed while answering a request")
-            failed = Refused(
-                500, "the server failed to answer this request; its log has the reason", code="internal_error"
-            )
-            reply = Reply(body=to_bytes(failed.body()), status=failed.status, closes=True)
-        await _send(reply, send)
+        except Exception as error:
+            if not isinstance(error, Refused):
+                logging.getLogger("rollcall").exception("the endpoint failed while answering a request")
+                why = "the server failed to answer this request; its log has the reason"
+                error = Refused(500, why, code="internal_error")
+            elif caller is not None:
+                caller.num_refused += 1
+            if caller is not None:
+                caller.last_error = str(error)
+            reply, status = to_bytes(error.body()), error.status
+            # If the body was not read, this connection cannot take another request.
+            closes = status in (401, 408, 413, 500)
+        await _send(reply, send, status=status, closes=closes)
 
     # Callers and routing
 
@@ -125,12 +113,9 @@ class Endpoint:
     async def _reply(self, caller: Caller, scope: Message, receive: Receive) -> Reply:
         method, path = scope["method"], scope["path"]
         if path == "/v1/models" and method == "GET":
-            served = self._served
-            model = {"id": served.name, "object": "model", "created": 0, "owned_by": "rollcall"}
-            data = [model | {"max_model_len": served.max_model_len}]
-            return Reply(body=to_bytes({"object": "list", "data": data}))
-        work = self._posts.get(path)
-        if work is None or (path == "/v1/reward" and not caller.takes_reward):
+            model = {"id": self._name, "object": "model", "created": 0, "owned_by": "rollcall"}
+            return to_bytes({"object": "list", "data": [model | {"max_model_len": self._max_model_len}]})
+        if (work := self._posts.get(path)) is None or (path == "/v1/reward" and not caller.takes_reward):
             raise Refused(404, f"{method} {path[:200]} is not served", code="not_found")
         if method != "POST":
             raise Refused(405, f"{path} accepts only POST", code="method_not_allowed")
@@ -160,12 +145,9 @@ class Endpoint:
             task.uncancel()
             raise Refused(503, "the episode has ended", code="episode_over") from None
         except (EnvironmentFailed, RecursionError, ValueError) as error:
-            why = (
-                "the request has lists or objects that are nested too deeply"
-                if isinstance(error, RecursionError)
-                else error
-            )
-            raise Refused(400, str(why), code="invalid_value") from None
+            too_deep = "the request has lists or objects that are nested too deeply"
+            why = too_deep if isinstance(error, RecursionError) else str(error)
+            raise Refused(400, why, code="invalid_value") from None
         finally:
             caller.tasks.discard(task)
             gone.cancel()
@@ -182,7 +164,7 @@ class Endpoint:
                 code="no_chat_template",
             )
         messages = request.conversation()
-        if len(messages) > self._served.max_model_len:
+        if len(messages) > self._max_model_len:
             raise self._too_long(f"the request has {len(messages):,} messages")
         # Count the arguments of calls as the template may render them, including names and keys.
         others = [{key: value for key, value in message.items() if key != "content"} for message in messages]
@@ -216,12 +198,11 @@ class Endpoint:
         request = read(GenerateRequest, body)
         self._check_model(caller, request.model)
         asked = [self._by_ids(caller, request.token_ids)]
-        answered = await self._sample(caller, asked, request.sampling_params, None)
-        return Reply(body=to_bytes(generate_body(answered, request)))
+        return to_bytes(generate_body(await self._sample(caller, asked, request.sampling_params, None), request))
 
     async def _reward(self, caller: Caller, body: bytes) -> Reply:
         take_reward(caller, body)
-        return Reply(body=to_bytes({"reward": caller.reward}))
+        return to_bytes({"reward": caller.reward})
 
     def _check_model(self, caller: Caller, name: str | None) -> None:
         if name is not None and caller.rules.model not in (None, name):
@@ -229,7 +210,7 @@ class Endpoint:
             raise Refused(404, why, code="model_not_found", param="model")
 
     def _too_long(self, what: str) -> Refused:
-        text = f"This model's maximum context length is {self._served.max_model_len} tokens, and {what}; send fewer"
+        text = f"This model's maximum context length is {self._max_model_len} tokens, and {what}; send fewer"
         return Refused(400, text, code="context_length_exceeded", param="messages")
 
     def _refuse_endless(self, texts: Sequence[str]) -> None:
@@ -241,8 +222,8 @@ class Endpoint:
         asked = caller.histories.ids(np.array(given, dtype=np.int32))
         # Sampled IDs may be outside the tokenizer's range, because some models have more outputs than tokens.
         ids = asked.prompt_ids if asked.behind is None else asked.added
-        if len(ids) and (largest := int(ids.max())) >= (vocabulary := self._served.vocabulary):
-            why = f"token id {largest} is unknown: the model has {vocabulary} tokens; send ids from its tokenizer"
+        if len(ids) and (largest := int(ids.max())) >= self._vocabulary:
+            why = f"token id {largest} is unknown: the model has {self._vocabulary} tokens; send ids from its tokenizer"
             raise Refused(400, why, code="invalid_value", param="prompt")
         return asked
 
@@ -255,8 +236,7 @@ class Endpoint:
             # Check before admission, because a refused request does not count as a turn.
             samplings: list[Sampling] = []
             for one in asked:
-                room = self._served.max_model_len - len(one.prompt_ids)
-                if room < 1:
+                if (room := self._max_model_len - len(one.prompt_ids)) < 1:
                     raise self._too_long(f"the prompt already has {len(one.prompt_ids)}")
                 samplings.append(caller.rules.sampling(wanted, room=room, num_added=len(one.added)))
             caller.rules.admit(len(asked) * wanted.n)
@@ -287,7 +267,7 @@ class Endpoint:
             caller.histories.note(asked[place], completion, session=session, message=message, calls=calls)
             choices.append(choice)
         prompts = tuple(one.prompt_ids for one in asked)
-        return Answered(model=self._served.name, prompts=prompts, choices=tuple(choices), tokenizer=self._tokenizer)
+        return Answered(model=self._name, prompts=prompts, choices=tuple(choices), tokenizer=self._tokenizer)
 
     def _find_calls(self, text: str) -> tuple[str, tuple[Call, ...]]:
         """Split text into content and calls. If any call cannot be parsed, everything stays text."""
@@ -299,17 +279,7 @@ class Endpoint:
 
 
 def _reply_to(request: ChatRequest | TextRequest, body: dict[str, Any]) -> Reply:
-    if request.stream:
-        return Reply(body=b"", events=events_of(body, has_usage=request.stream_options.include_usage))
-    return Reply(body=to_bytes(body))
-
-
-def call_format_of(chat_template: str | None) -> CallFormat:
-    """Return the template's call format. If it is unknown, return the most common format; calls in other formats then stay text."""
-    try:
-        return format_of(chat_template)
-    except ConfigError:
-        return "hermes"
+    return events_of(body, has_usage=request.stream_options.include_usage) if request.stream else to_bytes(body)
 
 
 def take_reward(caller: Caller, body: bytes) -> None:
@@ -331,35 +301,32 @@ async def _body(scope: Message, receive: Receive) -> bytes:
     too_long = Refused(413, f"the body has more than {MAX_BODY_BYTES >> 20} MiB; send less", code="body_too_long")
     if announced.isdigit() and int(announced[:20]) > MAX_BODY_BYTES:
         raise too_long
-    parts: list[bytes] = []
-    length = 0
+    body = bytearray()
     try:
         async with asyncio.timeout(READ_TIMEOUT_S):
             while True:
-                message = await receive()
-                if message["type"] == "http.disconnect":
+                if (message := await receive())["type"] == "http.disconnect":
                     raise _Left
-                parts.append(message.get("body", b""))
-                length += len(parts[-1])
-                if length > MAX_BODY_BYTES:
+                body += message.get("body", b"")
+                if len(body) > MAX_BODY_BYTES:
                     raise too_long
                 if not message.get("more_body", False):
-                    return b"".join(parts)
+                    return bytes(body)
     except TimeoutError:
         raise Refused(408, f"the body did not arrive within {READ_TIMEOUT_S:g} s", code="too_slow") from None
 
 
-async def _send(reply: Reply, send: Send) -> None:
-    kind = b"application/json" if reply.events is None else b"text/event-stream"
+async def _send(reply: Reply, send: Send, *, status: int, closes: bool) -> None:
+    body, kind = (reply, b"application/json") if isinstance(reply, bytes) else (b"", b"text/event-stream")
     headers = [(b"content-type", kind), (b"cache-control", b"no-store"), (b"x-content-type-options", b"nosniff")]
-    if reply.events is None:
-        headers.append((b"content-length", str(len(reply.body)).encode()))
-    if reply.closes:
+    if isinstance(reply, bytes):
+        headers.append((b"content-length", str(len(body)).encode()))
+    if closes:
         headers.append((b"connection", b"close"))
-    await send({"type": "http.response.start", "status": reply.status, "headers": headers})
-    for event in reply.events or ():
+    await send({"type": "http.response.start", "status": status, "headers": headers})
+    for event in () if isinstance(reply, bytes) else reply:
         await send({"type": "http.response.body", "body": event, "more_body": True})
-    await send({"type": "http.response.body", "body": reply.body})
+    await send({"type": "http.response.body", "body": body})
 
 
 # The thread
@@ -409,31 +376,15 @@ class EndpointServer:
 def in_loop(sample: SampleTurn, loop: asyncio.AbstractEventLoop) -> SampleTurn:
     """Make ``sample``, which belongs to ``loop``, callable from a different loop."""
 
-    async def crossing(prompt_ids: Ints, /, *, seed: int, sampling: Sampling, session: str) -> Completion:
-        async def there() -> Completion:
-            return await sample(prompt_ids, seed=seed, sampling=sampling, session=session)
-
-        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(there(), loop))
+    async def crossing(prompt_ids: Ints, /, **given: Any) -> Completion:
+        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(sample(prompt_ids, **given), loop))
 
     return crossing
 
 
-class Rules(Protocol):
-    """Decides which of a caller's requests are allowed. A method refuses a request by raising ``Refused``."""
-
-    model: str | None  # the model name that requests may use; None allows any name
-
-    def sampling(self, wanted: Wanted, *, room: int, num_added: int) -> Sampling:
-        """``room``: how many tokens fit after the prompt. ``num_added``: how many of its tokens follow the answer that it extends."""
-        ...
-
-    def admit(self, num_choices: int) -> None: ...
-    def seed(self, wanted: Wanted, place: int) -> int: ...
-
-
 @dataclass(slots=True, kw_only=True, eq=False)
 class Caller:
-    rules: Rules
+    rules: Open
     histories: Histories
     sample: SampleTurn
     tasks: set[asyncio.Task[Any]] = field(default_factory=set)  # the open requests
@@ -442,7 +393,7 @@ class Caller:
     reward: float | None = None  # reported by the program
     metrics: dict[str, float] = field(default_factory=dict)
     takes_reward: bool = False
-    last_refusal: str = ""
+    last_error: str = ""  # of a request that was refused, or that failed in the server
     is_ended: bool = False
 
     async def end_requests(self) -> None:
@@ -455,21 +406,16 @@ class Caller:
 
 
 @dataclass(slots=True, kw_only=True)
-class Served:
-    name: str
-    max_model_len: int
-    vocabulary: int
-
-
-@dataclass(slots=True, kw_only=True)
 class Open:
-    """Lets each request choose its sampling parameters. ``default`` supplies the missing values."""
+    """Decides which of a caller's requests are allowed, and refuses the others by raising ``Refused``. This class lets each request
+    choose its sampling parameters. ``default`` supplies the missing values."""
 
-    model: str | None
+    model: str | None  # the model name that requests may use; None allows any name
     default: Sampling
     is_stopping: bool = False
 
     def sampling(self, wanted: Wanted, *, room: int, num_added: int) -> Sampling:
+        """``room``: how many tokens fit after the prompt. ``num_added``: how many of its tokens follow the answer that it extends."""
         default = self.default
         return Sampling(
             temperature=default.temperature if wanted.temperature is None else wanted.temperature,

@@ -66,9 +66,8 @@ class Player:
             try:
                 await within(one.run(host), limit_s, late)
             except EnvironmentLost:
-                if (
-                    task := asyncio.current_task()
-                ) is not None and task.cancelling():  # the environment was lost while it was being closed
+                task = asyncio.current_task()
+                if task is not None and task.cancelling():  # the environment was lost while it was being closed
                     raise asyncio.CancelledError from None
                 continue  # the loss was already reported; find_host gives up if no host comes back
             except TooLong as error:
@@ -115,15 +114,6 @@ async def within(work: Awaitable[T], limit_s: float, late: str) -> T:
         raise
     finally:
         timer.cancel()
-
-
-async def one_ends_within(limit_s: float, *tasks: asyncio.Future[Any]) -> bool:
-    """Return whether one of the tasks finishes within the limit."""
-    try:
-        await within(asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED), limit_s, "")
-    except TooLong:
-        return False
-    return True
 
 
 class _OneEpisode:

@@ -27,8 +27,6 @@ from rollcall.environments.calls import Call
 from rollcall.environments.conversation import Conversations
 from rollcall.environments.protocol import EnvironmentFailed, Message
 
-FOLLOWING = ("user", "tool", "system")  # roles of messages that may follow an answer
-
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Row:
@@ -46,9 +44,8 @@ class Row:
     def add_sampled(self, turn: Completion, calls: tuple[ToolCall, ...] = ()) -> None:
         self._append(turn.token_ids, turn.logprobs, turn.mask, turn.segments)
         self.finish, count = turn.finish, len(turn.token_ids)
-        self.turns.append(
-            Turn(num_sampled=count, num_observed=0, text=turn.text, observation="", calls=calls, reward=None)
-        )
+        made = Turn(num_sampled=count, num_observed=0, text=turn.text, observation="", calls=calls, reward=None)
+        self.turns.append(made)
 
     def add_observed(self, ids: Ints, text: str) -> None:
         if len(ids):
@@ -71,8 +68,7 @@ class Row:
 
     def completion(self, prompt: Prompt, *, seed: int, **episode: Any) -> Completion:
         """Return this row as an attempt at the prompt. ``episode`` contains the other fields of its `Episode`."""
-        is_own = np.array_equal(self.prompt_ids, prompt.token_ids)
-        opened = None if is_own else self.prompt_ids
+        opened = None if np.array_equal(self.prompt_ids, prompt.token_ids) else self.prompt_ids
         return Completion(
             **self.joined(),
             finish=self.finish,
@@ -133,14 +129,6 @@ class Asked:
     def observation(self) -> str:
         return "\n".join(message["content"] for message in self.messages)
 
-    def note_in(self, row: HistoryRow) -> None:
-        """Add the new messages to the row that they extend, and record the results of its last calls."""
-        assert self.behind is not None
-        results = {one.get("tool_call_id"): one["content"] for one in self.messages if one["role"] == "tool"}
-        row.add_observed(self.added, self.observation)
-        made = zip(row.turns[-1].calls, self.behind.calls, strict=True)
-        row.change_last(calls=tuple(replace(call, result=results.get(found.id, "")) for call, found in made))
-
 
 class Histories:
     """The histories of the requests made with one key. With ``max_kept``, keep no rows and drop the least recently used answers beyond
@@ -164,7 +152,7 @@ class Histories:
         for count in range(len(messages), 0, -1):
             answer = self._by_key.get(keys[count])
             new = messages[count:]
-            if answer is not None and new and all(message["role"] in FOLLOWING for message in new):
+            if answer is not None and new and all(message["role"] in ("user", "tool", "system") for message in new):
                 if why := self._conversations.why_not_after(new, tools=tools, key=keys[0]):
                     if self._max_kept is None:
                         raise EnvironmentFailed(why)
@@ -216,21 +204,26 @@ class Histories:
     ) -> None:
         """Record the completion sampled for a request. ``message`` is the answer as it was returned to the client."""
         self.give_up(asked)
-        row = asked.behind.row if asked.behind is not None and asked.behind.row.tip is asked.behind else None
-        if row is None:
+        behind = asked.behind
+        if behind is None or behind.row.tip is not behind:
             row = HistoryRow(prompt_ids=asked.prompt_ids, session=session)
             if self._max_kept is None:
                 row.opening = asked.text or asked.observation
                 self.rows.append(row)
-        elif self._max_kept is None:
-            asked.note_in(row)
+        else:
+            row = behind.row
+            if self._max_kept is None:  # add the new messages, and record the results of the last calls
+                results = {one.get("tool_call_id"): one["content"] for one in asked.messages if one["role"] == "tool"}
+                row.add_observed(asked.added, asked.observation)
+                pairs = zip(row.turns[-1].calls, behind.calls, strict=True)
+                row.change_last(calls=tuple(replace(call, result=results.get(found.id, "")) for call, found in pairs))
         if self._max_kept is None:
             made = [ToolCall(name=call.name, arguments=call.arguments, result="", failed=False) for call in calls]
             row.add_sampled(completion, tuple(made))
         stops = completion.finish is FinishReason.STOP and bool(len(completion.token_ids))
         shown = "" if not stops else self._tokenizer.decode(completion.token_ids[-1:], skip_special_tokens=True)
         ids = np.concatenate((asked.prompt_ids, completion.token_ids))
-        answer = _Answer(
+        row.tip = answer = _Answer(
             ids=ids,
             ids_bytes=ids.tobytes(),
             row=row,
@@ -239,7 +232,6 @@ class Histories:
             ends_at_stop=stops and not shown,
             calls=tuple(calls),
         )
-        row.tip = answer
         self._keep(answer)
 
     def new_session(self) -> str:
@@ -249,9 +241,8 @@ class Histories:
     # Inside
 
     def _opened(self, ids: Ints, **given: Any) -> Asked:
-        return Asked(
-            prompt_ids=ids, session=self.new_session(), behind=None, added=np.zeros(0, dtype=np.int32), **given
-        )
+        nothing = np.zeros(0, dtype=np.int32)
+        return Asked(prompt_ids=ids, session=self.new_session(), behind=None, added=nothing, **given)
 
     def _extended(self, answer: _Answer, added: Ints, **given: Any) -> Asked:
         self._answers.move_to_end(id(answer))

@@ -77,53 +77,43 @@ class EnvironmentHost:
         self._loop.run_forever()
 
     def _let_in(self) -> None:
-        connection = self._door.accept(0)
-        if connection is None:
-            return
-        task = self._loop.create_task(self._serve(connection))
-        self._serving.add(task)
-        task.add_done_callback(self._serving.discard)
+        if (connection := self._door.accept(0)) is not None:
+            task = self._loop.create_task(self._serve(connection))
+            self._serving.add(task)
+            task.add_done_callback(self._serving.discard)
 
     async def _serve(self, connection: socket.socket) -> None:
+        """Do what a connection asks of the environment or program that it starts."""
         watch_peer(connection)
-        episode = _Episode(self._here)
-        try:
-            await answer_calls(connection, episode.do, dumps=_ANSWER.dump_json)
-        finally:
-            await episode.end()
+        here: Any = self._here  # the controller calls only the methods that this type has
+        playing: list[Environment] = []  # empty or one environment
+        stop = asyncio.Event()  # stops the program
+        is_broken, num_running = True, 0  # an environment is broken unless it is closed cleanly
 
-
-class _Episode:
-    """The environment or program that a connection started."""
-
-    def __init__(self, here: Any) -> None:
-        self._here = here  # the controller calls only the methods that this type has
-        self._environment: Environment | None = None
-        self._stop = asyncio.Event()  # stops its program
-        self._is_broken = True  # unless it is closed cleanly
-        self._num_running = 0
-
-    async def do(self, method: str, arguments: list[Any]) -> Any:
-        if method == "stop":
-            return self._stop.set()
-        if method == "close":
-            self._is_broken = arguments[0] or self._num_running > 0
-            return None
-        self._num_running += 1
-        try:
-            if method == "run":
-                return await self._here.run(*arguments, stop=self._stop)
-            if method == "start":
-                self._environment = await self._here.start(*arguments)
+        async def do(method: str, arguments: list[Any]) -> Any:
+            nonlocal is_broken, num_running
+            if method == "stop":
+                return stop.set()
+            if method == "close":
+                is_broken = arguments[0] or num_running > 0
                 return None
-            assert method in ("reset", "step", "reward", "attributes"), f"the controller asked for {method!r}"
-            return await getattr(self._environment, method)(*arguments)
-        finally:
-            self._num_running -= 1
+            num_running += 1
+            try:
+                if method == "run":
+                    return await here.run(*arguments, stop=stop)
+                if method == "start":
+                    playing.append(await here.start(*arguments))
+                    return None
+                assert method in ("reset", "step", "reward", "attributes"), f"the controller asked for {method!r}"
+                return await getattr(playing[0], method)(*arguments)
+            finally:
+                num_running -= 1
 
-    async def end(self) -> None:
-        if self._environment is not None:
-            await self._environment.close(broken=self._is_broken)
+        try:
+            await answer_calls(connection, do, dumps=_ANSWER.dump_json)
+        finally:
+            for environment in playing:
+                await environment.close(broken=is_broken)
 
 
 def make_environments(section: EnvironmentSection, *, chat_template: str | None) -> Environments:
@@ -131,15 +121,13 @@ def make_environments(section: EnvironmentSection, *, chat_template: str | None)
     if isinstance(section, Driven):
         refuse_without_packages()
     made = make_here(section, chat_template=chat_template)
-    if isinstance(made, ProcessEnvironments):
-        return made
-    return AgentEnvironments(section, chat_template=chat_template, programs=made)
+    return made if isinstance(made, ProcessEnvironments) else AgentEnvironments(section, programs=made)
 
 
 def make_here(section: EnvironmentSection, *, chat_template: str | None) -> RunsHere:
     """Start the processes that play episodes on this node, which is either a host or the run's own node."""
     if isinstance(section, AgentEnvironment):
-        return ProgramsHere(section.run, env=section.env, memory_mb=section.memory_mb, max_running=section.max_running)
+        return ProgramsHere(section)
     if isinstance(section, VerifiersEnvironment):
         return TasksetPrograms(section)
     return ProcessEnvironments(section, chat_template=chat_template)

@@ -19,13 +19,12 @@ from typing import Any
 from rollcall.base.errors import WorkerLostError
 from rollcall.base.wait import say, warn
 from rollcall.environments.host import HostPlace
-from rollcall.environments.processes import ANSWERS, CalledEnvironment, kind_of
+from rollcall.environments.processes import ANSWERS, kind_of
 from rollcall.environments.protocol import Ended, Environment, EnvironmentFailed, EnvironmentLost
 from rollcall.environments.zygote import MAX_ANSWER_BYTES
 from rollcall.nodes.door import enter
 from rollcall.nodes.framing import JSON
-from rollcall.process.here import SocketLink
-from rollcall.process.worker import Ending, Lost, Raised, Worker, reader
+from rollcall.process.worker import Ending, Link, Lost, Raised, Worker, reader
 
 CONNECT_S = 20.0
 ANSWER_S = 15.0
@@ -109,17 +108,18 @@ class HostedEnvironments:
         warn(f"{place.name} is lost; its episodes restart on another host: {why}")
         for playing in list(host.playing):
             playing.abort()
-        arguments = (host, place.name, asyncio.get_running_loop())
-        threading.Thread(target=self._replace, args=arguments, name=f"replacing {place.name}", daemon=True).start()
+        loop = asyncio.get_running_loop()
 
-    def _replace(self, host: _Host, name: str, loop: asyncio.AbstractEventLoop) -> None:
-        found: HostPlace | Exception
-        try:
-            found = self._renew(self._hosts.index(host))
-        except Exception as error:  # noqa: BLE001 - any error is raised again when an episode looks for a host
-            found = error
-        with suppress(RuntimeError):  # the loop has ended, and so has the run
-            loop.call_soon_threadsafe(self._take, host, name, found)
+        def replace() -> None:
+            found: HostPlace | Exception
+            try:
+                found = self._renew(self._hosts.index(host))
+            except Exception as error:  # noqa: BLE001 - any error is raised again when an episode looks for a host
+                found = error
+            with suppress(RuntimeError):  # the loop has ended, and so has the run
+                loop.call_soon_threadsafe(self._take, host, place.name, found)
+
+        threading.Thread(target=replace, name=f"replacing {place.name}", daemon=True).start()
 
     def _take(self, host: _Host, name: str, found: HostPlace | Exception) -> None:
         if isinstance(found, Exception):
@@ -130,8 +130,8 @@ class HostedEnvironments:
         self._changed.set()
 
 
-class _Connection(SocketLink):
-    """A link to a host (``process.worker.Link``)."""
+class _Connection(Link):
+    """A link to a host."""
 
     pid = 0
 
@@ -139,38 +139,24 @@ class _Connection(SocketLink):
         super().__init__(connection)
         self.where = where
 
-    def receive(self, most: int) -> bytes:
-        try:
-            return self.connection.recv(most)
-        except BlockingIOError:
-            raise
-        except OSError:  # the kernel declared its node dead
-            return b""
-
-    def abort(self) -> None:
-        with suppress(OSError):  # already closed
-            self.connection.shutdown(socket.SHUT_RDWR)
-
     def end(self, *, grace_s: float, ask_stack: bool = False) -> Ending:
         self.connection.close()
         return Ending(how="the connection broke off", status=None)
 
 
-class _Hosted(CalledEnvironment):
+class _Hosted(Environment):
     """A connection to a host, and the environment or program at the other end of it. Implements ``protocol.Host``,
     ``protocol.Environment`` and ``protocol.ProgramHost``."""
 
     def __init__(self, owner: HostedEnvironments, host: _Host, place: HostPlace) -> None:
         self.host, self.place = host, place
         self._owner = owner
-        self.link: _Connection
         self._worker: Worker
         self._is_lost = False
 
     async def connect(self) -> None:
-        self.link = _Connection(await _connect(self.place), where=self.place.name)
-        longest = MAX_ANSWER_BYTES + 1024
-        self._worker = Worker(self.link, name=self.place.name, hears=JSON, answers=_ANSWERS, longest=longest)
+        link = _Connection(await _connect(self.place), where=self.place.name)
+        self._worker = Worker(link, name=self.place.name, hears=JSON, answers=_ANSWERS, longest=MAX_ANSWER_BYTES + 1024)
 
     async def start(self, kind: str) -> Environment:
         try:
@@ -214,8 +200,8 @@ class _Hosted(CalledEnvironment):
     def abort(self) -> None:
         """End the call that is waiting for a lost host."""
         self._is_lost = True
-        if hasattr(self, "link"):
-            self.link.abort()
+        if hasattr(self, "_worker"):
+            self._worker.close()
 
     async def call(self, method: str, *args: Any) -> Any:
         try:

@@ -23,7 +23,7 @@ import socket
 import sys
 import threading
 import time
-from abc import ABC, abstractmethod
+from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from typing import Any
@@ -39,8 +39,8 @@ from rollcall.nodes.framing import JSON
 from rollcall.nodes.processes import signal_processes
 from rollcall.observe.logs import ChildPrints
 from rollcall.process.debug.here import POST_MORTEM, DebugLine
-from rollcall.process.here import LinkHere, SocketLink, how_it_ended
-from rollcall.process.worker import Ending, Lost, Raised, Worker, reader
+from rollcall.process.here import LinkHere, how_it_ended
+from rollcall.process.worker import Ending, Link, Lost, Raised, Worker, reader
 from rollcall.reward.confine import ROOT
 
 START_TIMEOUT_S = 120.0
@@ -63,7 +63,7 @@ class ProcessEnvironments:
         self._python = find_python(section.python)
         self._setup = setup_of(section, chat_template=chat_template)
         self._prints = ChildPrints()
-        self._idle: dict[str, list[Worker]] = {}
+        self.idle: dict[str, list[Worker]] = defaultdict(list)  # by kind
         self._is_closed = False
         self._starting: asyncio.Task[None] | None = None
         try:
@@ -88,10 +88,9 @@ class ProcessEnvironments:
         except ValueError as error:
             raise EnvironmentFailed(str(error)) from None
         await self._ensure_zygote()
-        worker = await self._take_idle(name)
-        if worker is None:
+        if (worker := await self._take_idle(name)) is None:
             is_full = len(self._zygote.pids) >= self._section.max_running
-            if is_full and (others := next(filter(None, self._idle.values()), None)):
+            if is_full and (others := next(filter(None, self.idle.values()), None)):
                 await others.pop(0).end()  # stop an idle child of a different kind to make room
             worker = await self._zygote.start(name)
         return _ProcessEnvironment(self, worker, kind=name)
@@ -100,15 +99,11 @@ class ProcessEnvironments:
         if self._is_closed:
             return
         self._is_closed = True
-        self._idle.clear()
+        self.idle.clear()
         if self._starting is not None:
             await asyncio.wait({self._starting})
         await asyncio.to_thread(self._zygote.close)
         self._prints.close()
-
-    def give_back(self, worker: Worker, kind: str) -> None:
-        """Keep the process of an episode that ended normally."""
-        self._idle.setdefault(kind, []).append(worker)
 
     def _new_zygote(self) -> Zygote:
         return Zygote(self._setup, python=self._python, env=self._section.env, output_fd=self._prints.fd)
@@ -116,8 +111,8 @@ class ProcessEnvironments:
     async def _ensure_zygote(self) -> None:
         if self._is_closed:
             raise EnvironmentFailed("environments are closed: the run has ended")
-        if self._zygote.has_ended:
-            self._idle.clear()
+        if self._zygote.worker.is_lost or not self._zygote.watcher.is_alive():
+            self.idle.clear()
             if self._starting is None:
                 self._starting = asyncio.create_task(self._start_again())
             # If this caller gives up, the start continues for other callers.
@@ -133,8 +128,8 @@ class ProcessEnvironments:
             self._starting = None
 
     async def _take_idle(self, kind: str) -> Worker | None:
-        while idle := self._idle.get(kind):
-            worker = idle.pop()
+        while self.idle[kind]:
+            worker = self.idle[kind].pop()
             poll = select.poll()
             poll.register(worker.link.fileno(), select.POLLIN)
             if not poll.poll(0):  # if the socket of an idle child is readable, the child has exited
@@ -143,26 +138,7 @@ class ProcessEnvironments:
         return None
 
 
-class CalledEnvironment(ABC):
-    """Implements ``protocol.Environment`` by calling the process in which the environment runs, or the host of that process."""
-
-    @abstractmethod
-    async def call(self, method: str, *args: Any) -> Any: ...
-
-    async def reset(self, row: Mapping[str, Any]) -> str | None:
-        return await self.call("reset", dict(row))
-
-    async def step(self, text: str, token_ids: Sequence[int]) -> StepResult:
-        return await self.call("step", text, list(token_ids))
-
-    async def reward(self) -> float | None:
-        return await self.call("reward")
-
-    async def attributes(self) -> dict[str, Any]:
-        return await self.call("attributes")
-
-
-class _ProcessEnvironment(CalledEnvironment):
+class _ProcessEnvironment(Environment):
     def __init__(self, owner: ProcessEnvironments, worker: Worker, *, kind: str) -> None:
         self._owner = owner
         self.worker = worker
@@ -175,7 +151,7 @@ class _ProcessEnvironment(CalledEnvironment):
         if broken or self.worker.is_lost:
             await self.worker.end()
         else:
-            self._owner.give_back(self.worker, self._kind)
+            self._owner.idle[self._kind].append(self.worker)
 
     async def call(self, method: str, *args: Any) -> Any:
         try:
@@ -191,7 +167,7 @@ class Zygote:
     call at a time, while its children are called from the running event loop."""
 
     def __init__(self, setup: dict[str, Any], *, python: str | None, env: Sequence[str], output_fd: int) -> None:
-        self.pids: dict[int, int] = {}  # its children, by number
+        self.pids: set[int] = set()  # its children
         self._num_started = 0
         self._one_calls = threading.Lock()
         with ExitStack() as undo, ExitStack() as passed:
@@ -211,18 +187,14 @@ class Zygote:
         answers = {"load": json.loads, "start": reader(int | None), "end": reader(int | None)}
         name = "the environment's process"
         self.worker = Worker(link, name=name, hears=JSON, answers=answers, line=line, longest=64 << 20)
-        self._watcher = threading.Thread(target=self._end_children_after, name="zygote", daemon=True)
-        self._watcher.start()
+        self.watcher = threading.Thread(target=self._end_children_after, name="zygote", daemon=True)
+        self.watcher.start()
         try:
             # Do not pass our path to a different Python, which has its own libraries.
             self.tools = self._load(setup | {"sys_path": [os.getcwd(), *(sys.path if python is None else [])]})
         except BaseException:
             self.close()
             raise
-
-    @property
-    def has_ended(self) -> bool:
-        return self.worker.is_lost or not self._watcher.is_alive()
 
     async def start(self, kind: str) -> Worker:
         """Start a child."""
@@ -239,15 +211,15 @@ class Zygote:
             starting.add_done_callback(end)
             raise
 
-    def end(self, number: int) -> tuple[str, int | None]:
+    def end(self, pid: int) -> tuple[str, int | None]:
         """Kill a child and everything it started, unless it has exited. Return how it ended, in words and as a status."""
         with self._one_calls:
             try:
-                status = self.worker.ask("end", number, deadline_s=_END_S)
+                status = self.worker.ask("end", pid, deadline_s=_END_S)
             except (Lost, Raised):
                 return _GONE, None
             finally:
-                self.pids.pop(number, None)
+                self.pids.discard(pid)
         return how_it_ended(status), status
 
     def close(self) -> None:
@@ -255,7 +227,7 @@ class Zygote:
         with self._one_calls:
             self.pids.clear()
             self.worker.close(grace_s=_END_S)
-        self._watcher.join(_END_S)
+        self.watcher.join(_END_S)
         self._control.close()
 
     def _load(self, setup: dict[str, Any]) -> dict[str, list[dict[str, Any]]]:
@@ -280,35 +252,33 @@ class Zygote:
         try:
             with theirs, line.theirs, self._one_calls:
                 self._num_started += 1
-                number = self._num_started
                 socket.send_fds(self._control, [b"."], [theirs.fileno(), line.theirs.fileno()])
-                pid = self.pids[number] = self.worker.ask("start", number, kind, deadline_s=_END_S)
+                pid = self.worker.ask("start", kind, deadline_s=_END_S)
+                self.pids.add(pid)
         except (Lost, Raised, OSError) as error:
             ours.close()
             line.close()
             why = error.message if isinstance(error, Raised) else _GONE
             raise EnvironmentFailed(f"cannot start a process ({why})") from None
-        link = _ForkedLink(self, number, pid=pid, connection=ours)
-        longest = MAX_ANSWER_BYTES + 1024
-        return Worker(link, name="its process", hears=JSON, answers=ANSWERS, line=line, longest=longest)
+        link = _ForkedLink(self, pid=pid, connection=ours)
+        return Worker(link, name="its process", hears=JSON, answers=ANSWERS, line=line, longest=MAX_ANSWER_BYTES + 1024)
 
     def _end_children_after(self) -> None:
         """Wait until the zygote exits. Then close its children's lifeline and kill what they started."""
         with suppress(ChildProcessError):  # its status was already collected
             os.waitid(os.P_PID, self.worker.pid, os.WEXITED | os.WNOWAIT)
         # While a child is alive, it is still the parent of processes that left its group.
-        started = descendants(*self.pids.values()) if self.pids else []
+        started = descendants(*self.pids) if self.pids else []
         os.close(self._lifeline_fd)
         signal_processes(started, signal.SIGKILL)
 
 
-class _ForkedLink(SocketLink):
-    """A link to a child of the zygote (``process.worker.Link``)."""
+class _ForkedLink(Link):
+    """A link to a child of the zygote."""
 
-    def __init__(self, zygote: Zygote, number: int, *, pid: int, connection: socket.socket) -> None:
+    def __init__(self, zygote: Zygote, *, pid: int, connection: socket.socket) -> None:
         super().__init__(connection)
-        self._zygote, self._number = zygote, number
-        self.pid = pid
+        self._zygote, self.pid = zygote, pid
         self.where = f"process {pid}"
 
     def end(self, *, grace_s: float, ask_stack: bool = False) -> Ending:
@@ -316,7 +286,7 @@ class _ForkedLink(SocketLink):
         while (is_alive := Process.of(self.pid) is not None) and time.monotonic() < until_s:
             time.sleep(0.005)
         self.connection.close()
-        how, status = self._zygote.end(self._number)
+        how, status = self._zygote.end(self.pid)
         if grace_s and is_alive and status is not None:
             how = "user code closed the connection; it must not touch file descriptors that it did not open"
         return Ending(how=how, status=status)
@@ -344,8 +314,7 @@ def find_python(given: str | None) -> str | None:
     """Return the path of ``environment.python``. Do not follow links, because a virtual environment links to its base Python."""
     if given is None:
         return None
-    found = shutil.which(os.path.expanduser(given))
-    if found is None:
+    if (found := shutil.which(os.path.expanduser(given))) is None:
         raise ConfigError(
             f"environment.python={given} is not a program that this machine can run; create one with `python3 -m venv DIR`, "
             "install the package in it, and set environment.python to DIR/bin/python"

@@ -14,14 +14,15 @@ import signal
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from functools import partial
 from typing import Any
 from urllib.parse import urlsplit
 
 from rollcall.base.process_table import Process, allow_files, environment_of, living, session_of
+from rollcall.config.environments import AgentEnvironment
 from rollcall.environments.protocol import Ended, EnvironmentFailed, Programs
+from rollcall.nodes.processes import signal_processes
 from rollcall.process.here import exited, how_it_ended
-from rollcall.reward.confine import environment, make_folder, remove_folder, sweep_folders
+from rollcall.reward.confine import environment, make_folder, refuse_unset, remove_folder, sweep_folders
 
 MAX_TAIL_BYTES = 1 << 16
 LONGEST_VARIABLE = 120_000  # in bytes; Linux limits a variable to 128 KiB
@@ -37,7 +38,8 @@ exec 3<&-
 
 def variables_of(env: Sequence[str]) -> dict[str, str]:
     """Return the environment variables for a process that plays episodes: the usual ones and those named in `environment.env`."""
-    return environment(env, folder=tempfile.gettempdir(), key="environment.env")
+    refuse_unset(env, key="environment.env")
+    return environment(env, folder=tempfile.gettempdir())
 
 
 class ProgramsHere(Programs):
@@ -45,12 +47,11 @@ class ProgramsHere(Programs):
 
     tools: dict[str, list[dict[str, Any]]] = {}  # a program sends its own tools with its requests
 
-    def __init__(self, command: str, *, env: Sequence[str], memory_mb: int, max_running: int) -> None:
-        self._variables = variables_of(env)
-        allow_files(8 * max_running)  # each program's pipes, its episode's connection, and a few more during startup
+    def __init__(self, section: AgentEnvironment) -> None:
+        self._section, self._variables = section, variables_of(section.env)
+        # Each program needs pipes, its episode's connection, and a few more during startup.
+        allow_files(8 * section.max_running)
         sweep_folders()  # left by killed processes
-        self._command = command
-        self._memory_mb = memory_mb
 
     async def find_host(self) -> ProgramsHere:
         return self
@@ -73,17 +74,37 @@ class ProgramsHere(Programs):
     async def _run_in(self, folder: str, variables: Mapping[str, str], stop: asyncio.Event) -> Ended:
         variables = past_proxies({**self._variables, "TMPDIR": folder, **variables})
         try:
-            program = await Program.start(self._command, variables=variables, memory_mb=self._memory_mb)
+            process = await _start(self._section, variables)
         except OSError as error:
             raise EnvironmentFailed(f"the program could not be started: {error}") from None
-        ending, stopping = asyncio.create_task(program.wait()), asyncio.create_task(stop.wait())
+        assert process.stdin is not None and process.stdout is not None and process.stderr is not None
+        tails = {process.stdout: bytearray(), process.stderr: bytearray()}
+        readers = [asyncio.create_task(_keep_tail(stream, tail)) for stream, tail in tails.items()]
+        ending, stopping = asyncio.create_task(exited(process)), asyncio.create_task(stop.wait())
         try:
             await asyncio.wait({ending, stopping}, return_when=asyncio.FIRST_COMPLETED)
         finally:
             ending.cancel()
             stopping.cancel()
-            ended = await program.end()
-        return ended
+            await _kill(process, mark=(KEY, variables[KEY]))
+            process.stdin.close()
+            await asyncio.wait(readers, timeout=2.0)  # its output may still be arriving
+            for reader in readers:
+                reader.cancel()
+        status = process.returncode
+        assert status is not None
+        stdout, stderr = (tail.decode(errors="replace") for tail in tails.values())
+        return Ended(how=how_it_ended(status) if status else "", stdout=stdout, stderr=stderr)
+
+
+async def _start(section: AgentEnvironment, variables: Mapping[str, str]) -> asyncio.subprocess.Process:
+    most = resource.getrlimit(resource.RLIMIT_DATA)[1]
+    kilobytes = section.memory_mb << 10 if most == resource.RLIM_INFINITY else min(section.memory_mb << 10, most >> 10)
+    script = _LIMITED.format(kilobytes=kilobytes, command=section.run)
+    pipe = asyncio.subprocess.PIPE
+    return await asyncio.create_subprocess_exec(
+        "/bin/sh", "-c", script, stdin=pipe, stdout=pipe, stderr=pipe, env=dict(variables), start_new_session=True
+    )
 
 
 def past_proxies(variables: Mapping[str, str]) -> dict[str, str]:
@@ -94,55 +115,20 @@ def past_proxies(variables: Mapping[str, str]) -> dict[str, str]:
     return {**variables, **{name: value for name, value in found.items() if value}}
 
 
-async def _in_thread(work: Callable[..., Any], *args: Any, **keys: Any) -> None:
+async def _in_thread(work: Callable[..., None], *args: Any) -> None:
     """Run ``work`` in a thread until it finishes, even if the caller gives up. The thread starts at once, even while the loop is
     closing."""
-    await asyncio.shield(asyncio.get_running_loop().run_in_executor(None, partial(work, *args, **keys)))
+    await asyncio.shield(asyncio.get_running_loop().run_in_executor(None, work, *args))
 
 
-class Program:
-    """A running program, created with ``start``."""
-
-    def __init__(self, process: asyncio.subprocess.Process, *, mark: tuple[str, str]) -> None:
-        assert process.stdout is not None and process.stderr is not None
-        self._process = process
-        self._mark = mark
-        self._tails = (bytearray(), bytearray())
-        streams = zip((process.stdout, process.stderr), self._tails, strict=True)
-        self._readers = [asyncio.create_task(_keep_tail(stream, tail)) for stream, tail in streams]
-
-    @classmethod
-    async def start(cls, command: str, *, variables: Mapping[str, str], memory_mb: int) -> Program:
-        most = resource.getrlimit(resource.RLIMIT_DATA)[1]
-        kilobytes = memory_mb << 10 if most == resource.RLIM_INFINITY else min(memory_mb << 10, most >> 10)
-        script = _LIMITED.format(kilobytes=kilobytes, command=command)
-        pipe = asyncio.subprocess.PIPE
-        process = await asyncio.create_subprocess_exec(
-            "/bin/sh", "-c", script, stdin=pipe, stdout=pipe, stderr=pipe, env=dict(variables), start_new_session=True
-        )
-        return cls(process, mark=(KEY, variables[KEY]))
-
-    async def wait(self) -> None:
-        await exited(self._process)
-
-    async def end(self) -> Ended:
-        """Kill what is left of the program and collect what it printed."""
-        if self._process.returncode is not None:
-            with suppress(ProcessLookupError, PermissionError):  # owned by another user, for example via `sudo`
-                os.killpg(
-                    self._process.pid, signal.SIGKILL
-                )  # its watcher is still in the group, so no other group has this ID
-        await _in_thread(kill_leftovers, self._process.pid, mark=self._mark)
-        await self.wait()
-        if self._process.stdin is not None:
-            self._process.stdin.close()
-        await asyncio.wait(self._readers, timeout=2.0)  # its output may still be arriving
-        for reader in self._readers:
-            reader.cancel()
-        status = self._process.returncode
-        assert status is not None
-        stdout, stderr = (tail.decode(errors="replace") for tail in self._tails)
-        return Ended(how=how_it_ended(status) if status else "", stdout=stdout, stderr=stderr)
+async def _kill(process: asyncio.subprocess.Process, *, mark: tuple[str, str]) -> None:
+    """Kill what is left of the program."""
+    if process.returncode is not None:
+        with suppress(ProcessLookupError, PermissionError):  # owned by another user, for example via `sudo`
+            # Its watcher is still in the group, so no other group has this ID.
+            os.killpg(process.pid, signal.SIGKILL)
+    await _in_thread(kill_leftovers, process.pid, mark)
+    await exited(process)
 
 
 async def _keep_tail(stream: asyncio.StreamReader, tail: bytearray) -> None:
@@ -151,25 +137,17 @@ async def _keep_tail(stream: asyncio.StreamReader, tail: bytearray) -> None:
         del tail[:-MAX_TAIL_BYTES]
 
 
-def kill_leftovers(leader: int, *, mark: tuple[str, str]) -> None:
+def kill_leftovers(leader: int, mark: tuple[str, str]) -> None:
     """Kill everything left in this leader's session, and all processes whose environment contains this variable with this value."""
-    for _ in range(3):  # they may start new processes while they are being killed
-        victims = _leftovers(leader, mark)
-        for victim in victims:
-            if victim.is_alive():
-                with suppress(ProcessLookupError, PermissionError):
-                    os.kill(victim.pid, signal.SIGKILL)
-        if not victims:
-            break
-
-
-def _leftovers(leader: int, mark: tuple[str, str]) -> list[Process]:
-    """Find the session's processes, including those whose parent has exited, and what they started in other sessions."""
     name, value = mark
-    parents = {process.pid: process.info["ppid"] for process in living()}
-    found = {pid for pid in parents if session_of(pid) == leader or (environment_of(pid) or {}).get(name) == value}
-    while more := {pid for pid, parent in parents.items() if parent in found} - found:
-        found |= more
-    # The leader comes first, because a shell that outlives its command would exit by itself with the command's status.
-    processes = (Process.of(pid) for pid in sorted(found, key=lambda pid: (pid != leader, pid)))
-    return [process for process in processes if process is not None]
+    for _ in range(3):  # they may start new processes while they are being killed
+        parents = {process.pid: process.info["ppid"] for process in living()}
+        # These include processes whose parent has exited. What they started may be in other sessions.
+        found = {pid for pid in parents if session_of(pid) == leader or (environment_of(pid) or {}).get(name) == value}
+        while more := {pid for pid, parent in parents.items() if parent in found} - found:
+            found |= more
+        # The leader comes first, because a shell that outlives its command would exit by itself with the command's status.
+        processes = map(Process.of, sorted(found, key=lambda pid: (pid != leader, pid)))
+        if not (victims := [process for process in processes if process is not None]):
+            break
+        signal_processes(victims, signal.SIGKILL)

@@ -8,7 +8,8 @@ its deadline, only its own episode ends. A program that drives its own episode (
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Mapping, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -65,31 +66,35 @@ class SampleTurn(Protocol):
 
     def __call__(
         self, prompt_ids: Ints, /, *, seed: int, sampling: Sampling, session: str
-    ) -> Awaitable[Completion]: ...
+    ) -> Coroutine[Any, Any, Completion]: ...
 
 
-class Environment(Protocol):
+class Environment(ABC):
     """Plays one episode at a time, from ``reset`` to ``reward``. Afterwards it may be reset for the next episode."""
+
+    @abstractmethod
+    async def call(self, method: str, *args: Any) -> Any:
+        """Call the process in which the environment runs, or the host of that process."""
 
     async def reset(self, row: Mapping[str, Any]) -> str | None:
         """Begin an episode for this row. The returned text is added to the row's prompt, or is the full prompt if there is no data."""
-        ...
+        return await self.call("reset", dict(row))
 
     async def step(self, text: str, token_ids: Sequence[int]) -> StepResult:
         """Answer the model's turn."""
-        ...
+        return await self.call("step", text, list(token_ids))
 
     async def reward(self) -> float | None:
         """Return the episode's reward, or None if it leaves that to other rewards. Called once after the last step."""
-        ...
+        return await self.call("reward")
 
     async def attributes(self) -> dict[str, Any]:
         """Return the attributes that the user's object has after the episode, except those that JSON cannot represent."""
-        ...
+        return await self.call("attributes")
 
+    @abstractmethod
     async def close(self, *, broken: bool) -> None:
         """End the episode. ``broken`` means that a call failed or was abandoned, so whatever is still running is killed."""
-        ...
 
 
 class Host(Protocol):
@@ -139,8 +144,6 @@ class Programs(Protocol):
 
     def ends(self) -> None:
         """Announce that the run is about to end. From now on, lost hosts are not replaced."""
-        return
 
     async def aclose(self) -> None:
         """Stop everything that the programs need."""
-        return

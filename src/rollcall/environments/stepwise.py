@@ -28,8 +28,6 @@ from typing import Any, ClassVar, Literal
 
 from rollcall.base.importing import load_named
 
-_ARGUMENTS = {"reset": "a row", "step": "text and token_ids"}
-
 
 @dataclass(frozen=True, slots=True)
 class Observation:
@@ -56,7 +54,17 @@ class WrongResult(ValueError):  # noqa: N818 - an outcome of the user's code
 
 def result_of(returned: Any) -> StepResult:
     """Check each field of the value returned by ``step``. The observation becomes an ``Observation`` or None."""
-    result = _as_result(returned)
+    match returned:
+        case StepResult():
+            result = returned
+        case str() | Observation():
+            result = StepResult(returned)
+        case tuple() if len(returned) in (3, 4):
+            result = StepResult(*returned)
+        case _:
+            raise WrongResult(
+                f"step returned {_shown(returned)}; return a StepResult, a string, or (observation, reward, done, metrics)"
+            )
     observation = result.observation
     if isinstance(observation, str):
         observation = Observation(observation)
@@ -81,24 +89,11 @@ def result_of(returned: Any) -> StepResult:
     return StepResult(observation, reward, bool(result.done), metrics)
 
 
-def _as_result(returned: Any) -> StepResult:
-    if isinstance(returned, StepResult):
-        return returned
-    if isinstance(returned, str | Observation):
-        return StepResult(returned)
-    if isinstance(returned, tuple) and len(returned) in (3, 4):
-        return StepResult(*returned)
-    raise WrongResult(
-        f"step returned {_shown(returned)}; return a StepResult, a string, or (observation, reward, done, metrics)"
-    )
-
-
 def number(value: Any, *, what: str) -> float:
     """Convert a value to a finite float. Types that support float(), such as numpy's and torch's, are accepted too."""
     if isinstance(value, str | bytes) or not hasattr(value, "__float__"):
         raise WrongResult(f"{what} {_shown(value)}; return a number")
-    found = float(value)
-    if not math.isfinite(found):
+    if not math.isfinite(found := float(value)):
         raise WrongResult(f"{what} {found}; return a finite number")
     return found
 
@@ -146,15 +141,13 @@ class StepPlayer:
 def load_stepwise(path: str, *, key: str, kwargs: Mapping[str, Any]) -> StepPlayer:
     """Load a class. Raise a ValueError that says why it cannot be used and what to do."""
     wanted = "use a class with reset(self, row) and step(self, text, token_ids)"
-    methods = {"reset": ({},), "step": ("", [])}
+    methods = {"reset": ("a row", [{}]), "step": ("text and token_ids", ["", []])}
     cls = class_at(path, key=key, kwargs=kwargs, methods=methods, wanted=wanted)
-    for name, arguments in methods.items():
+    for name, (told, arguments) in methods.items():
         try:
             inspect.signature(getattr(cls, name)).bind(None, *arguments)
         except TypeError as error:
-            raise ValueError(
-                f"{key}={path!r}: {name} cannot be called with {_ARGUMENTS[name]} ({error}); {wanted}"
-            ) from None
+            raise ValueError(f"{key}={path!r}: {name} cannot be called with {told} ({error}); {wanted}") from None
         except ValueError:
             continue  # it has no signature to check
     return StepPlayer(cls=cls, kwargs=kwargs)

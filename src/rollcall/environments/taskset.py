@@ -43,7 +43,7 @@ class TasksetPrograms(Programs):
 
     def __init__(self, section: VerifiersEnvironment) -> None:
         self._section = section
-        self.server = TasksetServer(section)
+        self.worker, self._held = _start_server(section)
         self._starting: asyncio.Task[None] | None = None
         self._num_played = 0
         allow_files(8 * section.max_running)
@@ -54,7 +54,7 @@ class TasksetPrograms(Programs):
 
     async def run(self, variables: Mapping[str, str], *, stop: asyncio.Event) -> Ended:
         await self._ensure_server()
-        worker = self.server.worker
+        worker = self.worker
         self._num_played += 1
         number = self._num_played
         row = json.loads(variables["ROLLCALL_ROW"])
@@ -84,63 +84,55 @@ class TasksetPrograms(Programs):
     async def aclose(self) -> None:
         if self._starting is not None:
             await asyncio.gather(self._starting, return_exceptions=True)
-        await asyncio.to_thread(self.server.close)
+        await asyncio.to_thread(self._held.close)
 
     async def _ensure_server(self) -> None:
-        server = self.server
+        worker = self.worker
         try:
-            await server.worker.call("ready", deadline_s=START_TIMEOUT_S)
+            await worker.call("ready", deadline_s=START_TIMEOUT_S)
         except Lost as lost:
-            if server is self.server:
+            if worker is self.worker:
                 self._starting = self._starting or asyncio.create_task(self._start_again(lost))
                 await asyncio.shield(self._starting)
 
     async def _start_again(self, lost: Lost) -> None:
         warn(f"{lost.who} {lost.why}; restarting it")
         try:
-            await asyncio.to_thread(self.server.close)
-            self.server = await asyncio.to_thread(TasksetServer, self._section)
+            await asyncio.to_thread(self._held.close)
+            self.worker, self._held = await asyncio.to_thread(_start_server, self._section)
         except (ConfigError, OSError) as error:
             raise EnvironmentFailed(str(error)) from None
         finally:
             self._starting = None
 
 
-class TasksetServer:
-    def __init__(self, section: VerifiersEnvironment) -> None:
-        python = find_python(section.python)
-        assert python is not None, "environment.python is required"
-        setup = {"config": section.config, "max_turns": section.max_turns, "memory_mb": section.memory_mb}
-        with ExitStack() as held:
-            folder, prints = make_folder(), ChildPrints()
-            held.callback(remove_folder, folder)
-            held.callback(prints.close)
-            variables = variables_of(section.env) | {"TMPDIR": folder, MARK: folder, SETUP: json.dumps(setup)}
-            # verifiers starts its harnesses with the `uv` next to its Python.
-            variables["PATH"] = os.pathsep.join(filter(None, [str(Path(python).parent), variables.get("PATH")]))
-            command = command_for("rollcall.environments.packages.verifiers", python=python)
-            link = LinkHere(command, env=variables, output=prints.fd)
-            held.callback(kill_leftovers, link.pid, mark=(MARK, folder))
-            name, answers = "the environment server of verifiers", defaultdict(lambda: json.loads)
-            self.worker = Worker(link, name=name, hears=JSON, answers=answers)
-            held.callback(self.worker.close, grace_s=END_TIMEOUT_S)
-            try:
-                self.worker.ask("ready", deadline_s=START_TIMEOUT_S)
-            except (Lost, Raised) as error:
-                raise ConfigError(_why_not_ready(error)) from None
-            self._held = held.pop_all()
-
-    def close(self) -> None:
-        """Stop the server's episodes. Then kill the remaining processes of the server and its harnesses."""
-        self._held.close()
-
-
-def _why_not_ready(error: Lost | Raised) -> str:
-    if isinstance(error, Raised):
-        return f"verifiers refuses environment.config: {error.kind}: {error.message}"
-    if error.is_late:
-        return f"{error.who} was not ready within {START_TIMEOUT_S:g} s"
-    return (
-        f"{error.who} {error.why} during startup; see its output above. environment.python must have verifiers 0.4 "
-        "(scripts/setup_peers.sh DIR verifiers)"
-    )
+def _start_server(section: VerifiersEnvironment) -> tuple[Worker, ExitStack]:
+    """Start a server. Closing the stack stops its episodes, and then kills the remaining processes of the server and its harnesses."""
+    python = find_python(section.python)
+    assert python is not None, "environment.python is required"
+    setup = {"config": section.config, "max_turns": section.max_turns, "memory_mb": section.memory_mb}
+    with ExitStack() as held:
+        folder, prints = make_folder(), ChildPrints()
+        held.callback(remove_folder, folder)
+        held.callback(prints.close)
+        variables = variables_of(section.env) | {"TMPDIR": folder, MARK: folder, SETUP: json.dumps(setup)}
+        # verifiers starts its harnesses with the `uv` next to its Python.
+        variables["PATH"] = os.pathsep.join(filter(None, [str(Path(python).parent), variables.get("PATH")]))
+        command = command_for("rollcall.environments.packages.verifiers", python=python)
+        link = LinkHere(command, env=variables, output=prints.fd)
+        held.callback(kill_leftovers, link.pid, mark=(MARK, folder))
+        name, answers = "the environment server of verifiers", defaultdict(lambda: json.loads)
+        worker = Worker(link, name=name, hears=JSON, answers=answers)
+        held.callback(worker.close, grace_s=END_TIMEOUT_S)
+        try:
+            worker.ask("ready", deadline_s=START_TIMEOUT_S)
+        except Raised as raised:
+            raise ConfigError(f"verifiers refuses environment.config: {raised.kind}: {raised.message}") from None
+        except Lost as lost:
+            raise ConfigError(
+                f"{lost.who} was not ready within {START_TIMEOUT_S:g} s"
+                if lost.is_late
+                else f"{lost.who} {lost.why} during startup; see its output above. environment.python must have verifiers 0.4 "
+                "(scripts/setup_peers.sh DIR verifiers)"
+            ) from None
+        return worker, held.pop_all()

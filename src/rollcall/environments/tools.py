@@ -16,15 +16,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
-RESERVED = ("reset", "get_reward")  # methods of an environment that are not tools
 _JSON_TYPES: dict[Any, str] = {
     int: "integer", float: "number", str: "string", bool: "boolean", type(None): "null", list: "array", tuple: "array",
     dict: "object",
 }  # fmt: skip
 _SECTION = re.compile(r"\s*(Args|Returns|Raises):(.*)", re.DOTALL)
-_ARGUMENT = re.compile(r"\s*(\w+):\s*(.*)")
 _CHOICES = re.compile(r"\(choices:\s*(\[[^\]]*\])\s*\)\s*$", re.IGNORECASE)
-_MAX_DIGITS = 100  # for a number that a model wrote as a string
 
 
 class WrongArguments(ValueError):  # noqa: N818 - an answer to the model
@@ -52,7 +49,7 @@ def tools_of_class(cls: type, *, path: str) -> dict[str, Tool]:
     """Build tools from a class's public methods, including inherited ones. Raise ValueError if a method cannot be a tool."""
     found: dict[str, Tool] = {}
     for name in dir(cls):
-        if name.startswith("_") or name in RESERVED:
+        if name.startswith("_") or name in ("reset", "get_reward"):
             continue
         attribute = inspect.getattr_static(cls, name)
         is_static = isinstance(attribute, staticmethod)
@@ -66,8 +63,7 @@ def tools_of_class(cls: type, *, path: str) -> dict[str, Tool]:
 def tool_of(function: Callable[..., Any], *, path: str, is_method: bool = False) -> Tool:
     """Build a tool from a function. ``path`` is its name in ValueError messages."""
     parameters = _parameters(function, path=path, is_method=is_method)
-    doc = (inspect.getdoc(function) or "").strip()
-    if not doc:
+    if not (doc := (inspect.getdoc(function) or "").strip()):
         other = (
             "a class with reset and step needs type: step"
             if is_method and path.endswith(".step")
@@ -182,7 +178,7 @@ def _read_docstring(doc: str) -> tuple[str, dict[str, str], str]:
     arguments: dict[str, str] = {}
     name = ""
     for line in sections.get("Args", []):
-        if match := _ARGUMENT.fullmatch(line):
+        if match := re.fullmatch(r"\s*(\w+):\s*(.*)", line):
             name = match[1]
             arguments[name] = match[2].strip()
         elif name and line.strip():
@@ -268,7 +264,7 @@ def _convert(value: Any, hint: Any) -> Any:
     if kind in (int, float):
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
         is_whole = not isinstance(value, float) or value.is_integer()
-        if not (is_number or (text and len(text) <= _MAX_DIGITS)) or (kind is int and not is_whole):
+        if not (is_number or (text and len(text) <= 100)) or (kind is int and not is_whole):
             raise ValueError
         if not math.isfinite(found := kind(value)):
             raise ValueError

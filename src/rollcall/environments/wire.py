@@ -308,8 +308,7 @@ def read(kind: type[T], body: bytes) -> T:
 def _refused(error: Any, kind: type[BaseModel]) -> Refused:
     """Convert one of pydantic's errors to a response."""
     if not error["loc"]:
-        message = f"the body is a {type(error['input']).__name__}; send one JSON object"
-        return Refused(400, message, code="invalid_json")
+        return Refused(400, f"the body is a {type(error['input']).__name__}; send one JSON object", code="invalid_json")
     param = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in error["loc"])[1:]
     if error["type"] == "refused":
         return invalid(param, error["msg"])

@@ -28,8 +28,8 @@ import sys
 import traceback
 import warnings
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import asyncio  # noqa: F401 isort:skip - imported here so that the children share it
@@ -38,13 +38,12 @@ from rollcall.environments import class_env, stepwise
 from rollcall.environments.class_env import ClassPlayer, load_class
 from rollcall.environments.stepwise import StepPlayer, WrongResult, load_stepwise
 from rollcall.nodes.framing import JSON, Body
-from rollcall.process.child import end_with, own_fds, serve
+from rollcall.process.child import end_with, own_fds, serve, user_error
 from rollcall.process.debug.child import ChildLine, Examined
 from rollcall.process.pause import patient_loop
 from rollcall.reward.confine import limit, see_no_others
 
 MAX_ANSWER_BYTES = 32 << 20
-_MAX_ATTRIBUTE_CHARS = 1_000_000
 _MB = 1 << 20
 # Tracebacks leave out frames in these files, because they do not help the author of an environment.
 _OWN_FILES = (__file__, class_env.__file__, stepwise.__file__)
@@ -59,7 +58,7 @@ class Zygote:
         self._lifeline_fd = lifeline_fd
         self._line = ChildLine(line_fd, of="environment")
         self._kinds: dict[str, Player] = {}
-        self._pids: dict[int, int] = {}  # number -> process ID
+        self._pids: set[int] = set()
         self._examined = Examined()
 
     def load(self, setup: dict[str, Any]) -> dict[str, Any]:
@@ -86,33 +85,29 @@ class Zygote:
             fcntl.fcntl(own_fds()[1], fcntl.F_SETSIG, signal.SIGCONT)
         return {name: kind.schemas for name, kind in self._kinds.items()}
 
-    def start(self, number: int, kind: str) -> int:
+    def start(self, kind: str) -> int:
         """Fork a child and return its process ID."""
-        _, fds, _, _ = socket.recv_fds(self._control, 1, 2)
-        connection_fd, line_fd = fds
+        _, (connection_fd, line_fd), _, _ = socket.recv_fds(self._control, 1, 2)
         try:
-            with warnings.catch_warnings():
-                warnings.simplefilter(
-                    "ignore"
-                )  # Python warns about threads of the user's module, which a child does not have
+            # Python warns about threads of the user's module, which a child does not have.
+            with warnings.catch_warnings(action="ignore"):
                 pid = os.fork()
             if pid == 0:
                 self._become_child(connection_fd, line_fd, kind)
         finally:
             os.close(connection_fd)
             os.close(line_fd)
-        self._pids[number] = pid
+        self._pids.add(pid)
         return pid
 
-    def end(self, number: int) -> int:
+    def end(self, pid: int) -> int:
         """Kill a child and everything it started, unless it has exited. Return its status."""
-        pid = self._pids.pop(number)
+        self._pids.remove(pid)
         _kill(pid)
         os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
         _kill(pid)  # kills what is left of its group
         status = os.waitpid(pid, 0)[1]
-        known = {*self._pids.values(), *self._not_ours}
-        while left := {*_children()} - known:  # processes that left its group were adopted here
+        while left := {*_children()} - self._pids - self._not_ours:  # processes that left its group were adopted here
             for each in left:
                 os.kill(each, signal.SIGKILL)
                 os.waitpid(each, 0)
@@ -135,9 +130,10 @@ class Zygote:
             _reseed()
 
             def examine(error: BaseException) -> None:
-                frames = _frames_of_user(error)
-                if self._post_mortem and frames is not None and not isinstance(error, WrongResult):
-                    line.examine(error.with_traceback(frames))
+                if self._post_mortem and not isinstance(error, WrongResult):
+                    frames, _ = user_error(error, own_files=_OWN_FILES, memory_mb=self._memory_mb)
+                    if frames is not None:
+                        line.examine(error.with_traceback(frames))
 
             player = self._kinds[kind]
             player.examine = examine
@@ -244,10 +240,7 @@ class EnvironmentChild:
             self._player.examine(error)
             if isinstance(error, WrongResult):
                 raise RuntimeError(str(error)) from None
-            frames = _frames_of_user(error)
-            if isinstance(error, MemoryError):
-                error = MemoryError(f"{error} (this process is limited to memory_mb={self._memory_mb})".strip())
-            raise RuntimeError("".join(traceback.format_exception(type(error), error, frames)).rstrip()) from None
+            raise RuntimeError(user_error(error, own_files=_OWN_FILES, memory_mb=self._memory_mb)[1].rstrip()) from None
         finally:
             _flush()
 
@@ -272,7 +265,7 @@ def _attributes(instance: Any) -> dict[str, Any]:
         try:
             value = getattr(instance, name)
             text = json.dumps(value, default=lambda held: held.tolist(), allow_nan=False)  # for numpy and torch
-            if len(text) <= _MAX_ATTRIBUTE_CHARS and _depth(plain := json.loads(text)) <= 50:
+            if len(text) <= 1_000_000 and _depth(plain := json.loads(text)) <= 50:
                 found[name] = plain
         except Exception:  # noqa: BLE001 - a method, a client, a property that raises, or deep nesting
             continue
@@ -287,18 +280,5 @@ def _depth(value: Any) -> int:
 def _flush() -> None:
     """Flush what user code printed, so that it appears before the call's answer."""
     for stream in (sys.stdout, sys.stderr):
-        try:
+        with suppress(AttributeError, OSError, ValueError):  # user code removed or closed it
             stream.flush()
-        except (AttributeError, OSError, ValueError):
-            pass  # user code removed or closed it
-
-
-def _frames_of_user(error: BaseException) -> TracebackType | None:
-    """Return the traceback, starting at the first frame of the user's code."""
-    frames = error.__traceback__
-    while frames is not None:
-        file = frames.tb_frame.f_code.co_filename
-        if file not in _OWN_FILES and f"{os.sep}asyncio{os.sep}" not in file:
-            break
-        frames = frames.tb_next
-    return frames

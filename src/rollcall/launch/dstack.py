@@ -9,18 +9,8 @@ from typing import Any
 
 from rollcall.config.launch import DstackSection
 from rollcall.launch.record import LaunchRecord
-from rollcall.launch.rendered import Command, Rendered, node_lines, yaml_text
-from rollcall.launch.target import (
-    IN_IMAGE,
-    RUN_FILE,
-    LaunchRequest,
-    Seen,
-    ToolTarget,
-    ask_json,
-    left_here,
-    run,
-    unlike_slots,
-)
+from rollcall.launch.rendered import Command, Rendered, yaml_text
+from rollcall.launch.target import IN_IMAGE, RUN_FILE, LaunchRequest, Seen, ToolTarget, ask_json, run
 from rollcall.nodes.state import TOKEN
 
 TASK = "task.dstack.yml"
@@ -31,7 +21,6 @@ ENDED = ("terminated", "failed", "done")
 class Dstack(ToolTarget):
     name = "dstack"
     title = "dstack"
-    program = "dstack"
     look = "dstack ps"
     image_key = "launch.dstack.image"
     place_words = "dstack's project"
@@ -39,21 +28,19 @@ class Dstack(ToolTarget):
 
     def render(self, request: LaunchRequest) -> Rendered:
         section = request.section(DstackSection)
+        task = _task(request, section, name=self.tool_name(request.name))
         words = ("dstack", "apply", "--yes", "--detach", "--force", "-f", str(request.folder / TASK))
         lost = (
             f"run.dir={request.config.run.dir} is deleted with the machines; add a volume to launch.dstack.volumes, and put run.dir "
             "on it"
         )
         return Rendered(
-            files={
-                RUN_FILE: request.run_file,
-                TASK: yaml_text(_task(request, section, name=self.tool_name(request.name))),
-            },
+            files={RUN_FILE: request.run_file, TASK: yaml_text(task)},
             commands=(Command(words=words, what="start the task"),),
             notes=(
-                *unlike_slots(section.resources.get("gpu"), request.cluster, key="launch.dstack.resources.gpu"),
+                *request.unlike_slots(section.resources.get("gpu"), key="launch.dstack.resources.gpu"),
                 *([] if section.volumes else [lost]),
-                *left_here(request, advice=IN_IMAGE),
+                *request.left_here(advice=IN_IMAGE),
             ),
         )
 
@@ -94,13 +81,11 @@ def _listed() -> dict[str, Any]:
 
 
 def _task(request: LaunchRequest, section: DstackSection, *, name: str) -> dict[str, Any]:
-    lines = node_lines(
+    lines = request.node_lines(
+        section,
         run_file=shlex.quote(THERE),
-        cluster=request.name,
         head='"$DSTACK_MASTER_NODE_IP"' if request.cluster.num_nodes > 1 else "127.0.0.1",
         more='--rank "$DSTACK_NODE_RANK" --num-nodes "$DSTACK_NODES_NUM"',  # takes precedence over another launcher's variables
-        activate=section.activate,
-        env={**request.node_env, **section.env},
         before=section.setup,
         guard=_guard,
     )

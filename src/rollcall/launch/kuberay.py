@@ -16,7 +16,7 @@ from rollcall.base.wait import Wait, say
 from rollcall.config.launch import KuberaySection
 from rollcall.launch.record import LaunchError, LaunchRecord
 from rollcall.launch.rendered import RUN_FILE_VARIABLE, Command, Rendered, yaml_text
-from rollcall.launch.target import IN_IMAGE, RUN_FILE, LaunchRequest, Seen, ToolTarget, ask, ask_json, left_here, run
+from rollcall.launch.target import IN_IMAGE, RUN_FILE, LaunchRequest, Seen, ToolTarget, ask, ask_json, run
 
 MANIFEST = "rayjob.yaml"
 KEEP_S = 600  # how long KubeRay keeps a run's pods after the run has ended
@@ -29,7 +29,6 @@ MOST_BYTES = 90_000
 class Kuberay(ToolTarget):
     name = "kuberay"
     title = "Kubernetes"
-    program = "kubectl"
     look = "kubectl get rayjobs"
     image_key = "launch.kuberay.image"
     place_words = "kubectl's context"
@@ -37,16 +36,14 @@ class Kuberay(ToolTarget):
 
     def render(self, request: LaunchRequest) -> Rendered:
         section = request.section(KuberaySection)
+        job = _job(request, section, name=self.tool_name(request.name))
         words = ("kubectl", "apply", "--namespace", section.namespace, "-f", str(request.folder / MANIFEST))
         lost = f"run.dir={request.config.run.dir} is deleted with the pods, {KEEP_S // 60} minutes after the run ends"
         note = f"{lost}; add a volume claim to launch.kuberay.claims, and put run.dir on it"
         return Rendered(
-            files={
-                RUN_FILE: request.run_file,
-                MANIFEST: yaml_text(_job(request, section, name=self.tool_name(request.name))),
-            },
+            files={RUN_FILE: request.run_file, MANIFEST: yaml_text(job)},
             commands=(Command(words=words, what="create the RayJob"),),
-            notes=(*(() if section.claims or section.ray_cluster else (note,)), *left_here(request, advice=IN_IMAGE)),
+            notes=(*(() if section.claims or section.ray_cluster else (note,)), *request.left_here(advice=IN_IMAGE)),
         )
 
     def validate(self, rendered: Rendered) -> None:
@@ -58,7 +55,7 @@ class Kuberay(ToolTarget):
         >>> Kuberay().tool_name("My_run")
         'my-run'
         """
-        text = re.sub(r"[^a-z0-9-]+", "-", name.lower()).strip("-")
+        text = re.sub("_+", "-", name.lower())
         return text if text[0].isalpha() else f"run-{text}"
 
     def kind(self, request: LaunchRequest) -> str:
@@ -145,11 +142,10 @@ def _job(request: LaunchRequest, section: KuberaySection, *, name: str) -> dict[
         raise LaunchError(
             f"launch.kuberay.pod has no effect on the existing pods of ray_cluster={section.ray_cluster}; remove one of the two keys"
         )
-    text = base64.b64encode(run_file).decode()
     spec: dict[str, Any] = {
         "entrypoint": "python -m rollcall.launch.ready",
         "submissionMode": section.submission,
-        "runtimeEnvYAML": yaml_text({"env_vars": {RUN_FILE_VARIABLE: text}}),
+        "runtimeEnvYAML": yaml_text({"env_vars": {RUN_FILE_VARIABLE: base64.b64encode(run_file).decode()}}),
     }
     if section.ray_cluster is not None:
         spec["clusterSelector"] = {"ray.io/cluster": section.ray_cluster}
@@ -157,24 +153,22 @@ def _job(request: LaunchRequest, section: KuberaySection, *, name: str) -> dict[
         spec["shutdownAfterJobFinishes"] = True
         spec["ttlSecondsAfterFinished"] = KEEP_S
         spec["rayClusterSpec"] = _cluster(request, section)
-        if submitter := _submitter(section):
-            spec["submitterPodTemplate"] = submitter
-    labels = {"app": "rollcall", **section.labels}
-    metadata = {"name": name, "namespace": section.namespace, "labels": labels}
+        # KubeRay's submitter pod needs the same registry keys and account as the other pods.
+        given = {key: section.pod[key] for key in ("imagePullSecrets", "serviceAccountName") if key in section.pod}
+        if given and section.submission == "K8sJobMode":
+            small = {"requests": {"cpu": "500m", "memory": "200Mi"}, "limits": {"cpu": 1, "memory": "1Gi"}}
+            container = {"name": "ray-job-submitter", "image": section.image, "resources": small}
+            spec["submitterPodTemplate"] = {"spec": {**given, "restartPolicy": "Never", "containers": [container]}}
+    metadata = {"name": name, "namespace": section.namespace, "labels": {"app": "rollcall", **section.labels}}
     return {"apiVersion": "ray.io/v1", "kind": "RayJob", "metadata": metadata, "spec": spec}
 
 
 def _cluster(request: LaunchRequest, section: KuberaySection) -> dict[str, Any]:
-    sizes = sorted(set(request.cluster.slots_per_node))
-    if len(sizes) > 1:
-        raise LaunchError(
-            f"cluster.nodes has nodes with {' and '.join(map(str, sizes))} slots; KubeRay's pods have no order, so all nodes must have "
-            "the same number of slots: set num_nodes and num_gpus_per_node instead"
-        )
+    num_slots = request.even_slots("KubeRay's pods have no order, so all nodes must have the same number of slots")
     if section.image is None:
         raise LaunchError("launch.kuberay.image is missing; name an image that contains Rollcall and Ray")
     # Logical slots are GPUs that Ray counts but the pods do not have.
-    start = {"num-gpus": str(sizes[0])} if request.cluster.accelerator == "cpu" else {}
+    start = {"num-gpus": str(num_slots)} if request.cluster.accelerator == "cpu" else {}
     spec: dict[str, Any] = {
         "rayVersion": section.ray_version,
         # KubeRay creates the token; without a token, anyone who can reach a port can run code.
@@ -187,24 +181,12 @@ def _cluster(request: LaunchRequest, section: KuberaySection) -> dict[str, Any]:
     if others := request.cluster.num_nodes - 1:
         group = {
             "groupName": "workers",
-            "replicas": others,
-            "minReplicas": others,
-            "maxReplicas": others,
+            **dict.fromkeys(("replicas", "minReplicas", "maxReplicas"), others),
             "rayStartParams": start,
             "template": _pod(request, section, name="ray-worker"),
         }
         spec["workerGroupSpecs"] = [group]
     return spec
-
-
-def _submitter(section: KuberaySection) -> dict[str, Any] | None:
-    """Return a template for KubeRay's submitter pod, which needs the same registry keys and account as the other pods."""
-    given = {key: section.pod[key] for key in ("imagePullSecrets", "serviceAccountName") if key in section.pod}
-    if not given or section.submission != "K8sJobMode":
-        return None
-    small = {"requests": {"cpu": "500m", "memory": "200Mi"}, "limits": {"cpu": 1, "memory": "1Gi"}}
-    container = {"name": "ray-job-submitter", "image": section.image, "resources": small}
-    return {"spec": {**given, "restartPolicy": "Never", "containers": [container]}}
 
 
 def _pod(request: LaunchRequest, section: KuberaySection, *, name: str) -> dict[str, Any]:
@@ -215,12 +197,11 @@ def _pod(request: LaunchRequest, section: KuberaySection, *, name: str) -> dict[
     for index, (claim, path) in enumerate(section.claims.items()):
         volumes.append({"name": f"claim-{index}", "persistentVolumeClaim": {"claimName": claim}})
         mounts.append({"name": f"claim-{index}", "mountPath": path})
-    variables = {**request.node_env, **section.env}
     container: dict[str, Any] = {
         "name": name,
         "image": section.image,
         "resources": {"limits": resources, "requests": resources},
-        "env": [{"name": key, "value": _literal(value)} for key, value in variables.items()],
+        "env": [{"name": key, "value": _literal(value)} for key, value in {**request.node_env, **section.env}.items()],
         "envFrom": [{"secretRef": {"name": secret}} for secret in section.env_from_secrets],
         "volumeMounts": mounts,
     }

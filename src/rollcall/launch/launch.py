@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,6 @@ from rollcall.config import Config
 from rollcall.launch.dstack import Dstack
 from rollcall.launch.kuberay import Kuberay
 from rollcall.launch.record import (
-    ElsewhereError,
     LaunchError,
     LaunchRecord,
     find_record,
@@ -25,7 +24,7 @@ from rollcall.launch.record import (
     held,
     launches,
     new_record,
-    reason,
+    read_lines,
 )
 from rollcall.launch.rendered import VARIABLE, Rendered
 from rollcall.launch.skypilot import Skypilot
@@ -68,45 +67,32 @@ def make_request(
     _refuse_secrets(config, target=target, profile=profile)
     cluster = cluster.model_copy(update={"env": {**profile, **cluster.env}})
     config = config.model_copy(update={"cluster": cluster})
-    hosts: tuple[str, ...] = ()
-    with _adding_to(problems):
-        workable_plan(config, cluster)
-    if target == "ssh" and launch.ssh is not None:
-        hosts = choose_hosts(launch.ssh.hosts, count=cluster.num_nodes, name=name, cwd=cwd)
+    ssh = launch.ssh if target == "ssh" else None
     request = LaunchRequest(
         name=name,
         config=config,
         cluster=cluster,
         launch=launch,
+        hosts=() if ssh is None else choose_hosts(ssh.hosts, count=cluster.num_nodes, name=name, cwd=cwd),
         folder=launches() / name,
         cwd=cwd,
         profile=profile,
-        hosts=hosts,
     )
-    with _adding_to(problems):
-        get_target(target).check(request)
+    for check in (partial(workable_plan, config, cluster), partial(get_target(target).check, request)):
+        try:
+            check()
+        except (ValueError, ClusterError, LaunchError) as error:
+            if problems is None:
+                raise
+            problems.append(str(error))
     return request
-
-
-@contextmanager
-def _adding_to(problems: list[str] | None) -> Iterator[None]:
-    try:
-        yield
-    except (ValueError, ClusterError, LaunchError) as error:
-        if problems is None:
-            raise
-        problems.append(str(error))
 
 
 def read_profile(path: Path) -> dict[str, str]:
     """Read the ``NAME=VALUE`` lines of `launch.profile`: network variables for the nodes. A value with spaces needs quotes.
     Variables in a value are not expanded."""
-    try:
-        lines = path.read_text().splitlines()
-    except (OSError, ValueError) as error:
-        raise LaunchError(f"launch.profile={path} cannot be read: {reason(error)}") from None
     found: dict[str, str] = {}
-    for number, line in enumerate(lines, 1):
+    for number, line in enumerate(read_lines(path, key="launch.profile"), 1):
         if not line.strip() or line.strip().startswith("#"):
             continue
         try:
@@ -126,9 +112,8 @@ def read_profile(path: Path) -> dict[str, str]:
 def _refuse_secrets(config: Config, *, target: str, profile: Mapping[str, str]) -> None:
     """Refuse secrets in variables, and in commands and other strings in the target's section and in `prepare`."""
     raw = config.model_dump(mode="json")
-    section = raw["launch"][target]
-    searched = {"prepare": raw["prepare"], f"launch.{target}": {**section, "env": {}}}
-    searched["launch.container"] = raw["launch"]["container"]
+    section, container = raw["launch"][target], raw["launch"]["container"]
+    searched = {"prepare": raw["prepare"], f"launch.{target}": {**section, "env": {}}, "launch.container": container}
     names = [
         *secrets_of_run(raw),
         *(name for name, value in {**profile, **section["env"]}.items() if hides(name, value)),
@@ -209,11 +194,6 @@ def state_of(record: LaunchRecord) -> str:
 def stop(name: str) -> None:
     get_record(name)  # so that an unknown name leaves no folder behind
     with held(name):
-        before = get_record(name)
-        record = before.having(state="stopping").save()
-        try:
-            get_target(record.target).stop(record)
-        except ElsewhereError:
-            before.save()
-            raise
+        record = get_record(name)
+        get_target(record.target).stop(record)
         forget(record)

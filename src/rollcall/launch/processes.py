@@ -1,5 +1,5 @@
-"""Inspects a run's processes on this host or on a cluster's nodes: what each is doing now, and how it spends its time. To do
-so, it calls a function on all of these hosts at once. The run does not wait for the call.
+"""Inspects a run's processes on this host or on a cluster's nodes: what each is doing now, how it spends its time, and which variables
+a worker sees. To do so, it calls a function on all of these hosts at once. The run does not wait for the call.
 
 ``find_target`` works out what the user means: a run directory, a cluster name, or nothing. If it is nothing, the target
 is the cluster that this node belongs to or, if there is none, the runs on this host.
@@ -10,10 +10,9 @@ from __future__ import annotations
 import re
 import subprocess
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
-from enum import StrEnum
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,24 +20,19 @@ from typing import Any
 from rollcall.base.atomic import write_atomic
 from rollcall.base.errors import ClusterError
 from rollcall.base.lease import read_holder
+from rollcall.base.redact import REDACTED, hides
 from rollcall.base.wait import Wait, say
 from rollcall.checkpoint.run_dir import RUN_FILE, is_run
-from rollcall.config import load_config
+from rollcall.config import ClusterSection, load_config
 from rollcall.nodes.cluster import Cluster, find_cluster, wished_cluster
+from rollcall.nodes.declared import NODE_OWN, UNDECLARED, Variable, declared, for_ray, seen_here
 from rollcall.observe.live import read_live
 from rollcall.process.debug.attach import is_there
 from rollcall.process.debug.board import Waiting, read_board
-from rollcall.process.groups.reachable import (
-    END_S,
-    START_S,
-    ProfileError,
-    profile_process,
-    py_spy,
-    reachable_here,
-    stacks_here,
-)
+from rollcall.process.groups import reachable
 
-HERE = "this host"
+ORDER = (UNDECLARED, "the node's own", "rollcall", "Ray")  # sources of variables
+ANSWER_S = 90.0  # a node has to start a new process to answer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,9 +58,8 @@ def find_target(text: str | None, *, cluster: str | None = None) -> ProcessTarge
     run_dir = run_dir_of(text)
     if run_dir is not None:
         return _of_run(run_dir, cluster=cluster)
-    if text is not None:
-        return ProcessTarget(run=None, cluster=find_cluster(text))
-    return ProcessTarget(run=None, cluster=find_cluster(cluster) if cluster else wished_cluster())
+    wanted = text or cluster
+    return ProcessTarget(run=None, cluster=find_cluster(wanted) if wanted else wished_cluster())
 
 
 def run_dir_of(text: str | None) -> Path | None:
@@ -102,7 +95,7 @@ def _of_run(run_dir: Path, *, cluster: str | None) -> ProcessTarget:
 def ask_hosts(target: ProcessTarget, function: Callable[[], Any], *, timeout_s: float, to: str) -> Answers:
     """Call ``function`` on all hosts at once; on a cluster, each call runs in a new process. ``to`` names the task in messages."""
     if target.cluster is None:
-        return Answers(hosts={HERE: function()}, failed={})
+        return Answers(hosts={"this host": function()}, failed={})
     from rollcall.process.ray.connect import connected
     from rollcall.process.ray.each_node import answers_of, run_on
     from rollcall.process.ray.members import ranked_nodes
@@ -121,8 +114,66 @@ def ask_hosts(target: ProcessTarget, function: Callable[[], Any], *, timeout_s: 
 
 def read_stacks(target: ProcessTarget, *, native: bool, timeout_s: float) -> Answers:
     """Read the stacks of all threads in every process without stopping the process."""
-    look = partial(stacks_here, run=target.run, native=native)
+    look = partial(reachable.stacks_here, run=target.run, native=native)
     return ask_hosts(target, look, timeout_s=timeout_s, to="read the stacks of its processes")
+
+
+# The environment variables that each node's workers see
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SeenVariable:
+    """One variable on one node; secrets are redacted."""
+
+    name: str
+    value: str | None  # None if the variable is not set there
+    source: str  # where the variable is declared, else one of ORDER
+    wanted: str | None  # the declared value if the worker sees a different one, else None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeView:
+    rank: int
+    address: str
+    variables: tuple[SeenVariable, ...]
+
+
+def view_workers(cluster: Cluster, section: ClusterSection | None, *, submitted: Mapping[str, str]) -> list[NodeView]:
+    """Return a view for every node of the cluster, by rank. If ranks do not answer in time, raise an error that names them."""
+    from rollcall.process.ray.connect import connected
+    from rollcall.process.ray.each_node import answers_of, run_on
+    from rollcall.process.ray.members import ranked_nodes
+
+    with connected(cluster):
+        nodes = {node.rank: node for node in ranked_nodes()}
+        wanted = {rank: declared(section, submitted=submitted, node_rank=rank) for rank in nodes}
+        calls = {}
+        for rank, variables in wanted.items():
+            env = for_ray({name: each.value for name, each in variables.items()})
+            calls[rank] = run_on(nodes[rank].node_id, seen_here, env=env)
+        answers, failures = answers_of(calls, wait=Wait(ANSWER_S), to="report its workers' variables")
+    if failures:
+        why = "; ".join(f"node {rank}: {reason}" for rank, reason in sorted(failures.items()))
+        raise ClusterError(f"{why}; see `rollcall status`")
+    return [
+        NodeView(rank=rank, address=nodes[rank].address, variables=_compare(variables, answers[rank]))
+        for rank, variables in wanted.items()
+    ]
+
+
+def _compare(variables: Mapping[str, Variable], found: Mapping[str, tuple[str, str]]) -> tuple[SeenVariable, ...]:
+    """Return the declared variables in their order, then the node's own paths, then all other variables by source."""
+    rows = []
+    for name, variable in variables.items():
+        value, _ = found.get(name, (None, ""))
+        wanted = REDACTED if hides(name, variable.value) else variable.value
+        wanted = wanted if wanted != value else None
+        rows.append(SeenVariable(name=name, value=value, source=variable.source, wanted=wanted))
+    others = found.keys() - variables.keys() - set(NODE_OWN)
+    for name in (*NODE_OWN, *sorted(others, key=lambda name: (ORDER.index(found[name][1]), name))):
+        value, source = found.get(name, (None, "the node's own"))
+        rows.append(SeenVariable(name=name, value=value, source=source, wanted=None))
+    return tuple(rows)
 
 
 # Processes that are waiting in the debugger
@@ -148,13 +199,7 @@ def find_waiting(text: str | None) -> list[Waiting]:
 # Profiles: torch's profiler runs in a thread of the process, and py-spy samples the process from outside
 
 
-class Format(StrEnum):
-    TORCH = "torch"  # a Chrome trace
-    SPEEDSCOPE = "speedscope"
-    FLAMEGRAPH = "flamegraph"  # an SVG
-
-
-_ENDINGS = {Format.TORCH: "trace.json.gz", Format.SPEEDSCOPE: "speedscope.json", Format.FLAMEGRAPH: "svg"}
+FORMATS = {"torch": "trace.json.gz", "speedscope": "speedscope.json", "flamegraph": "svg"}  # the endings of their files
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -162,14 +207,11 @@ class Result:
     files: list[Path]
     failed: dict[str, str]  # reasons by process or host
 
-    def as_json(self) -> dict[str, Any]:
-        return {"files": [str(path) for path in self.files], "failed": self.failed}
 
-
-def profile_role(target: ProcessTarget, *, role: str, seconds: float, kind: Format, out: Path) -> Result:
+def profile_role(target: ProcessTarget, *, role: str, seconds: float, kind: str, out: Path) -> Result:
     """Profile each of the role's processes and write one file per process to the folder ``out``."""
     work = partial(profile_here, run=target.run, role=role, seconds=seconds, kind=kind)
-    timeout_s = seconds + START_S + END_S
+    timeout_s = seconds + reachable.START_S + reachable.END_S
     answers = ask_hosts(target, work, timeout_s=timeout_s, to=f"profile the {role} processes")
     failed, files, others = dict(answers.failed), list[Path](), set[str]()
     for host, (found, roles) in answers.hosts.items():
@@ -180,7 +222,7 @@ def profile_role(target: ProcessTarget, *, role: str, seconds: float, kind: Form
                 continue
             name = re.sub("[^a-z0-9]+", "-", f"{title} {host.partition(' (')[0]} {pid}".lower()).strip("-")
             out.mkdir(parents=True, exist_ok=True)
-            path = out / f"{name}.{_ENDINGS[kind]}"
+            path = out / f"{name}.{FORMATS[kind]}"
             write_atomic(path, data, durable=False)
             files.append(path)
     if not files and not failed:
@@ -194,18 +236,18 @@ def profile_role(target: ProcessTarget, *, role: str, seconds: float, kind: Form
 
 
 def profile_here(
-    *, run: str | None, role: str, seconds: float, kind: Format
+    *, run: str | None, role: str, seconds: float, kind: str
 ) -> tuple[dict[int, tuple[str, bytes, str]], list[str]]:
     """Return title, profile and error for each of the role's processes on this host, and all roles that are running here."""
-    known = reachable_here(run=run)
+    known = reachable.reachable_here(run=run)
     chosen = {pid: about for pid, about in known.items() if role in about.roles}
 
     def profiled(pid: int) -> tuple[str, bytes, str]:
         try:
-            is_torch = kind is Format.TORCH
-            data = profile_process(pid, seconds=seconds) if is_torch else _sample(pid, seconds=seconds, kind=kind)
-            return chosen[pid].title, data, ""
-        except (ProfileError, OSError) as error:
+            if kind == "torch":
+                return chosen[pid].title, reachable.profile_process(pid, seconds=seconds), ""
+            return chosen[pid].title, _sample(pid, seconds=seconds, kind=kind), ""
+        except (reachable.ProfileError, OSError) as error:
             return chosen[pid].title, b"", str(error)
 
     with ThreadPoolExecutor(max_workers=max(len(chosen), 1)) as pool:
@@ -213,16 +255,16 @@ def profile_here(
     return found, sorted({role for about in known.values() for role in about.roles})
 
 
-def _sample(pid: int, *, seconds: float, kind: Format) -> bytes:
+def _sample(pid: int, *, seconds: float, kind: str) -> bytes:
     with tempfile.TemporaryDirectory(prefix="rollcall-profile-") as folder:
-        path = Path(folder) / "profile"
-        command = [py_spy(), "record", "--pid", str(pid), "--duration", str(max(round(seconds), 1)), "--format", kind]
-        command += ["--output", str(path), "--nonblocking", "--threads"]
+        path, timeout_s = Path(folder) / "profile", seconds + reachable.END_S
+        command = [reachable.py_spy(), "record", "--pid", str(pid), "--duration", str(max(round(seconds), 1))]
+        command += ["--format", kind, "--output", str(path), "--nonblocking", "--threads"]
         try:
-            done = subprocess.run(command, capture_output=True, text=True, timeout=seconds + END_S, errors="replace")
+            done = subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, errors="replace")
         except subprocess.TimeoutExpired:
-            raise ProfileError(f"py-spy did not finish within {seconds + END_S:g} s") from None
+            raise reachable.ProfileError(f"py-spy did not finish within {timeout_s:g} s") from None
         if done.returncode or not path.exists():
             lines = (done.stderr or done.stdout).strip().splitlines() or ["it printed nothing"]
-            raise ProfileError(f"py-spy failed: {lines[-1]}")
+            raise reachable.ProfileError(f"py-spy failed: {lines[-1]}")
         return path.read_bytes()

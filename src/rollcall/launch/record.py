@@ -11,11 +11,10 @@ import os
 import re
 import secrets
 import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, Literal
+from typing import IO, Any, Literal
 
 from pydantic import AwareDatetime, BaseModel, ConfigDict
 
@@ -34,13 +33,17 @@ class LaunchError(RuntimeError):
     """A launch failed or was refused; the message says what happened, on which host, and what to do."""
 
 
-class ElsewhereError(LaunchError):
-    """The tool now uses a different cluster or project, in which the launch does not exist. Nothing was done."""
-
-
 def reason(error: Exception) -> str:
     """Return why a file cannot be read, for a message that names the file."""
     return (isinstance(error, OSError) and error.strerror) or in_one_line(error)
+
+
+def read_lines(path: Path, *, key: str) -> list[str]:
+    """Read a text file that the run file names under ``key``."""
+    try:
+        return path.read_text().splitlines()
+    except (OSError, ValueError) as error:
+        raise LaunchError(f"{key}={path} cannot be read: {reason(error)}") from None
 
 
 class LaunchRecord(BaseModel):
@@ -167,18 +170,14 @@ def forget(record: LaunchRecord) -> None:
     shutil.rmtree(record.folder, ignore_errors=True)
 
 
-@contextmanager
-def held(name: str) -> Iterator[None]:
-    """Lock a launch, so that only one command at a time works on it."""
+def held(name: str) -> IO[bytes]:
+    """Lock a launch until the returned file is closed, so that only one command at a time works on it."""
     while True:
-        try:
+        with suppress(FileNotFoundError):  # the command that held the lock ended the launch and removed its folder
             lock = take_lock(own_folder(name) / "lock")
             break
-        except FileNotFoundError:
-            continue  # the command that held the lock ended the launch and removed its folder
     if lock is None:
         raise LaunchError(
             f"another command is working on launch {name!r} on this machine; wait until it has finished, or stop it"
         )
-    with lock:
-        yield
+    return lock

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,6 @@ from typing import Any
 import yaml
 
 from rollcall.base.atomic import write_atomic
-from rollcall.launch.container import Container
 from rollcall.launch.record import LaunchError
 
 VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
@@ -93,37 +92,3 @@ def shell_path(path: Path) -> str:
     if text == "~" or text.startswith("~/"):
         return '"$HOME"' + (f"/{shlex.quote(text[2:])}" if text[2:] else "")
     return shlex.quote(text)
-
-
-def node_lines(
-    *,
-    run_file: str,
-    cluster: str,
-    activate: Path | None,
-    env: Mapping[str, str],
-    head: str | None = None,
-    before: Sequence[str] = (),
-    more: str,
-    container: Container | None = None,
-    variables: Sequence[str] = (),
-    guard: Callable[[str], str] = str,
-) -> list[str]:
-    """Return the shell lines that every node runs, ending with `rollcall node --run`.
-
-    ``run_file``, ``head`` (the address of rank 0) and ``more`` (options) are shell text, such as ``"$HOME"/run.yaml``; ``before``
-    contains the user's own lines; ``variables`` names variables that a container gets in addition to ``env``; ``guard``
-    escapes lines with quoted values for a tool that reads them before the shell does.
-    """
-    # Activate scripts read unset variables, so they come before `set -u`.
-    activated = [] if activate is None else [guard(f". {shell_path(activate)} || exit 1")]
-    lines = [*([] if container else activated), "set -eu", *map(guard, exports(env)), *before]
-    command = f"exec rollcall node --run {run_file} --cluster {shlex.quote(cluster)} {more}"
-    names = [*env, *variables]
-    if head is not None:
-        lines += [f"head={head}", 'case $head in *:*) head="[$head]" ;; esac', "export head"]  # [IPv6]
-        command += ' --head-address "$head:6399"'  # SkyPilot's own Ray uses 6380 on its machines
-        names.append("head")
-    if container is None:
-        return [*lines, command]
-    words = container.run(["sh", "-c", "\n".join([*activated, command])], variables=names)
-    return [*lines, *container.before(), *container.exports(names), f"exec {shlex.join(words)}"]

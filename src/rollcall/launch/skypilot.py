@@ -12,18 +12,8 @@ from typing import Any
 
 from rollcall.config.launch import SkypilotSection
 from rollcall.launch.record import LaunchError, LaunchRecord
-from rollcall.launch.rendered import Command, Rendered, node_lines, yaml_text
-from rollcall.launch.target import (
-    RUN_FILE,
-    LaunchRequest,
-    Seen,
-    ToolTarget,
-    ask,
-    ask_json,
-    left_here,
-    run,
-    unlike_slots,
-)
+from rollcall.launch.rendered import Command, Rendered, yaml_text
+from rollcall.launch.target import RUN_FILE, LaunchRequest, Seen, ToolTarget, ask, ask_json, run
 from rollcall.nodes.state import TOKEN
 
 TASK = "task.yaml"
@@ -35,7 +25,6 @@ FOLDER = ".rollcall-run"  # in each node's home folder
 class Skypilot(ToolTarget):
     name = "skypilot"
     title = "SkyPilot"
-    program = "sky"
     look = "sky status` and `sky jobs queue"
     image_key = "launch.skypilot.resources.image_id"
 
@@ -52,6 +41,7 @@ class Skypilot(ToolTarget):
     def render(self, request: LaunchRequest) -> Rendered:
         section, name = request.section(SkypilotSection), self.tool_name(request.name)
         start = ("jobs", "launch", "--name") if section.managed else ("launch", "--cluster")
+        accelerators = section.resources.get("accelerators")
         secrets = [word for name in (TOKEN, *section.secrets) for word in ("--secret", name)]
         words = ("sky", *start, name, "--yes", "--detach-run", *secrets, str(request.folder / TASK))
         kept = f"after a preemption, the run resumes from run.dir={request.config.run.dir}; put it in a bucket or on a volume"
@@ -59,11 +49,9 @@ class Skypilot(ToolTarget):
             files={RUN_FILE: request.run_file, TASK: yaml_text(_task(request, section, name=name))},
             commands=(Command(words=words, what="start the task"),),
             notes=(
-                *unlike_slots(
-                    section.resources.get("accelerators"), request.cluster, key="launch.skypilot.resources.accelerators"
-                ),
+                *request.unlike_slots(accelerators, key="launch.skypilot.resources.accelerators"),
                 *([kept] if section.managed else []),
-                *([] if section.workdir else left_here(request, advice="set launch.skypilot.workdir to their folder")),
+                *([] if section.workdir else request.left_here(advice="set launch.skypilot.workdir to their folder")),
             ),
         )
 
@@ -121,13 +109,11 @@ def _cluster(found: dict[str, Any]) -> Seen:
 
 
 def _task(request: LaunchRequest, section: SkypilotSection, *, name: str) -> dict[str, Any]:
-    lines = node_lines(
+    lines = request.node_lines(
+        section,
         run_file=f'"$HOME"/{FOLDER}/{RUN_FILE}',
-        cluster=request.name,
         head='$(printf "%s\\n" "$SKYPILOT_NODE_IPS" | head -n 1)',
         more='--rank "$SKYPILOT_NODE_RANK" --num-nodes "$SKYPILOT_NUM_NODES"',  # overrides another launcher's variables
-        activate=section.activate,
-        env={**request.node_env, **section.env},
     )
     task: dict[str, Any] = {
         "name": name,

@@ -16,7 +16,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from importlib.resources import files
 from pathlib import Path
@@ -25,9 +25,9 @@ from rollcall.base.stop import INTERRUPTED, status_words
 from rollcall.base.wait import Wait, say
 from rollcall.base.words import visible
 from rollcall.config.launch import SlurmSection
-from rollcall.launch.container import container_of, mounts_of
+from rollcall.launch.container import mounts_of
 from rollcall.launch.record import LaunchError, LaunchRecord
-from rollcall.launch.rendered import VARIABLE, Command, Rendered, node_lines, shell_path
+from rollcall.launch.rendered import VARIABLE, Command, Rendered, shell_path
 from rollcall.launch.target import RUN_FILE, LaunchRequest, Seen, ToolTarget, ask
 from rollcall.nodes.rendezvous import Rendezvous
 
@@ -53,7 +53,6 @@ MODULE_FILES = (
 class Slurm(ToolTarget):
     name = "slurm"
     title = "Slurm"
-    program = "sbatch"
     look = "squeue"
     place_words = "the Slurm cluster"
     place_advice = "run this on a machine in cluster {}"
@@ -71,8 +70,7 @@ class Slurm(ToolTarget):
             log = request.folder / LOG
             words = ("bash", script)
             what = f"start the nodes inside job {section.attach} in the background, and write their output to {log}"
-        command = Command(words=words, what=what)
-        return Rendered(files=files, commands=(command,), notes=_notes(request, section))
+        return Rendered(files=files, commands=(Command(words=words, what=what),), notes=tuple(_notes(request, section)))
 
     def validate(self, rendered: Rendered) -> None:
         words = rendered.commands[0].words
@@ -144,10 +142,8 @@ class Slurm(ToolTarget):
             return visible(found[0].state)
         if (ended := _ended(record)) is not None:
             return f"it {status_words(ended)}"
-        words = ("sacct", "--noheader", "--parsable2", "--allocations", "--format=State,ExitCode")
-        account = (
-            _ask(*words, f"--jobs={record.id}", what="read the job's accounting", fine="").strip() if record.id else ""
-        )
+        options = ("--noheader", "--parsable2", "--allocations", "--format=State,ExitCode", f"--jobs={record.id}")
+        account = _ask("sacct", *options, what="read the job's accounting", fine="").strip() if record.id else ""
         state = visible(account).replace("|", ", exit code ")
         return f"job {record.id} is {state}" if state else "it is not in Slurm's queue"
 
@@ -283,13 +279,7 @@ def _gpus(request: LaunchRequest, section: SlurmSection) -> str | None:
         return section.gpus_per_node
     if request.cluster.accelerator == "cpu" or any(map(GPU_OPTION.match, section.options)):
         return None
-    sizes = set(request.cluster.slots_per_node)
-    if len(sizes) > 1:
-        raise LaunchError(
-            "cluster.nodes has nodes of different sizes, but a Slurm job requests the same number of GPUs on each node; set "
-            "num_nodes and num_gpus_per_node instead"
-        )
-    return str(sizes.pop())
+    return str(request.even_slots("a Slurm job requests the same number of GPUs on each node"))
 
 
 def _srun(request: LaunchRequest, section: SlurmSection) -> str:
@@ -328,17 +318,13 @@ def _rendezvous(request: LaunchRequest) -> Path:
 def _node(request: LaunchRequest, section: SlurmSection) -> str:
     wished, container = request.launch.container, None
     if wished is not None and wished.runtime != "enroot":
-        container = container_of(
-            request.launch, request.cluster, name=request.container_name, folders=_folders(request)
-        )
+        container = request.container(_folders(request))
     interface = "" if section.interface is None else f"--interface {shlex.quote(section.interface)} "
     # Slurm knows how many of the node's GPUs this job has. The number of logical slots comes from the run file.
     slots = ' ${SLURM_GPUS_ON_NODE:+--slots "$SLURM_GPUS_ON_NODE"}' if request.cluster.accelerator == "gpu" else ""
-    lines = node_lines(
+    lines = request.node_lines(
+        section,
         run_file=shell_path(request.folder / RUN_FILE),
-        cluster=request.name,
-        activate=section.activate,
-        env={**request.node_env, **section.env},
         before=[CARDS_FOR_DOCKER] if container and container.section.runtime == "docker" else [],
         more=f'{interface}--rendezvous {shell_path(_rendezvous(request))} --rank "$SLURM_PROCID"{slots}',
         container=container,
@@ -347,12 +333,9 @@ def _node(request: LaunchRequest, section: SlurmSection) -> str:
     return "\n".join(["#!/bin/bash", *lines, ""])
 
 
-def _notes(request: LaunchRequest, section: SlurmSection) -> tuple[str, ...]:
-    notes = [f"all nodes read {request.folder}, so it must be in a folder that they share (set ROLLCALL_LAUNCHES)"]
-    if section.cpus_per_task is None and section.attach is None and "--exclusive" not in section.options:
-        notes.append(
-            "launch.slurm.cpus_per_task is not set: Slurm gives each node one CPU, unless the partition says otherwise"
-        )
+def _notes(request: LaunchRequest, section: SlurmSection) -> Iterator[str]:
+    yield f"all nodes read {request.folder}, so it must be in a folder that they share (set ROLLCALL_LAUNCHES)"
     if section.attach is not None:
-        notes.append(f"job {section.attach} is not requeued; run the same command again to resume the run")
-    return tuple(notes)
+        yield f"job {section.attach} is not requeued; run the same command again to resume the run"
+    elif section.cpus_per_task is None and "--exclusive" not in section.options:
+        yield "launch.slurm.cpus_per_task is not set: Slurm gives each node one CPU, unless the partition says otherwise"

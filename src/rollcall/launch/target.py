@@ -15,7 +15,7 @@ import shlex
 import subprocess
 import tempfile
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -26,12 +26,13 @@ from rollcall.base.redact import redact_end
 from rollcall.base.wait import Wait, say
 from rollcall.base.words import visible
 from rollcall.config import Config
-from rollcall.config.launch import LaunchSection, TargetSection
+from rollcall.config.launch import DstackSection, LaunchSection, SkypilotSection, SlurmSection, TargetSection
 from rollcall.config.run import dump_given
 from rollcall.config.sections import ClusterSection
+from rollcall.launch.container import Container, container_of
 from rollcall.launch.jobs.package import own_modules, resolve_paths
-from rollcall.launch.record import ElsewhereError, LaunchError, LaunchRecord, launch_token
-from rollcall.launch.rendered import Rendered
+from rollcall.launch.record import LaunchError, LaunchRecord, launch_token
+from rollcall.launch.rendered import Rendered, exports, shell_path
 from rollcall.nodes.state import TOKEN
 
 RUN_FILE = "run.yaml"
@@ -59,10 +60,10 @@ class LaunchRequest:
     def section(self, kind: type[AnySection]) -> AnySection:
         return next(section for _, section in self.launch if isinstance(section, kind))
 
-    @property
-    def container_name(self) -> str:
-        """The container's name. It is different for each user, because a launch removes any old container with the same name."""
-        return f"{self.name}-{hashlib.sha256(f'{os.getuid()} {self.folder}'.encode()).hexdigest()[:8]}"
+    def container(self, folders: Sequence[Path] = ()) -> Container | None:
+        """Return the nodes' container. Its name is different for each user, because a launch removes any old container with that name."""
+        owner = hashlib.sha256(f"{os.getuid()} {self.folder}".encode()).hexdigest()[:8]
+        return container_of(self.launch, self.cluster, name=f"{self.name}-{owner}", folders=folders)
 
     @property
     def node_env(self) -> dict[str, str]:
@@ -77,6 +78,61 @@ class LaunchRequest:
     def run_file(self) -> str:
         """The run file for the nodes, with overrides applied and without its `launch` section."""
         return dump_given(self.config, without={"launch"})
+
+    def node_lines(
+        self,
+        section: SlurmSection | SkypilotSection | DstackSection,
+        *,
+        run_file: str,
+        more: str,
+        head: str | None = None,
+        before: Sequence[str] = (),
+        container: Container | None = None,
+        variables: Sequence[str] = (),
+        guard: Callable[[str], str] = str,
+    ) -> list[str]:
+        """Return the shell lines that every node runs, ending with `rollcall node --run`.
+
+        ``run_file``, ``head`` (the address of rank 0) and ``more`` (options) are shell text, such as ``"$HOME"/run.yaml``; ``before``
+        contains the user's own lines; ``variables`` names variables that a container gets in addition to those set here; ``guard``
+        escapes lines with quoted values for a tool that reads them before the shell does.
+        """
+        env = {**self.node_env, **section.env}
+        # Activate scripts read unset variables, so they come before `set -u`.
+        activated = [] if section.activate is None else [guard(f". {shell_path(section.activate)} || exit 1")]
+        lines = [*([] if container else activated), "set -eu", *map(guard, exports(env)), *before]
+        command = f"exec rollcall node --run {run_file} --cluster {shlex.quote(self.name)} {more}"
+        names = [*env, *variables]
+        if head is not None:
+            lines += [f"head={head}", 'case $head in *:*) head="[$head]" ;; esac', "export head"]  # [IPv6]
+            command += ' --head-address "$head:6399"'  # SkyPilot's own Ray uses 6380 on its machines
+            names.append("head")
+        if container is None:
+            return [*lines, command]
+        words = container.run(["sh", "-c", "\n".join([*activated, command])], variables=names)
+        return [*lines, *container.before(), *container.exports(names), f"exec {shlex.join(words)}"]
+
+    def even_slots(self, why: str) -> int:
+        """Return the number of slots on each node. ``why`` says why all nodes need the same number."""
+        sizes = set(self.cluster.slots_per_node)
+        if len(sizes) > 1:
+            raise LaunchError(
+                f"cluster.nodes has nodes of different sizes, but {why}; set num_nodes and num_gpus_per_node instead"
+            )
+        return sizes.pop()
+
+    def unlike_slots(self, asked: object, *, key: str) -> Iterator[str]:
+        """Yield a note if a number of GPUs such as ``H100:8`` differs from the number of slots on each node."""
+        found, sizes = re.search(r"(?:^|:)(\d+)$", str(asked)), set(self.cluster.slots_per_node)
+        if self.cluster.accelerator == "gpu" and found is not None and sizes != {int(found[1])}:
+            slots = ", ".join(map(str, sorted(sizes)))
+            yield f"{key}={asked} gives each node {found[1]} GPUs, but the run file has {slots} slots per node; make them equal"
+
+    def left_here(self, *, advice: str) -> Iterator[str]:
+        """Yield a note about the run file's modules that are in the user's folder and not sent to the nodes."""
+        with suppress(ClusterError):  # a module that is not here may be in the image
+            if names := sorted({Path(name).parts[0] for name in own_modules(self.config, folder=self.cwd)}):
+                yield f"the run file needs {', '.join(names)}, but this launch sends no modules to the nodes: {advice}"
 
 
 class Target(Protocol):
@@ -114,7 +170,7 @@ class Target(Protocol):
 
     @abstractmethod
     def stop(self, record: LaunchRecord) -> None:
-        """Stop everything that the record names and nothing else. Some of it may have ended already."""
+        """Save the record as "stopping", then stop everything that it names and nothing else. Some of it may have ended already."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -133,7 +189,6 @@ class Seen:
 
 class ToolTarget(Target):
     title: ClassVar[str]  # the tool's name in messages
-    program: ClassVar[str]
     look: ClassVar[str]  # the command that lists the user's jobs
     image_key: ClassVar[str] = ""  # the key that names the image
     place_words: ClassVar[str] = ""  # "kubectl's context": the cluster or project that the tool talks to
@@ -215,16 +270,17 @@ class ToolTarget(Target):
 
     def logs(self, record: LaunchRecord) -> None:
         self.require_started(record)
-        watch(*self.log_command(record, follow=False), what="print the log")
+        _run(self.log_command(record, follow=False), "print the log", timeout_s=None)
 
     def follow(self, record: LaunchRecord) -> int:
         self.require_started(record)
-        return watch(*self.log_command(record, follow=True), what="follow the log")
+        return _run(self.log_command(record, follow=True), "follow the log", timeout_s=None)
 
     def stop(self, record: LaunchRecord) -> None:
         if record.id is None:
             return
         self.refuse_elsewhere(record)
+        record = record.having(state="stopping").save()
         name = self.tool_name(record.name)
         there = [each for each in self.seen(record) if each.is_there]
         ids = [each.id for each in there if self.is_own(record, each)]
@@ -260,14 +316,14 @@ class ToolTarget(Target):
             return self.find(record)
         except (LookupError, TypeError, AttributeError, ValueError) as error:
             raise LaunchError(
-                f"{self.program} printed something unexpected ({type(error).__name__}: {error}); see `{self.look}`"
+                f"{self.title} printed something unexpected ({type(error).__name__}: {error}); see `{self.look}`"
             ) from None
 
     def refuse_elsewhere(self, record: LaunchRecord) -> None:
         """Refuse a different cluster or project: the launch is not listed there, so it would seem to have ended."""
         then = record.facts.get("place")
         if then and (now := self.place()) not in ("", then):
-            raise ElsewhereError(
+            raise LaunchError(
                 f"{record.name!r} was launched in {self.place_words} {then!r}, but the current one is {now!r}; {self.place_advice.format(then)}"
             )
 
@@ -305,35 +361,9 @@ def ask_json(*words: str, what: str, fine: str | None = None) -> Any:
 
 def run(*words: str, what: str, env: Mapping[str, str] | None = None, cwd: Path | None = None) -> None:
     """Run a tool and pass its output on to stderr (2) as it comes; stdout is for the Rollcall command's own answer."""
-    status = _run(
-        words, what, stdout=2, env={**os.environ, **(env or {})}, cwd=cwd, timeout_s=3600.0
-    )  # clouds are slow
-    if status:
+    # Clouds are slow.
+    if status := _run(words, what, stdout=2, env={**os.environ, **(env or {})}, cwd=cwd, timeout_s=3600.0):
         raise LaunchError(f"cannot {what}: `{shlex.join(words)}` ended with status {status}")
-
-
-def unlike_slots(asked: object, cluster: ClusterSection, *, key: str) -> tuple[str, ...]:
-    """Return a note if a number of GPUs such as ``H100:8`` differs from the number of slots on each node."""
-    found = re.search(r"(?:^|:)(\d+)$", str(asked))
-    if cluster.accelerator != "gpu" or found is None or set(cluster.slots_per_node) == {int(found[1])}:
-        return ()
-    slots = ", ".join(map(str, sorted(set(cluster.slots_per_node))))
-    return (
-        f"{key}={asked} gives each node {found[1]} GPUs, but the run file has {slots} slots per node; make them equal",
-    )
-
-
-def left_here(request: LaunchRequest, *, advice: str) -> tuple[str, ...]:
-    """Return a note about the run file's modules that are in the user's folder and not sent to the nodes."""
-    with suppress(ClusterError):  # a module that is not here may be in the image
-        if names := sorted({Path(name).parts[0] for name in own_modules(request.config, folder=request.cwd)}):
-            return (f"the run file needs {', '.join(names)}, but this launch sends no modules to the nodes: {advice}",)
-    return ()
-
-
-def watch(*words: str, what: str) -> int:
-    """Run a tool that prints a log on stdout, without a time limit, and return its exit status."""
-    return _run(words, what, timeout_s=None)
 
 
 def _run(words: Sequence[str], what: str, *, timeout_s: float | None, **how: Any) -> int:

@@ -20,7 +20,7 @@ from pathlib import Path
 from rollcall.base.atomic import write_atomic
 from rollcall.base.errors import ClusterError, ConfigError
 from rollcall.base.journal import ATTEMPTS, GROUPS
-from rollcall.base.stop import INTERRUPTED, SIGNALS, STOPPED
+from rollcall.base.stop import SIGNALS, STOPPED
 from rollcall.base.wait import Wait, say
 from rollcall.base.words import counted
 from rollcall.checkpoint.run_dir import newest_step
@@ -55,10 +55,7 @@ class WholeRun:
                 "--run needs a run file with a `cluster:` section: num_nodes, num_gpus_per_node and the placement of roles"
             )
         self._cluster = self._config.cluster
-
-    @property
-    def num_nodes(self) -> int:
-        return self._cluster.num_nodes
+        self.num_nodes = self._cluster.num_nodes
 
     def complete(self, request: NodeRequest) -> NodeRequest:
         """Fill in, from the run file, the values that the command line leaves out for this node."""
@@ -188,17 +185,10 @@ def _tell_nodes(cluster: str, status: int) -> None:
 
 def _ignore_signals() -> None:
     """Ignore signals, because they are meant for the run. This process exits after the run has saved and its job has ended."""
-    for number in SIGNALS:
+    for number in (*SIGNALS, signal.SIGINT):
         signal.signal(number, signal.SIG_IGN)
 
 
-def main() -> None:
-    try:
-        cluster, run_file, timeout_s = sys.argv[1:]
-        raise SystemExit(drive(cluster, Path(run_file), timeout_s=float(timeout_s)))
-    except KeyboardInterrupt:
-        raise SystemExit(INTERRUPTED) from None
-
-
 if __name__ == "__main__":
-    main()
+    _, name, file, seconds = sys.argv
+    sys.exit(drive(name, Path(file), timeout_s=float(seconds)))

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from rollcall.base.types import MicroBatch
-from rollcall.learner.context_parallel import ContextGroup, join_context
+from rollcall.learner.context_parallel import ContextGroup, join_context, own_of
 from rollcall.learner.gang import Gang
 from rollcall.learner.layout import WeightSplit, fused_rows
 from rollcall.learner.logprobs import TokenStats, token_stats
@@ -89,23 +89,22 @@ class BodyBase(ABC):
     def _forward(
         self, batch: MicroBatch, *, temperature: float = 1.0, recompute: Recompute = Recompute.NO, plain: bool = False
     ) -> tuple[Tensor, ...]:
-        device, own = self.device, self.context.own(batch)
+        device, own = self.device, own_of(batch, rank=self.context.rank, size=self.context.size)
         layout = layout_of(batch, device=device, dtype=self.dtype)
 
         def attend(index: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             return packed_attention(q, k, v, layout, scale=self.shape.scale, window=self.windows[index])
 
         self.rope.grow(int(batch.positions.max()) + 1)
-        layers = Pass(
-            ops=self._ops(*self.rope.at(on_device(own.positions, device))),
-            attend=self.context.around(attend, count=batch.num_tokens),
-            halves=self.halves,
-            recompute=bool(recompute),
-            store=store_of(recompute, device),
-        )
         work = Work(
             token_ids=on_device(own.token_ids, device),
-            layers=layers,
+            layers=Pass(
+                ops=self._ops(*self.rope.at(on_device(own.positions, device))),
+                attend=self.context.around(attend, count=batch.num_tokens),
+                halves=self.halves,
+                recompute=bool(recompute),
+                store=store_of(recompute, device),
+            ),
             logit_index=on_device(own.logit_index, device),
             targets=on_device(own.targets, device),
             temperature=temperature,
@@ -233,9 +232,6 @@ class Whole(BodyBase):
 
     def gradients(self, loss: Tensor) -> Sequence[Tensor | None]:
         return torch.autograd.grad(loss, list(self.named.values()), allow_unused=True)
-
-    def sum_gradients(self, optimizer: Optimizer) -> None:
-        optimizer.sum_over(self.gang)
 
     def local(self, name: str) -> Tensor:
         return self._weights[name]

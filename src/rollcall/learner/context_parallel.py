@@ -81,9 +81,6 @@ class ContextGroup:
     rank: int = 0
     size: int = 1
 
-    def own(self, batch: MicroBatch) -> Own:
-        return own_of(batch, rank=self.rank, size=self.size)
-
     def around(self, attend: Attend, *, count: int) -> Attend:
         """Wrap ``attend``, which needs all ``count`` tokens of the micro-batch, for a rank that has only its own tokens."""
         if self.size == 1:

@@ -113,11 +113,10 @@ def sizes_of(shapes: Mapping[str, torch.Size], *, head_dim: int) -> DecoderSizes
 
 def passes_of(body: BodyBase, fit: Fit, *, recompute: Recompute | None = None) -> Passes:
     """Return the memory estimate for this body's passes, as in ``rollcall plan``."""
-    trained = sum(tensor.numel() for tensor in body.named.values())
     return Passes(
         sizes=sizes_of(body.whole_shapes, head_dim=body.head_dim),
         width=body.dtype.itemsize,
-        num_parameters=trained,
+        num_parameters=sum(tensor.numel() for tensor in body.named.values()),
         gradient_width=4 if body.in_parts else body.dtype.itemsize,
         has_head="head" not in body.named,
         tensor=body.num_tensor,

@@ -107,8 +107,19 @@ class Gang:
             dist.all_reduce(tensor)
 
     def gather_bytes(self, data: bytes) -> list[bytes]:
-        """Gather each member's bytes, by rank."""
-        return _gather_bytes(data, group=self._small, size=self.size) if self.size > 1 else [data]
+        """Gather each member's bytes, by rank. They travel padded to the longest."""
+        if self.size == 1:
+            return [data]
+        lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
+        dist.all_gather(lengths, torch.tensor([len(data)]), group=self._small)
+        counts = [int(length) for length in lengths]
+        most = max(counts)
+        if most == 0:
+            return [b""] * self.size
+        own = torch.frombuffer(bytearray(data.ljust(most, b"\0")), dtype=torch.uint8)
+        found = [torch.empty_like(own) for _ in range(self.size)]
+        dist.all_gather(found, own, group=self._small)
+        return [bytes(tensor[:count].numpy()) for tensor, count in zip(found, counts, strict=True)]
 
     def gather(self, value: Any) -> list[Any]:
         """Gather a small value from each member, by rank, as JSON. Never use pickle for this, because reading a pickle runs code."""
@@ -131,35 +142,16 @@ class Gang:
         num_bytes = 0
         for tensor in tensors:
             bucket.append(tensor)
-            num_bytes += tensor.numel() * tensor.element_size()
-            if num_bytes >= BUCKET_BYTES:
+            num_bytes += tensor.nbytes
+            if num_bytes >= BUCKET_BYTES or tensor is tensors[-1]:
                 self._sum_bucket(bucket)
                 bucket, num_bytes = [], 0
-        self._sum_bucket(bucket)
 
     def _sum_bucket(self, tensors: list[Tensor]) -> None:
-        if not tensors:
-            return
         flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
         self.sum_over(flat)
-        start = 0
-        for tensor in tensors:
-            tensor.copy_(flat[start : start + tensor.numel()].view(tensor.shape))
-            start += tensor.numel()
-
-
-def _gather_bytes(data: bytes, *, group: Any, size: int) -> list[bytes]:
-    """Gather bytes from all ranks, padded to the longest."""
-    lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(size)]
-    dist.all_gather(lengths, torch.tensor([len(data)]), group=group)
-    counts = [int(length) for length in lengths]
-    most = max(counts)
-    if most == 0:
-        return [b""] * size
-    own = torch.frombuffer(bytearray(data.ljust(most, b"\0")), dtype=torch.uint8)
-    found = [torch.empty_like(own) for _ in range(size)]
-    dist.all_gather(found, own, group=group)
-    return [bytes(tensor[:count].numpy()) for tensor, count in zip(found, counts, strict=True)]
+        for tensor, part in zip(tensors, flat.split([tensor.numel() for tensor in tensors]), strict=True):
+            tensor.copy_(part.view(tensor.shape))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -88,10 +88,6 @@ class Learner:
         mirrored = adapter or Decoder.of(model)
         self._mirrored = mirrored.named_tensors() if mirror and self.body.in_parts else {}
 
-    @property
-    def rescores(self) -> bool:
-        return self.algorithm.rescores(self.section)
-
     @cached_property
     def base_identities(self) -> dict[str, str]:
         """Fingerprints, by dtype, of the frozen weights that the adapter is added to. Empty without an adapter, or if its base is itself
@@ -107,7 +103,7 @@ class Learner:
     def update(self, samples: Sequence[Sample]) -> dict[str, float]:
         """Run all updates of one step (epochs x minibatches). The metrics are means over the updates."""
         rows: list[dict[str, float]] = []
-        if self.rescores and samples[0].old_logprobs is None:
+        if self.algorithm.rescores(self.section) and samples[0].old_logprobs is None:
             scores = self.score(samples)
             samples = [sample.with_(old_logprobs=row.logprobs) for sample, row in zip(samples, scores, strict=True)]
         for _ in range(self.section.epochs):
@@ -115,13 +111,9 @@ class Learner:
                 rows.append(self._update_once(part))
         self.refresh()
         metrics = {name: float(np.mean([row[name] for row in rows if name in row])) for name in rows[0]}
-        for name in (
-            "mismatch",
-            "mismatch_max",
-        ):  # only in the first update is the policy still the one that was sampled from
-            metrics[name] = rows[0][name]
-        metrics["lr"] = rows[-1]["lr"]
-        return metrics
+        # Only in the first update is the policy still the one that was sampled from.
+        first = {name: rows[0][name] for name in ("mismatch", "mismatch_max")}
+        return {**metrics, **first, "lr": rows[-1]["lr"]}
 
     @torch.no_grad()
     def refresh(self) -> None:
@@ -144,10 +136,9 @@ class Learner:
             yield
 
     def _update_once(self, samples: Sequence[Sample]) -> dict[str, float]:
-        counts = np.array([int(sample.mask.sum()) for sample in samples])
         weights = loss_weights(
             self.algorithm,
-            num_loss_tokens=counts,
+            num_loss_tokens=np.array([int(sample.mask.sum()) for sample in samples]),
             attempts=attempts_of(samples),
             max_response_tokens=self.max_response_tokens,
         )
@@ -155,11 +146,8 @@ class Learner:
         with self._drawing():
             total, stepped = step_on(self, samples, rows=rows, weights=weights)
         self.num_tokens_trained += int(total.pop("packed"))
-        weight = total.pop("weight")
-        num_tokens = total.pop("tokens")
-        largest = total.pop("mismatch_max")
-        loss = total.pop("loss")
-        mismatch = total.pop("mismatch")
+        weight, num_tokens, largest = total.pop("weight"), total.pop("tokens"), total.pop("mismatch_max")
+        loss, mismatch = total.pop("loss"), total.pop("mismatch")
         metrics = {name: value / weight for name, value in total.items()}
         return {**metrics, "loss": loss, "mismatch": mismatch / num_tokens, "mismatch_max": largest, **stepped}
 
@@ -179,30 +167,26 @@ class Learner:
 
     def _loss(self, batch: MicroBatch) -> tuple[Tensor, dict[str, Tensor]]:
         stats = self.body.stats(batch, temperature=self.temperature, recompute=self.fit.recompute)
-        behaviour = self._tensor(batch.behaviour_logprobs)
+        given: dict[str, Any] = {}
+        for name in ("behaviour_logprobs", "old_logprobs", "reference_logprobs", "advantages", "weights"):
+            array = getattr(batch, name)
+            given[name] = None if array is None else on_device(array, self.body.device)
         result = policy_loss(
             self.algorithm,
             logprobs=stats.logprobs,
-            old_logprobs=self._tensor(batch.old_logprobs),
-            behaviour_logprobs=behaviour,
-            reference_logprobs=self._tensor(batch.reference_logprobs),
-            advantages=self._tensor(batch.advantages),
-            weights=self._tensor(batch.weights),
+            **given,
             attempt=on_device(batch.attempt[batch.row], self.body.device),
             num_attempts=batch.num_attempts,
             entropy=stats.entropy if self.algorithm.entropy_coef > 0 else stats.entropy.detach(),
         )
-        difference = (stats.logprobs.detach() - behaviour).abs()
-        extra = {
+        difference = (stats.logprobs.detach() - given["behaviour_logprobs"]).abs()
+        return result.loss, {
+            **result.metrics,
             "loss": result.loss.detach(),
             "mismatch": difference.sum(),
             "mismatch_max": difference.max(),
             "tokens": torch.tensor(float(len(batch.targets))),
         }
-        return result.loss, {**result.metrics, **extra}
-
-    def _tensor(self, array: Any) -> Any:
-        return None if array is None else on_device(array, self.body.device)
 
 
 class Critic:
@@ -231,9 +215,8 @@ class Critic:
     @torch.no_grad()
     def values(self, samples: Sequence[Sample]) -> list[Floats]:
         """Compute the value before each response token, [T] per sample."""
-        (values,) = over_samples(
-            self.body, samples, self.section, lambda batch: (self.body.values(batch),), num_outputs=1
-        )
+        body = self.body
+        (values,) = over_samples(body, samples, self.section, lambda batch: (body.values(batch),), num_outputs=1)
         return values
 
     def update(self, samples: Sequence[Sample]) -> dict[str, float]:
@@ -362,7 +345,8 @@ def step_on(
         optimizer.discard()
         raise NonFiniteError(f"the loss is {total['loss']}")
     with short_of_memory(partial(step_sentence, body, model.fit, optimizer)):
-        body.sum_gradients(optimizer)
+        if not body.in_parts:  # otherwise, FSDP has summed them in every backward pass
+            optimizer.sum_over(body.gang)
         return total, optimizer.step()
 
 

@@ -7,8 +7,7 @@ Entropy and self-certainty come from the same pass.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -41,8 +40,7 @@ class _TokenStats(torch.autograd.Function):
             logits = wide_product(hidden[part], weight.t())
             if keeps:
                 ctx.kept.append(logits)
-            stats = _row_stats(logits, targets[part], scale)
-            for index, values in enumerate(stats):
+            for index, values in enumerate(_row_stats(logits, targets[part], scale)):
                 out[index, part] = values
             del logits  # free them before the next chunk's logits are computed
         logprobs, lse, entropy, mean = out.unbind(0)
@@ -61,9 +59,14 @@ class _TokenStats(torch.autograd.Function):
         grad_weight = torch.zeros_like(weight, dtype=torch.float32) if ctx.needs_input_grad[1] else None
         if grad_logprobs is None:
             grad_logprobs = torch.zeros_like(lse)
+        grad_logits: Callable[..., Tensor] = _grad_logits
+        if hidden.is_cuda:
+            from rollcall.model.kernels import logprobs as kernels
+
+            grad_logits = kernels.grad_logits
         for part in _chunks(len(hidden), weight):
             logits = ctx.kept.pop(0) if ctx.kept else wide_product(hidden[part], weight.t())
-            grad = _grad_logits(
+            grad = grad_logits(
                 logits,
                 targets[part],
                 lse=lse[part],
@@ -76,28 +79,22 @@ class _TokenStats(torch.autograd.Function):
             del logits  # logits are the largest tensors, so keep only one chunk alive at a time
             torch.mm(grad, weight, out=grad_hidden[part])
             if grad_weight is not None:
-                _accumulate(grad_weight, grad, hidden[part])
+                if grad.dtype == torch.float32:
+                    grad_weight.addmm_(grad.t(), hidden[part])
+                elif grad.is_cuda:
+                    torch.ops.aten.addmm.dtype_out(grad_weight, grad.t(), hidden[part], torch.float32, out=grad_weight)
+                else:
+                    grad_weight += wide_product(grad.t(), hidden[part])
             del grad
         return grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype), None, None
 
 
-_may_keep = True
-
-
-@contextmanager
-def not_kept() -> Iterator[None]:
-    """Keep no logits while the block runs, to measure the least memory that a pass needs."""
-    global _may_keep
-    before, _may_keep = _may_keep, False
-    try:
-        yield
-    finally:
-        _may_keep = before
+may_keep = True  # ``measure.py`` clears this while it measures the least memory that a pass needs
 
 
 def _has_room(rows: int, weight: Tensor) -> bool:
     """Return whether the GPU has twice as much free memory as all logits take."""
-    if not weight.is_cuda or not _may_keep:
+    if not weight.is_cuda or not may_keep:
         return False
     device = weight.device
     unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
@@ -111,15 +108,6 @@ def _chunks(rows: int, weight: Tensor) -> list[slice]:
     return [slice(start, min(start + size, rows)) for start in range(0, rows, size)]
 
 
-def _accumulate(total: Tensor, grad: Tensor, hidden: Tensor) -> None:
-    if grad.dtype == torch.float32:
-        total.addmm_(grad.t(), hidden)
-    elif grad.is_cuda:
-        torch.ops.aten.addmm.dtype_out(total, grad.t(), hidden, torch.float32, out=total)
-    else:
-        total += wide_product(grad.t(), hidden)
-
-
 def _row_stats(logits: Tensor, targets: Tensor, scale: float) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Compute (log-prob of the target, log-sum-exp, entropy, mean logit) for the scaled logits, each [rows]."""
     if logits.is_cuda:
@@ -128,10 +116,8 @@ def _row_stats(logits: Tensor, targets: Tensor, scale: float) -> tuple[Tensor, T
         return row_stats(logits, targets, scale=scale)
     logits = logits * scale if scale != 1.0 else logits
     lse = torch.logsumexp(logits, dim=-1)
-    probs = torch.exp(logits - lse[:, None])
-    entropy = lse - (probs * logits).sum(dim=-1)
-    chosen = logits.gather(1, targets[:, None])[:, 0]
-    return chosen - lse, lse, entropy, logits.mean(dim=-1)
+    entropy = lse - (torch.exp(logits - lse[:, None]) * logits).sum(dim=-1)
+    return logits.gather(1, targets[:, None])[:, 0] - lse, lse, entropy, logits.mean(dim=-1)
 
 
 def _grad_logits(
@@ -139,19 +125,6 @@ def _grad_logits(
     scale: float, dtype: torch.dtype,
 ) -> Tensor:  # fmt: skip
     """Compute d/dlogits of sum(grad_logprobs * logprobs + grad_entropy * entropy)."""
-    if logits.is_cuda:
-        from rollcall.model.kernels.logprobs import grad_logits
-
-        return grad_logits(
-            logits,
-            targets,
-            dtype=dtype,
-            lse=lse,
-            grad_logprob=grad_logprobs,
-            grad_entropy=grad_entropy,
-            entropy=entropy,
-            scale=scale,
-        )
     logits = logits * scale if scale != 1.0 else logits
     log_probs = logits - lse[:, None]
     probs = torch.exp(log_probs)

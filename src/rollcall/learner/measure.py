@@ -58,9 +58,12 @@ def measured(model: Learner | Critic, rows: Rows) -> Line | None:
         return None
     per_token = passes_of(model.body, model.fit)
     estimated = (per_token.peak(many) - per_token.peak(few)) / (many - few)
-    with logprobs.not_kept():
+    logprobs.may_keep = False
+    try:
         _peak(model, rows, few)  # the first run compiles
         points = [(tokens, _peak(model, rows, tokens)) for tokens in (few, many)]
+    finally:
+        logprobs.may_keep = True
     # If the GPU was too small for this, the passes have lowered ``fit.tokens``.
     if model.fit.tokens < most:
         return None

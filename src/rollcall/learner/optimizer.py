@@ -50,8 +50,7 @@ class Optimizer:
             {"params": [self.targets[name] for name in decays if decays[name]], "weight_decay": section.weight_decay},
             {"params": [self.targets[name] for name in decays if not decays[name]], "weight_decay": 0.0},
         ]
-        on_cuda = next(iter(self.targets.values())).is_cuda
-        self.adamw = make_optimizer(groups, section, on_cuda=on_cuda)
+        self.adamw = make_optimizer(groups, section, on_cuda=next(iter(self.targets.values())).is_cuda)
 
     @torch.no_grad()
     def allocate(self) -> None:
@@ -140,18 +139,9 @@ class Optimizer:
             return section.lr * (update + 1) / section.warmup_steps
         if section.decay == "constant":
             return section.lr
-        span = max(1, self.total_updates - section.warmup_steps)
-        progress = min(1.0, (update - section.warmup_steps) / span)
+        progress = min(1.0, (update - section.warmup_steps) / max(1, self.total_updates - section.warmup_steps))
         share = 1 - progress if section.decay == "linear" else 0.5 * (1 + math.cos(math.pi * progress))
         return section.lr * (section.min_lr_ratio + (1 - section.min_lr_ratio) * share)
-
-    def state_dict(self) -> dict[str, Any]:
-        return {
-            "optimizer": self.section.optimizer.name,
-            "adamw": self.adamw.state_dict(),
-            "num_updates": self.num_updates,
-            "masters": dict(self.targets) if self.uses_masters else {},
-        }
 
     def settings_dict(self) -> dict[str, Any]:
         """Return the part of the state that does not belong to individual weights."""
@@ -162,6 +152,7 @@ class Optimizer:
         """Return the optimizer's state for each weight. It is empty before the first update."""
         return {name: dict(self.adamw.state.get(self.targets[name], {})) for name in self.names}
 
+    @torch.no_grad()
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Load momentum, masters and the number of updates from the state. The settings come from the section.
 
@@ -170,22 +161,31 @@ class Optimizer:
         groups = self._groups_for(state)
         self.adamw.state.clear()  # a GPU may not have room for both the old and the new state
         self.adamw.load_state_dict({**state["adamw"], "param_groups": groups})
-        self._lay_out_states()
+        # The state may have been saved in a different memory layout than that of the weights, which would make the steps slow.
+        for weight, entry in self.adamw.state.items():
+            for key, value in entry.items():
+                if isinstance(value, Tensor) and value.shape == weight.shape and value.stride() != weight.stride():
+                    entry[key] = torch.empty_like(weight, dtype=value.dtype).copy_(value)
         self.num_updates = state["num_updates"]
-        self._take_masters(state["masters"])
+        masters: Mapping[str, Tensor] = state["masters"]
+        for name, target in self.targets.items():  # converted to the targets' precision
+            target.copy_(masters.get(name, self.named[name]))
+        if self.uses_masters:
+            self._publish_masters()
 
     def _groups_for(self, state: dict[str, Any]) -> list[dict[str, Any]]:
         """Return our own groups, with the saved groups' counters (keys that are not arguments of the optimizer)."""
         name = self.section.optimizer.name
         saved, own = state["adamw"]["param_groups"], self.adamw.state_dict()["param_groups"]
-        if (before := state.get("optimizer", name)) != name:
+        if (before := state["optimizer"]) != name:
             raise ValueError(
                 f"the checkpoint has the optimizer state of {before}, which {name} (optimizer.name) cannot use; set "
                 f"optimizer.name={before}, or start over with --fresh"
             )
-        if [len(group["params"]) for group in saved] != [len(group["params"]) for group in own]:
+        num_saved, num_own = ([len(group["params"]) for group in groups] for groups in (saved, own))
+        if num_saved != num_own:
             raise ValueError(
-                f"the checkpoint has optimizer state for {_count(saved)} weights, but the model has {_count(own)}; restore the "
+                f"the checkpoint has optimizer state for {sum(num_saved)} weights, but the model has {sum(num_own)}; restore the "
                 "model.path that the run began with, or start over with --fresh"
             )
         for key in STATEFUL if name in ELEMENTWISE and name != "torch.optim.SGD" else ():
@@ -201,23 +201,6 @@ class Optimizer:
         ]
 
     @torch.no_grad()
-    def _take_masters(self, masters: Mapping[str, Tensor]) -> None:
-        """Load the saved masters, converted to the targets' precision. Without saved masters, use the current parameters."""
-        for name, target in self.targets.items():
-            target.copy_(masters.get(name, self.named[name]))
-        if self.uses_masters:
-            self._publish_masters()
-
-    @torch.no_grad()
-    def _lay_out_states(self) -> None:
-        """Give the state the memory layout of the weights. It may have been saved in a different layout, which would make the steps
-        slow."""
-        for weight, entry in self.adamw.state.items():
-            for key, value in entry.items():
-                if isinstance(value, Tensor) and value.shape == weight.shape and value.stride() != weight.stride():
-                    entry[key] = torch.empty_like(weight, dtype=value.dtype).copy_(value)
-
-    @torch.no_grad()
     def _publish_masters(self) -> None:
         torch._foreach_copy_([self.named[name] for name in self.targets], list(self.targets.values()))
 
@@ -229,10 +212,6 @@ def _add(total: Tensor, part: Tensor) -> None:
         add(total, part)
     else:
         total += part
-
-
-def _count(groups: Sequence[Mapping[str, Any]]) -> int:
-    return sum(len(group["params"]) for group in groups)
 
 
 def norm_of(tensors: Mapping[str, Tensor]) -> Tensor:
@@ -316,14 +295,7 @@ class HalfStateAdamW(torch.optim.Optimizer):
     https://arxiv.org/abs/2010.06192.
     """
 
-    def __init__(
-        self,
-        params: Any,
-        lr: float = 1e-3,
-        betas: tuple[float, float] = (0.9, 0.999),
-        eps: float = 1e-8,
-        weight_decay: float = 0.0,
-    ):
+    def __init__(self, params: Any, lr: float, betas: tuple[float, float], eps: float, weight_decay: float = 0.0):
         super().__init__(params, dict(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay))
 
     @torch.no_grad()
@@ -348,8 +320,7 @@ class HalfStateAdamW(torch.optim.Optimizer):
         rows = [each if each.ndim else each[None] for each in (weight, weight.grad, *(state[name] for name in MOMENTS))]
         size = max(1, AT_ONCE // max(1, rows[0][:1].numel()))  # a rank's part may have no rows
         for start in range(0, len(rows[0]), size):
-            own, grad, first, second = (each[start : start + size] for each in rows)
-            _step(own, grad, first, second, group=group, step=step, chance=chance)
+            _step([each[start : start + size] for each in rows], group, step=step, chance=chance)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Convert the moments to bfloat16 again, because torch converts them to the weights' precision."""
@@ -359,15 +330,8 @@ class HalfStateAdamW(torch.optim.Optimizer):
                 entry[name] = entry[name].to(torch.bfloat16)
 
 
-def _step(
-    weight: Tensor,
-    grad: Tensor,
-    first: Tensor,
-    second: Tensor,
-    group: dict[str, Any],
-    step: int,
-    chance: torch.Generator,
-) -> None:
+def _step(parts: Sequence[Tensor], group: dict[str, Any], *, step: int, chance: torch.Generator) -> None:
+    weight, grad, first, second = parts
     beta1, beta2 = group["betas"]
     mean = first.float().lerp_(grad, 1 - beta1)
     square = second.float().mul_(beta2).addcmul_(grad, grad, value=1 - beta2)

@@ -219,11 +219,8 @@ def _lay_out(samples: Sequence[Sample], rows: list[_Row], weights: Floats) -> Mi
     mask = np.concatenate([sample.mask for sample in chosen])
     counts = [np.count_nonzero(sample.mask) for sample in chosen]
 
-    def masked(name: str) -> np.ndarray:
-        return np.concatenate([getattr(sample, name) for sample in chosen])[mask]
-
-    def floats(name: str) -> Floats:
-        return masked(name).astype(np.float32, copy=False)
+    def masked(name: str, dtype: type = np.float32) -> np.ndarray:
+        return np.concatenate([getattr(sample, name) for sample in chosen])[mask].astype(dtype, copy=False)
 
     return MicroBatch(
         token_ids=np.concatenate(token_ids).astype(np.int64),
@@ -232,14 +229,14 @@ def _lay_out(samples: Sequence[Sample], rows: list[_Row], weights: Floats) -> Mi
         cu_q=_ends(token_ids),
         cu_k=_ends(kv_index),
         logit_index=np.concatenate(logit_index)[mask].astype(np.int64, copy=False),
-        targets=masked("response_ids").astype(np.int64),
+        targets=masked("response_ids", np.int64),
         row=np.repeat(np.arange(len(indices)), counts).astype(np.int64, copy=False),
         sample_index=np.array(indices, dtype=np.int64),
         attempt=attempts_of(chosen),
         weights=np.repeat(weights[indices], counts).astype(np.float32, copy=False),
-        behaviour_logprobs=floats("behaviour_logprobs"),
-        advantages=floats("advantages"),
-        **{name: floats(name) if getattr(chosen[0], name) is not None else None for name in OPTIONAL},
+        behaviour_logprobs=masked("behaviour_logprobs"),
+        advantages=masked("advantages"),
+        **{name: masked(name) if getattr(chosen[0], name) is not None else None for name in OPTIONAL},
     )
 
 

@@ -84,9 +84,7 @@ class ShardedLayer(nn.Module):
             return weight.to_local()
         # All ranks have this weight. A rank computes a part of its gradient: the part for its heads or columns or, with sequence
         # parallelism, for its tokens.
-        is_partial = (
-            name in ("q_norm", "k_norm") or name.endswith(("_lora_A", "_lora_B")) or self.group.sequence_parallel
-        )
+        is_partial = name.endswith(("q_norm", "k_norm", "_lora_A", "_lora_B")) or self.group.sequence_parallel
         return weight.to_local(grad_placements=[Partial() if is_partial else Replicate()])
 
 
@@ -162,10 +160,13 @@ class Sharded(BodyBase):
         if (split, kv_copies) not in gang.meshes:
             gang.meshes[split, kv_copies] = make_meshes(gang, split, device_type=device.type, kv_copies=kv_copies)
         meshes: Meshes = gang.meshes[split, kv_copies]
+        # A copy, because the model's weights may be freed. On the meta device, it is created from the config.
+        rotary: Any = decoder.rope.rotary
+        rotary = type(rotary)(rotary.config) if decoder.device.type == "meta" else copy.deepcopy(rotary)
         super().__init__(
             decoder,
             shape=replace(whole, heads=whole.heads // tensor, kv_heads=max(1, whole.kv_heads // tensor)),
-            rope=Rope(own_rotary(decoder).to(device), like=torch.empty(1, device=device, dtype=decoder.dtype)),
+            rope=Rope(rotary.to(device), like=torch.empty(1, device=device, dtype=decoder.dtype)),
             device=device,
             gang=gang,
             context=join_context(gang, size=split.context, tensor=tensor),
@@ -174,16 +175,16 @@ class Sharded(BodyBase):
         self.split, self.section, self.frozen = split, section, frozen
         # The ranks of a tensor group or a context group work on the same rows.
         self.counts = split.tensor_rank == split.context_rank == 0
-        self.place = (split.data_rank, split.num_data)
+        self.place = (split.data_rank, split.num_lanes // split.context)
         self.num_tensor = tensor
         self.kv_copies, self.meshes = kv_copies, meshes
         self.group = TensorGroup(
-            group=self.meshes.tensor.get_group(),
+            group=meshes.tensor.get_group(),
             rank=split.tensor_rank,
             size=tensor,
             sequence_parallel=section.sequence_parallel,
-            kv_group=self.meshes.kv_group,
-            kv_copies=self.kv_copies,
+            kv_group=meshes.kv_group,
+            kv_copies=kv_copies,
         )
         self._first_gives = any(gang.gather(decoder.device.type == "meta" and unread is None))
         if len({str(names) for names in gang.gather(list(decoder.named_tensors()))}) > 1:
@@ -318,9 +319,6 @@ class Sharded(BodyBase):
             self.root.reshard()  # no backward pass will free the gathered weights, which would be stale after an update
         return out
 
-    def sum_gradients(self, optimizer: Optimizer) -> None:
-        """Do nothing, because FSDP sums gradients in every backward pass."""
-
     def gradients(self, loss: Tensor) -> Sequence[Tensor | None]:
         loss.backward()
         gradients: list[Tensor | None] = []
@@ -336,11 +334,8 @@ class Sharded(BodyBase):
         total = torch.zeros((), dtype=torch.float64, device=self.device)
         if own:
             squares = torch.stack(torch._foreach_norm(list(own.values()))).double().square()
-            layouts, split = [self.layout(name) for name in own], self.split
-            copies = [
-                split.replicate * (1 if layout.is_root or layout.dim is not None else split.tensor)
-                for layout in layouts
-            ]
+            is_cut = [layout.is_root or layout.dim is not None for layout in map(self.layout, own)]
+            copies = [self.split.replicate * (1 if cut else self.split.tensor) for cut in is_cut]
             total += (squares / torch.tensor(copies, device=squares.device)).sum().to(self.device)
         self.gang.sum_over(total)
         return total.sqrt()
@@ -350,8 +345,7 @@ class Sharded(BodyBase):
         order = self.layout(name).order
         if self.kv_copies == 1 or order is None or not name.endswith(("qkv", "qkv_bias", *SHARED_HEADS)):
             return tensor
-        factors = torch.bincount(order).to(tensor.device, tensor.dtype).rsqrt()
-        own = self.cut(name, factors)
+        own = self.cut(name, torch.bincount(order).to(tensor.device, tensor.dtype).rsqrt())
         return tensor * (own if tensor.ndim == 1 else own[:, None])
 
     # Full weights, and other tensors of the same shapes
@@ -380,9 +374,3 @@ class Sharded(BodyBase):
     def masters(self, optimizer: Optimizer) -> Mapping[str, Tensor]:
         """Return this rank's parts of the master weights."""
         return self.named if self.dtype != torch.float32 and self.section.master_weights else {}
-
-
-def own_rotary(decoder: Decoder) -> nn.Module:
-    """Return a copy of the rotary module, because the model's weights may be freed. On the meta device, create it from the config."""
-    rotary: Any = decoder.rope.rotary
-    return type(rotary)(rotary.config) if decoder.device.type == "meta" else copy.deepcopy(rotary)

@@ -81,17 +81,12 @@ class TensorGroup:
     kv_group: Any = None  # the ranks that have the same key/value head
     kv_copies: int = 1
 
-    def part_size(self, count: int) -> int:
-        """Return the number of rows in each rank's part. The parts of the last ranks may reach past the end."""
-        return -(-count // self.size)
-
     def own_part(self, rows: Tensor) -> Tensor:
-        """Return this rank's part of [N, ...], padded with zeros to ``part_size``."""
+        """Return this rank's part of [N, ...]. All parts have the same size; the last ones may be padded with zeros."""
         if self.size == 1:
             return rows
-        size = self.part_size(len(rows))
-        part = rows[self.rank * size : (self.rank + 1) * size]
-        return pad_rows(part, size)
+        size = -(-len(rows) // self.size)
+        return pad_rows(rows[self.rank * size : (self.rank + 1) * size], size)
 
     def join_parts(self, part: Tensor, count: int) -> Tensor:
         """Join all ranks' parts to [count, ...]. All ranks compute the same results, so each has the full gradient of its part."""
@@ -122,8 +117,7 @@ class TensorGroup:
         if self.size == 1:
             return x
         if self.sequence_parallel:
-            padded = pad_rows(x, self.part_size(len(x)) * self.size)
-            return exchanged(padded, self._scatter, self._gather)
+            return exchanged(pad_rows(x, -(-len(x) // self.size) * self.size), self._scatter, self._gather)
         return exchanged(x, self._add_up, lambda grad: grad)
 
     def _add_up(self, x: Tensor) -> Tensor:

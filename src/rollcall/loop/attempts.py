@@ -55,19 +55,14 @@ class Budget:
         if len(self._losses) >= self.most:
             raise RestartsSpentError(
                 f"{headline(loss)}; this is failure {len(self._losses) + 1} within {self.window_s:g} s or since the "
-                f"last checkpoint, but trainer.max_restarts is {self.most}. The files on disk are intact: fix the cause, then "
-                "run the "
+                f"last checkpoint, but trainer.max_restarts is {self.most}. The files on disk are intact: fix the cause, then run the "
                 f"same command again. The first failure was:\n{''.join(traceback.format_exception(self._first, limit=-20)).rstrip()}"
             ) from loss
         self._losses.append(self._clock())
 
 
 def run_attempts(
-    attempt: Callable[[int], T],
-    *,
-    budget: Budget,
-    reached: Callable[[], object],
-    note: Callable[[Exception], None],
+    attempt: Callable[[int], T], *, budget: Budget, reached: Callable[[], object], note: Callable[[Exception], None]
 ) -> T:
     """Return the result of the first successful attempt. Attempts are numbered from 1. ``note`` is called with the reason for another
     attempt, which is an error or ``Regrow``. ``reached`` is passed to ``Budget.spend``."""

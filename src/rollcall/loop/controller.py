@@ -42,7 +42,7 @@ from rollcall.config import Config
 from rollcall.loop.attempts import Regrow, RunError
 from rollcall.loop.evaluate import evaluate
 from rollcall.loop.group_maker import GroupMaker, sampling_of
-from rollcall.loop.phases import Bounds, Split, is_due
+from rollcall.loop.phases import Bounds, Split, is_due, steps_ahead
 from rollcall.loop.record import Record, Update
 from rollcall.loop.rollout import Rewards, Rollouts, player_of
 from rollcall.loop.samples import make_samples
@@ -76,12 +76,12 @@ class Controller:
         self.start_step = resume.step if resume else 0
         state: dict[str, Any] = resume.state if resume else {"next_draw": 0}
         self.cursor = Cursor.of(state, where=str(resume.path if resume else self.config.run.dir))
-        last = self.bounds.last_step(self.config.trainer, start_step=self.start_step)
+        trainer = self.config.trainer
+        last = trainer.steps  # the last step for which this command needs groups
+        if not self.bounds.trains:
+            last = min(last, self.start_step + steps_ahead(trainer.staleness, order=trainer.order))
         self.steps_ahead = range(self.start_step + 1, last + 1)
         self.version = self.start_step
-        self.rollouts: Rollouts
-        self.maker: GroupMaker
-        self.supply: Supply
         self._policy = asyncio.Lock()  # held while the actor's weights differ from ``version``
         self._said_no_signal = False
         self._owes_evaluation = bool(state.get("owes_evaluation"))
@@ -102,9 +102,8 @@ class Controller:
         with self.events.phase(StepPhase.SYNC, self.version):
             await workers.engine.serve(self.version)
         background = [self.maker.open_groups.run(), every(0.5, partial(self._call, self.record.saves.poll))]
-        if (
-            workers.is_remote
-        ):  # flush the journal during the rollout, so that a step does not have to wait for all of it
+        if workers.is_remote:
+            # Flush the journal during the rollout, so that a step does not have to wait for all of it.
             background.append(every(1.0, partial(in_thread, self.journal.sync)))
         if workers.admit is not None:
             background.append(every(0.5, partial(self._admit, workers.admit)))
@@ -222,28 +221,27 @@ class Controller:
         if self._is_due(batch.step, every=self.config.trainer.save_every):
             self.record.write_token_scores(batch)
         scored = time.perf_counter()
+        trained_before = workers.learner.num_tokens_trained
+        metrics = {"skipped_fraction": 1.0}
         if not any(sample.mask.any() for sample in samples):
             say(
                 f"step {batch.step} has nothing to train on: all rewards returned None, or all episodes were truncated, timed out or "
                 "failed, and the settings environment.truncated, timed_out and failed exclude these (see the metrics under episode/). "
                 "Weights, momentum and schedule do not change"
             )
-            return Update(
-                samples=samples, metrics={"skipped_fraction": 1.0}, num_tokens=0, score_s=scored - started, update_s=0.0
-            )
-        trained_before = workers.learner.num_tokens_trained
-        with self.record.explaining_divergence(batch.step, lost="this update was not applied"):
-            critic = workers.critic.update(samples) if workers.critic else {}
-            learner = workers.learner.update(samples)
-        if learner.get("skipped_fraction") == 1 and not self._said_no_signal:
-            self._said_no_signal = True
-            say(
-                f"step {batch.step}: all advantages are zero, so weights, momentum and schedule do not change; "
-                "train/skipped_fraction shows this for each step"
-            )
+        else:
+            with self.record.explaining_divergence(batch.step, lost="this update was not applied"):
+                critic = workers.critic.update(samples) if workers.critic else {}
+                metrics = {**workers.learner.update(samples), **critic}
+            if metrics.get("skipped_fraction") == 1 and not self._said_no_signal:
+                self._said_no_signal = True
+                say(
+                    f"step {batch.step}: all advantages are zero, so weights, momentum and schedule do not change; "
+                    "train/skipped_fraction shows this for each step"
+                )
         return Update(
             samples=samples,
-            metrics={**learner, **critic},
+            metrics=metrics,
             num_tokens=workers.learner.num_tokens_trained - trained_before,
             score_s=scored - started,
             update_s=time.perf_counter() - scored,
@@ -279,8 +277,7 @@ class Controller:
                 seed=self.config.run.seed,
                 step=step,
             )
-            seconds = time.perf_counter() - started
-            await self._call(partial(self.record.log_evaluation, step, result, seconds=seconds))
+            await self._call(partial(self.record.log_evaluation, step, result, seconds=time.perf_counter() - started))
         if step in (0, self.config.trainer.steps):
             self.console.show_samples(f"answers {title}", sample_rows(result.groups, limit=6))
         # Reset the counters, so that the next step's metrics do not include the evaluation.

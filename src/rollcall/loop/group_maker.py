@@ -20,8 +20,8 @@ from rollcall.base.types import Completion, Group, Prompt, Score, failed_on_all,
 from rollcall.config import Config, RolloutSection
 from rollcall.engine.protocol import LOCAL, Sampling
 from rollcall.loop.attempts import RunError
-from rollcall.loop.data.order import DataOrder
-from rollcall.loop.phases import Bounds
+from rollcall.loop.data.order import prompt_index
+from rollcall.loop.phases import Bounds, Phase
 from rollcall.loop.rollout import Rollouts, sampling_seeds
 from rollcall.loop.supply import NothingLeftError, StepBatch, SuppliedGroup
 from rollcall.loop.workers import Workers
@@ -46,10 +46,11 @@ class GroupMaker:
     ) -> None:
         self._config = config
         self._prompts, self._scorer = workers.train.prompts, workers.scorer
-        self._order = DataOrder(len(self._prompts), seed=config.run.seed, shuffle=config.data.shuffle)
+        num_prompts, shuffle = len(self._prompts), config.data.shuffle
+        self._index = partial(prompt_index, num_prompts=num_prompts, seed=config.run.seed, shuffle=shuffle)
         self._sampling = sampling_of(config.rollout, workers.stop_token_ids)
         self._journal, self._rollouts, self._call = journal, rollouts, call
-        self._generates = bounds.generates
+        self._generates = bounds.phase is not Phase.UPDATE
         self.trained = {step: entry.draws for step, entry in journal.trained().items()}  # by earlier processes
         self.open_groups = OpenGroups(partial(call, journal.append_attempts))
         self._unwritten: dict[int, Group] = {}  # finished groups, by draw
@@ -62,12 +63,22 @@ class GroupMaker:
         self._unscored: dict[int, frozenset[str]] = {}
 
     async def make(self, step: int, draw: int) -> SuppliedGroup:
-        prompt = self._prompts[self._order.index(draw)]
-        group = self._take_journaled(step, draw)
+        prompt = self._prompts[self._index(draw)]
+        if step not in self._journaled:  # the step's file is read before this process adds to it
+            groups = self._journal.read(step)
+            self._journaled[step] = {group.draw: group for group in groups}
+            self._unscored[step] = failed_on_all(groups)
+        group = self._journaled[step].pop(draw, None)
         if group is None:
             return SuppliedGroup(group=await self._generate(step, draw, prompt), from_journal=False)
-        if step in self._unscored and not self._is_trained(draw):  # its rewards failed, so the earlier process stopped
-            group = await self._make_again(group, failed=self._unscored[step])
+        failed = self._unscored[step]
+        if failed and not self._is_trained(draw):  # its rewards failed, so the earlier process stopped
+            if ENVIRONMENT in failed and self._rollouts.player is not None and self._generates:
+                again = self._given(group.step, group.draw, group.prompt)  # the episodes are played again
+                group = await self._rollouts.group(group.prompt, **again)
+            else:
+                scores = await self._rollouts.rewards.score(self._scorer, group.prompt, group.completions)
+                group = replace(group, scores=scores)  # finished_s remains the time at which the completions finished
             await self._call(partial(self._journal.append, group, again=True))
         return SuppliedGroup(group=group, from_journal=True)
 
@@ -83,36 +94,26 @@ class GroupMaker:
         """Raise if a reward failed on all completions, instead of training on zeros until the last step."""
         failed = failed_on_all(batch.groups)
         if failed and not self._is_trained(batch.groups[0].draw):
+            if min(failed) == ENVIRONMENT:
+                fix, kept = "the environment", "these episodes will be played again"
+            else:
+                fix = "the reward (`rollcall reward test RUN.yaml` tries it)"
+                kept = "the completions are kept and will be scored again"
             raise RunError(
                 f"step {batch.step}: {why_unscored(batch.groups, reward=min(failed), scorer=self._scorer)}\n"
-                f"The step was not trained. {_what_to_do(min(failed))}"
+                f"The step was not trained. Fix {fix}, then run the same command again (leave out --fresh): {kept}"
             )
 
     def _is_trained(self, draw: int) -> bool:
         return any(draw in draws for draws in self.trained.values())
 
-    def _take_journaled(self, step: int, draw: int) -> Group | None:
-        """Take a draw's group from the journal. The step's file is read before this process adds to it."""
-        if step not in self._journaled:
-            groups = self._journal.read(step)
-            self._journaled[step] = {group.draw: group for group in groups}
-            if failed := failed_on_all(groups):
-                self._unscored[step] = failed
-        return self._journaled[step].pop(draw, None)
-
-    async def _make_again(self, group: Group, *, failed: frozenset[str]) -> Group:
-        """Score the same completions again. Episodes whose environment failed are played again."""
-        if ENVIRONMENT not in failed or self._rollouts.player is None or not self._generates:
-            scores = await self._rollouts.rewards.score(self._scorer, group.prompt, group.completions)
-            return replace(group, scores=scores)  # finished_s remains the time at which the completions finished
-        given = self._given(group.step, group.draw, group.prompt)
-        return await self._rollouts.group(group.prompt, **given)
-
     async def _generate(self, step: int, draw: int, prompt: Prompt) -> Group:
         if not self._generates:
             raise NothingLeftError
         given = self._given(step, draw, prompt)
-        done = self._earlier_attempts(step=step, draw=draw, seeds=given["seeds"])
+        if step not in self._attempts:
+            self._attempts[step] = self._journal.read_attempts(step)
+        done = {place: one.completions[0] for place, one in self._attempts[step].pop(draw, {}).items()}
         self.open_groups.open(prompt, step=step, draw=draw, done=done)
         group = await self._rollouts.group(prompt, **given, done=done)
         if not all(map(is_finite, group.completions)):
@@ -140,17 +141,6 @@ class GroupMaker:
             self._config.run.seed, step, f"{prompt.id}#{draw}", self._config.rollout.samples_per_prompt
         )
         return {"step": step, "draw": draw, "seeds": seeds, "sampling": self._sampling, "scorer": self._scorer}
-
-    def _earlier_attempts(self, *, step: int, draw: int, seeds: tuple[int, ...]) -> dict[int, Completion]:
-        """Return the group's completions that an earlier process finished, by index."""
-        if step not in self._attempts:
-            self._attempts[step] = self._journal.read_attempts(step)
-        found = self._attempts[step].pop(draw, {})
-        return {
-            place: one.completions[0]
-            for place, one in found.items()
-            if place < len(seeds) and one.completions[0].seed == seeds[place]
-        }
 
 
 class OpenGroups:
@@ -199,15 +189,6 @@ class OpenGroups:
 
 def is_finite(completion: Completion) -> bool:
     return all(np.isfinite(np.add.reduce(row.logprobs)) for row in rows_of(completion))
-
-
-def _what_to_do(failed: str) -> str:
-    if failed == ENVIRONMENT:
-        return "Fix the environment, then run the same command again (leave out --fresh): these episodes will be played again"
-    return (
-        "Fix the reward (`rollcall reward test RUN.yaml` tries it), then run the same command again (leave out --fresh): "
-        "the completions are kept and will be scored again"
-    )
 
 
 def sampling_of(

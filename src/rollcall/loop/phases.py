@@ -10,12 +10,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import TYPE_CHECKING
 
 from rollcall.base.errors import ConfigError
-
-if TYPE_CHECKING:
-    from rollcall.config import TrainerSection
 
 
 class Phase(StrEnum):
@@ -43,18 +39,8 @@ class Bounds:
             )
 
     @property
-    def generates(self) -> bool:
-        return self.phase is not Phase.UPDATE
-
-    @property
     def trains(self) -> bool:
         return self.phase is not Phase.ROLLOUT
-
-    def last_step(self, trainer: TrainerSection, *, start_step: int) -> int:
-        """Return the last step for which this command needs groups."""
-        if self.trains:
-            return trainer.steps
-        return min(trainer.steps, start_step + steps_ahead(trainer.staleness, order=trainer.order))
 
 
 def steps_ahead(staleness: int, *, order: str) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
 from contextlib import contextmanager, suppress
 from dataclasses import KW_ONLY, dataclass
@@ -34,7 +34,6 @@ from rollcall.observe.samples import SCORED_GROUPS, TOKEN_SCORES, write_samples,
 from rollcall.observe.sinks import Sink, read_rows
 
 FIRST_WORD_S = 1.0  # a wait shorter than this is not worth a message
-LOOK_S = 0.5
 LONGEST_S = 6 * 3600.0  # timeout for one checkpoint; a terabyte over a slow network takes two hours
 
 
@@ -79,12 +78,11 @@ class Saves:
     def forget_failed(self) -> bool:
         """Allow a new save if the last one failed. Returns whether the last one failed."""
         with self._lock:
-            failed = (
-                self._under_way is not None and self._under_way[1].done() and self._under_way[1].exception() is not None
-            )
-            if failed:
-                self._under_way = None
-            return failed
+            save = self._under_way and self._under_way[1]
+            if save is None or not save.done() or save.exception() is None:
+                return False
+            self._under_way = None
+            return True
 
     def settle(self) -> None:
         """Wait for the checkpoint. Raises ``CheckpointError`` if it takes longer than ``LONGEST_S``."""
@@ -95,7 +93,7 @@ class Saves:
         word, deadline = Wait(first_s=FIRST_WORD_S), time.monotonic() + LONGEST_S
         while not save.done():
             word.tell(f"waiting for the checkpoint of step {step}, which is still being written")
-            wait([save], timeout=min(word.until_word_s, LOOK_S))
+            wait([save], timeout=min(word.until_word_s, 0.5))
             if heeded().is_interrupted:
                 raise KeyboardInterrupt
             if time.monotonic() > deadline:
@@ -141,14 +139,8 @@ class Record:
         """Record that the step is trained; ``log_step`` writes its row. ``stats`` and ``reward_s`` are those of its rollout."""
         self.unsaved = self.newest = batch
         self.update_s = update.score_s + update.update_s
-        updated = time.perf_counter()
-
-        def row() -> dict[str, float]:
-            now = time.perf_counter()
-            metrics = self._metrics(batch, update, stats=stats, reward_s=reward_s)
-            return metrics | {"time/sync_s": now - updated, "time/step_s": now - started}
-
-        self._row = row
+        since = {"time/sync_s": time.perf_counter(), "time/step_s": started}
+        self._row = partial(self._metrics, batch, update, stats=stats, reward_s=reward_s, since=since)
 
     def log_step(self) -> None:
         if self._row is not None and self.unsaved is not None:
@@ -231,8 +223,7 @@ class Record:
     def export(self, *, step: int) -> None:
         target = self.run_dir / "model"
         with self.explaining_divergence(step, lost="no model was exported"):
-            write = partial(self.workers.export, target)
-            persist(write, path=target, what="the trained model", refuse=CheckpointError)
+            persist(partial(self.workers.export, target), path=target, what="the trained model", refuse=CheckpointError)
 
     @contextmanager
     def explaining_divergence(self, step: int, *, lost: str) -> Iterator[None]:
@@ -257,15 +248,13 @@ class Record:
         headline = headline_of(read_rows(self.run_dir / "metrics.jsonl"))
         return {"scores": self._scores if self._evaluated_step == step else {}, "best_by": headline.metric}
 
-    def _metrics(self, batch: StepBatch, update: Update, *, stats: Stats, reward_s: float) -> dict[str, float]:
-        """Compute the step's metrics row, while the next rollout runs."""
+    def _metrics(
+        self, batch: StepBatch, update: Update, *, stats: Stats, reward_s: float, since: Mapping[str, float]
+    ) -> dict[str, float]:
+        """Compute the step's metrics row, while the next rollout runs. ``since`` maps metrics to the times from which they count."""
+        now, first_reward = time.perf_counter(), self.workers.scorer.names[0]
         metrics = batch_metrics(
-            batch,
-            update.samples,
-            stats=stats,
-            reward_s=reward_s,
-            threshold=self.threshold,
-            first_reward=self.workers.scorer.names[0],
+            batch, update.samples, stats=stats, reward_s=reward_s, threshold=self.threshold, first_reward=first_reward
         )
         others = {"mismatch": "rollout/logprob_mismatch", "mismatch_max": "rollout/logprob_mismatch_max"}
         metrics |= {others.get(name, f"train/{name}"): value for name, value in update.metrics.items()}
@@ -275,4 +264,5 @@ class Record:
             "time/update_s": update.update_s,
             "perf/train_tokens_per_s": update.num_tokens / (update.score_s + update.update_s),
             "perf/peak_memory_gib": peak_memory_gib(),
+            **{name: now - then for name, then in since.items()},
         }

@@ -83,7 +83,15 @@ def changes_on_resume(config: Config, run_dir: Path) -> list[Change]:
             f"run.dir={run_dir} contains a run with different settings: {'; '.join(map(str, fixed))}. These cannot "
             f"change within a run; {ANOTHER_RUN}"
         )
-    _refuse_shorter(config, run_dir)
+    done = newest_step(run_dir) or 0
+    if (run_dir / "journal").is_dir():
+        with Journal(run_dir / "journal") as journal:
+            done = max([done, *journal.trained()])
+    if config.trainer.steps < done:
+        raise ConfigError(
+            f"trainer.steps={config.trainer.steps}, but the run in {run_dir} has already trained {counted(done, 'step')}; "
+            f"use {done} or more, {ANOTHER_RUN}"
+        )
     return found
 
 
@@ -106,13 +114,17 @@ def differences(key: str, before: Any, after: Any) -> Iterator[Change]:
     """Yield the leaves that differ. Lists of sections are compared item by item, other lists as a whole."""
     if key == "run.dir":  # always this directory, even if it is spelled differently
         return
-    pairs = _pairs(before, after)
-    if pairs is None:
+    if isinstance(before, dict) and isinstance(after, dict):
+        names = dict.fromkeys([*before, *after])
+        parts = [(name, before.get(name, NOT_SET), after.get(name, NOT_SET)) for name in names]
+    elif _is_of_sections(before) and _is_of_sections(after):
+        parts = [(place, *pair) for place, pair in enumerate(zip_longest(before, after, fillvalue=NOT_SET))]
+    else:
         if before != after and not _means_the_same(key, before, after):
             yield Change(key=key, before=before, after=after)
         return
-    for name, (one, other) in pairs.items():
-        yield from differences(f"{key}.{name}" if key else name, one, other)
+    for name, one, other in parts:
+        yield from differences(f"{key}.{name}" if key else str(name), one, other)
 
 
 def _means_the_same(key: str, before: Any, after: Any) -> bool:
@@ -123,30 +135,8 @@ def _means_the_same(key: str, before: Any, after: Any) -> bool:
     return key == "model.lora.targets" and modules_of(before) == modules_of(after)
 
 
-def _pairs(before: Any, after: Any) -> dict[str, tuple[Any, Any]] | None:
-    """Return the two values for each name, or None for leaves."""
-    if isinstance(before, dict) and isinstance(after, dict):
-        names = dict.fromkeys([*before, *after])
-        return {str(name): (before.get(name, NOT_SET), after.get(name, NOT_SET)) for name in names}
-    if _is_of_sections(before) and _is_of_sections(after):
-        return {str(place): pair for place, pair in enumerate(zip_longest(before, after, fillvalue=NOT_SET))}
-    return None
-
-
 def _is_of_sections(value: Any) -> bool:
     return isinstance(value, list) and bool(value) and all(isinstance(item, dict) for item in value)
-
-
-def _refuse_shorter(config: Config, run_dir: Path) -> None:
-    done = newest_step(run_dir) or 0
-    if (run_dir / "journal").is_dir():
-        with Journal(run_dir / "journal") as journal:
-            done = max([done, *journal.trained()])
-    if config.trainer.steps < done:
-        raise ConfigError(
-            f"trainer.steps={config.trainer.steps}, but the run in {run_dir} has already trained {counted(done, 'step')}; "
-            f"use {done} or more, {ANOTHER_RUN}"
-        )
 
 
 def _told(value: Any) -> str:

@@ -188,8 +188,6 @@ def player_of(
 
 def sampling_seeds(run_seed: int, step: int, prompt_id: str, count: int) -> tuple[int, ...]:
     """Derive the seeds for a group's attempts. They depend only on the run's seed, the step, the prompt and the attempt."""
-    seeds: list[int] = []
-    for attempt in range(count):
-        digest = hashlib.blake2b(f"{run_seed}/{step}/{prompt_id}/{attempt}".encode(), digest_size=8).digest()
-        seeds.append(int.from_bytes(digest, "little", signed=True))
-    return tuple(seeds)
+    texts = (f"{run_seed}/{step}/{prompt_id}/{attempt}" for attempt in range(count))
+    digests = (hashlib.blake2b(text.encode(), digest_size=8).digest() for text in texts)
+    return tuple(int.from_bytes(digest, "little", signed=True) for digest in digests)

@@ -40,31 +40,8 @@ def make_samples(
         scores = reference(samples)
         samples = [sample.with_(reference_logprobs=row.logprobs) for sample, row in zip(samples, scores, strict=True)]
     if values is not None and samples:
-        rows = values(samples)
-        samples = [sample.with_(values=row) for sample, row in zip(samples, rows, strict=True)]
-    kept = [compared(group, environment) for group in groups]
-    return _with_advantages(samples, kept, algorithm, max_response_tokens, environment_weight)
-
-
-def _rows(group: Group, environment: EnvironmentBase | None) -> list[Sample]:
-    samples: list[Sample] = []
-    treatments = treatments_of(group, environment)
-    for attempt, (completion, treatment) in enumerate(zip(group.completions, treatments, strict=True)):
-        if treatment == "drop":
-            continue
-        for row in rows_of(completion):
-            sample = Sample.of(row, draw=group.draw, attempt=attempt, prompt_ids=group.prompt.token_ids)
-            samples.append(sample.with_(mask=np.zeros_like(row.mask)) if treatment == "mask" else sample)
-    return samples
-
-
-def _with_advantages(
-    samples: list[Sample],
-    groups: Sequence[Group],
-    algorithm: Algorithm,
-    max_response_tokens: int,
-    environment_weight: float,
-) -> list[Sample]:
+        samples = [sample.with_(values=row) for sample, row in zip(samples, values(samples), strict=True)]
+    groups = [compared(group, environment) for group in groups]
     rows = iter(samples)
     by_group = [
         [[next(rows) for _ in rows_of(completion)] for completion in group.completions] for group in groups
@@ -90,10 +67,20 @@ def _with_advantages(
     ]
 
 
+def _rows(group: Group, environment: EnvironmentBase | None) -> list[Sample]:
+    samples: list[Sample] = []
+    treatments = treatments_of(group, environment)
+    for attempt, (completion, treatment) in enumerate(zip(group.completions, treatments, strict=True)):
+        if treatment == "drop":
+            continue
+        for row in rows_of(completion):
+            sample = Sample.of(row, draw=group.draw, attempt=attempt, prompt_ids=group.prompt.token_ids)
+            samples.append(sample.with_(mask=np.zeros_like(row.mask)) if treatment == "mask" else sample)
+    return samples
+
+
 def _divided(attempt: list[Sample], tokens: TokenAdvantages) -> list[Sample]:
     """Assign to each row its part of the advantages and returns that were computed for the whole attempt."""
-    if len(attempt) == 1:
-        return [attempt[0].with_(advantages=tokens.advantages, returns=tokens.returns)]
     ends = np.cumsum([len(row.response_ids) for row in attempt])[:-1]
     advantages = np.split(tokens.advantages, ends)
     returns = [None] * len(attempt) if tokens.returns is None else np.split(tokens.returns, ends)
@@ -103,10 +90,8 @@ def _divided(attempt: list[Sample], tokens: TokenAdvantages) -> list[Sample]:
 
 
 def _token_kl(sample: Sample, algorithm: Algorithm) -> Floats:
-    policy, reference = (
-        torch.from_numpy(sample.behaviour_logprobs),
-        torch.from_numpy(_required(sample.reference_logprobs)),
-    )
+    policy = torch.from_numpy(sample.behaviour_logprobs)
+    reference = torch.from_numpy(_required(sample.reference_logprobs))
     return kl_estimate(policy, reference, estimator=algorithm.kl_estimator).numpy()
 
 

@@ -50,14 +50,14 @@ class Cursor:
     next_draw: int
 
     @classmethod
-    def of(cls, state: dict[str, Any], *, where: str) -> Cursor:
-        """Read the cursor from a checkpoint's state."""
+    def of(cls, state: Mapping[str, Any], *, where: str) -> Cursor:
+        """Read the cursor from a checkpoint's state. A manifest that leaves out the state does not vouch for it, so it may be anything."""
         pending, next_draw = state.get("pending", []), state.get("next_draw")
         if not is_count(next_draw) or not isinstance(pending, list) or not all(map(is_count, pending)):
             raise ValueError(
                 f"{where}: its state does not contain the next draw; move this checkpoint away to continue from an earlier one"
             )
-        return cls(pending=tuple(pending), next_draw=int(next_draw))
+        return cls(pending=tuple(pending), next_draw=next_draw)
 
     def take(self, count: int) -> tuple[list[int], Cursor]:
         first = list(self.pending[:count])
@@ -187,10 +187,6 @@ class Begun:
     place: int = 0  # position in the order in which groups finished
     missing: bool = False  # the group will not finish
 
-    @property
-    def is_finished(self) -> bool:
-        return self.made is not None
-
 
 class AsCompleted(Supply):
     """``recorded`` contains the draws of steps that were trained before a crash. These steps get the same draws again.
@@ -214,10 +210,9 @@ class AsCompleted(Supply):
         self._asked_s = time.perf_counter()
 
     async def run(self) -> None:
-        total = self._demand.steps * self._demand.wanted
         try:
             async with self._changed:
-                while self._num_taken < total:
+                while self._num_taken < self._demand.steps * self._demand.wanted:
                     self._admit()
                     await self._changed.wait()
                     if self._failure is not None:
@@ -256,8 +251,7 @@ class AsCompleted(Supply):
 
     def _admit(self) -> None:
         demand = self._demand
-        ahead = steps_ahead(demand.staleness, order="as_completed")
-        most = min(self._version + ahead, demand.steps) * demand.wanted
+        most = min(self._version + steps_ahead(demand.staleness, order="as_completed"), demand.steps) * demand.wanted
         while self._num_taken + len(self._begun) < most:
             self._begin()
 
@@ -297,12 +291,12 @@ class AsCompleted(Supply):
     def _is_stuck(self) -> bool:
         """Whether no further group will finish."""
         items = self._begun.values()
-        return any(item.missing for item in items) and all(item.missing or item.is_finished for item in items)
+        return any(item.missing for item in items) and all(item.missing or item.made for item in items)
 
     def _choice(self, step: int) -> list[int] | None:
         if step in self._recorded:
             draws = self._recorded[step]
-            return list(draws) if all(self._begun[draw].is_finished for draw in draws) else None
+            return list(draws) if all(self._begun[draw].made for draw in draws) else None
         return choose(self._begun.values(), step=step, wanted=self._demand.wanted, staleness=self._demand.staleness)
 
 
@@ -316,7 +310,7 @@ def choose(begun: Iterable[Begun], *, step: int, wanted: int, staleness: int) ->
     ([1, 2], None)
     """
     begun = list(begun)
-    finished = sorted((item for item in begun if item.is_finished), key=lambda item: item.place)
+    finished = sorted((item for item in begun if item.made), key=lambda item: item.place)
     if len(finished) < wanted:
         return None
     due = {item.draw: item.version + 1 + staleness for item in begun}

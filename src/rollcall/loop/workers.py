@@ -53,7 +53,7 @@ class Workers:
     max_positions: int
     shares_policy: bool  # an engine reads the learner's own parameters, so an update also changes the engine's
     saving: Saving
-    export: Callable[[Path], None]
+    export: Callable[[Path], object]
     owned: ExitStack  # closes the processes that were started for the roles
     is_closed: bool = False
     # On a cluster:

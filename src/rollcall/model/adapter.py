@@ -18,7 +18,6 @@ from rollcall.base.errors import ModelFilesError
 from rollcall.config.lora import LoraSection
 from rollcall.model.base import refuse_other_model
 from rollcall.model.decoder import Decoder, module_names
-from rollcall.model.layer import Layer
 from rollcall.model.low_rank import FIELDS, MODULES, LayerAdapter, a_of, b_of, fuse
 from rollcall.model.peft_files import read_adapter
 from rollcall.model.stored.find import ADAPTER_CONFIG
@@ -38,7 +37,15 @@ class Adapter:
         ``decoder`` may be on the meta device."""
         rows = decoder.part_rows()
         draws = torch.Generator().manual_seed(seed)
-        layers = [_new_layer(layer, section, rows=rows, draws=draws) for layer in decoder.layers]
+        layers: list[dict[str, Tensor]] = []
+        for layer in decoder.layers:
+            layers.append({})
+            for module in section.modules:
+                field = FIELDS[module]
+                inputs, outputs = getattr(layer, field).shape[1], rows[field][MODULES[field].index(module)]
+                bound = 1 / math.sqrt(inputs)
+                layers[-1][a_of(module)] = torch.empty(section.rank, inputs).uniform_(-bound, bound, generator=draws)
+                layers[-1][b_of(module)] = torch.zeros(outputs, section.rank)
         adapter = cls(section=section, layers=layers, rows=rows, seed=seed, base=base)
         if section.path is not None:
             folder, where = Path(section.path).expanduser(), f"model.lora.path={section.path}"
@@ -52,10 +59,6 @@ class Adapter:
             for index, layer in enumerate(self.layers)
             for name, tensor in layer.items()
         }
-
-    @property
-    def num_bytes(self) -> int:
-        return sum(tensor.nbytes for tensor in self.named_tensors().values())
 
     @torch.no_grad()
     def load(self, tensors: Mapping[str, Tensor]) -> None:
@@ -76,19 +79,6 @@ class Adapter:
 
     def _of_layer(self, index: int) -> LayerAdapter:
         return fuse(self.layers[index], rows=self.rows, gain=self.section.gain, dropout=self.section.dropout)
-
-
-def _new_layer(
-    layer: Layer, section: LoraSection, *, rows: Mapping[str, tuple[int, ...]], draws: torch.Generator
-) -> dict[str, Tensor]:
-    tensors: dict[str, Tensor] = {}
-    for module in section.modules:
-        field = FIELDS[module]
-        inputs, outputs = getattr(layer, field).shape[1], rows[field][MODULES[field].index(module)]
-        bound = 1 / math.sqrt(inputs)
-        tensors[a_of(module)] = torch.empty(section.rank, inputs).uniform_(-bound, bound, generator=draws)
-        tensors[b_of(module)] = torch.zeros(outputs, section.rank)
-    return tensors
 
 
 class Deltas:

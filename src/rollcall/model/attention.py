@@ -10,8 +10,9 @@ On a CPU there are two equivalent methods: batched products with the scores in m
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
@@ -41,7 +42,7 @@ def cpu_way() -> Way:
     return "products" if torch.backends.mkl.is_available() else "fused"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Bucket:
     """Segments with the same shape."""
 
@@ -66,11 +67,15 @@ class PackedLayout:
 def layout_of(batch: MicroBatch, *, device: torch.device, dtype: torch.dtype) -> PackedLayout:
     q_lengths, k_lengths = np.diff(batch.cu_q), np.diff(batch.cu_k)
     buckets: tuple[Bucket, ...] = ()
-    order = np.zeros(0, dtype=np.int64)
+    order, shared = np.zeros(0, dtype=np.int64), None
     if not runs_flash(device, dtype):
         buckets, order = _buckets(batch, q_lengths, k_lengths, device)
+    elif len(batch.kv_index) != batch.num_tokens:
+        from rollcall.model.kernels.gradients import Shared
+
+        shared = Shared.of(on_device(batch.kv_index, device), num_tokens=batch.num_tokens)
     return PackedLayout(
-        shared=None if buckets else _shared(batch, device),
+        shared=shared,
         cu_q=on_device(batch.cu_q, device),
         cu_k=on_device(batch.cu_k, device),
         max_q=int(q_lengths.max()),
@@ -78,14 +83,6 @@ def layout_of(batch: MicroBatch, *, device: torch.device, dtype: torch.dtype) ->
         buckets=buckets,
         restore=on_device(np.argsort(order), device),
     )
-
-
-def _shared(batch: MicroBatch, device: torch.device) -> Shared | None:
-    if len(batch.kv_index) == batch.num_tokens:
-        return None
-    from rollcall.model.kernels.gradients import Shared
-
-    return Shared.of(on_device(batch.kv_index, device), num_tokens=batch.num_tokens)
 
 
 def runs_flash(device: torch.device, dtype: torch.dtype) -> bool:
@@ -102,15 +99,7 @@ def _buckets(
         queries = np.concatenate([np.arange(batch.cu_q[i], batch.cu_q[i + 1]) for i in members]).astype(np.int64)
         keys = np.concatenate([batch.kv_index[batch.cu_k[i] : batch.cu_k[i + 1]] for i in members])
         order.append(queries)
-        buckets.append(
-            Bucket(
-                count=len(members),
-                q_length=q_length,
-                k_length=k_length,
-                queries=on_device(queries, device),
-                keys=on_device(keys, device),
-            )
-        )
+        buckets.append(Bucket(len(members), q_length, k_length, on_device(queries, device), on_device(keys, device)))
     return tuple(buckets), np.concatenate(order)
 
 
@@ -129,21 +118,16 @@ def flash(
     q: Tensor, k: Tensor, v: Tensor, *, cu_q: Tensor, cu_k: Tensor, max_q: int, max_k: int, scale: float, window: int
 ) -> Tensor:
     """Compute causal attention of queries [Nq, H, D] to keys [Nk, Hkv, D] in packed segments, which end at the same token."""
-    from torch.nn.attention.varlen import varlen_attn
-
-    extra: dict[str, Any] = {"enable_gqa": True} if _asks_for_groups() else {}
-    left = window - 1 if window else -1
-    out = varlen_attn(q, k, v, cu_q, cu_k, max_q, max_k, scale=scale, window_size=(left, 0), **extra)
-    assert isinstance(out, Tensor)
-    return out
+    return _varlen()(q, k, v, cu_q, cu_k, max_q, max_k, scale=scale, window_size=(window - 1 if window else -1, 0))
 
 
 @cache
-def _asks_for_groups() -> bool:
-    """Return whether ``varlen_attn`` needs ``enable_gqa`` when several query heads share a key/value head, as in newer torch versions."""
+def _varlen() -> Callable[..., Tensor]:
+    """Return ``varlen_attn``. In newer torch versions, it must be told that several query heads may share a key/value head."""
     from torch.nn.attention.varlen import varlen_attn
 
-    return "enable_gqa" in inspect.signature(varlen_attn).parameters
+    asks = "enable_gqa" in inspect.signature(varlen_attn).parameters
+    return partial(varlen_attn, enable_gqa=True) if asks else varlen_attn  # type: ignore[return-value]
 
 
 def _bucketed(q: Tensor, k: Tensor, v: Tensor, layout: PackedLayout, scale: float, window: int) -> Tensor:
@@ -246,17 +230,8 @@ def _by_fused_kernel(
     return out[:, 0], (out, lse, hidden)
 
 
-def _fused_kernel_backward(
-    grad: Tensor,
-    queries: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    hidden: Tensor,
-    *,
-    scale: float,
-) -> tuple[Tensor, Tensor, Tensor]:
+def _fused_kernel_backward(grad: Tensor, *saved: Tensor, scale: float) -> tuple[Tensor, Tensor, Tensor]:
+    queries, keys, values, out, lse, hidden = saved
     grads = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
         grad[:, None], queries[:, None], keys[:, None], values[:, None], out, lse, 0.0, False, attn_mask=hidden, scale=scale
     )  # fmt: skip

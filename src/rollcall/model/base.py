@@ -61,8 +61,7 @@ def _identity(tensor: Tensor, dtype: torch.dtype) -> int:
         words = torch.zeros(-(-size // 4), dtype=torch.int32, device=piece.device)
         words.view(dtype)[: piece.numel()] = piece.reshape(-1)
         # 32-bit words: with 64-bit words, two sign flips would go unnoticed, since 2**63 times any odd number is 2**63. Sums wrap.
-        one = int((words.to(torch.int64) * factors[: len(words)]).sum())
-        total = (total * _FACTOR + one + size) & _MASK
+        total = (total * _FACTOR + int((words.to(torch.int64) * factors[: len(words)]).sum()) + size) & _MASK
     return total
 
 
@@ -113,7 +112,7 @@ def refuse_other_model(
     elif saved and model.dtype == torch.float32:
         kind = next(iter(saved))
     else:
-        return  # saved by another program or an older version, or the weights were rounded to two dtypes that cannot be compared
+        return  # saved by another program, or the weights were rounded to two dtypes that cannot be compared
     if saved[kind] != _identities(tensors, [_DTYPES[kind]])[kind]:
         raise ModelFilesError(
             f"{where} is an adapter that was not trained on the weights in {base}: they have changed since it was saved, or it belongs to a "
@@ -133,11 +132,7 @@ def _noted(folder: Path, *, where: str) -> Mapping[str, str]:
     try:
         found = json.loads(read_small(path))
         base = found.get("base") or {}
-        if isinstance(base, str):  # an earlier version's checksum, which ignored the order
-            base = {}
-        if found["dtype"] not in _DTYPES or not all(
-            kind in _DTYPES and isinstance(one, str) for kind, one in base.items()
-        ):
+        if not {found["dtype"], *base} <= _DTYPES.keys() or not all(isinstance(one, str) for one in base.values()):
             raise ValueError("its dtype or its fingerprints are not valid")
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ModelFilesError(

@@ -65,19 +65,11 @@ def render_chats(
     return list((_texts_again if len(conversations) == 1 else _texts)(request))
 
 
-def _texts(request: bytes) -> list[str]:
-    answer = _ask(request)
-    if isinstance(answer, list):
-        return answer
-    raise TemplateError(answer["why"], place=answer["place"])
-
-
-_texts_again = lru_cache(maxsize=256)(_texts)
 _worker: Worker | None = None  # started by the first request
 _lock = threading.Lock()
 
 
-def _ask(request: bytes) -> Any:
+def _texts(request: bytes) -> list[str]:
     global _worker
     from rollcall.process.here import spawn  # imported here because the spawned process must start fast
     from rollcall.process.worker import Lost
@@ -92,11 +84,17 @@ def _ask(request: bytes) -> Any:
                 answers={"render": json.loads},
             )
         try:
-            return _worker.ask("render", request, LIMIT_S, deadline_s=30 * LIMIT_S)
+            answer = _worker.ask("render", request, LIMIT_S, deadline_s=30 * LIMIT_S)
         except Lost as lost:
             _worker = None
             late = lost.is_late or lost.status == -signal.SIGPROF
             raise TemplateError(f"it takes more than {LIMIT_S:g} s" if late else lost.why) from None
+    if isinstance(answer, list):
+        return answer
+    raise TemplateError(answer["why"], place=answer["place"])
+
+
+_texts_again = lru_cache(maxsize=256)(_texts)
 
 
 def close() -> None:

@@ -21,7 +21,6 @@ import torch
 from torch import Tensor
 
 PIECE_BYTES = 256 << 10  # two of them fit in a core's L2 cache
-ALONE_BELOW = 2  # pieces; one thread finishes fewer than this before a second one would start
 CORES = 4  # enough for two threads each in the sender and the receiver
 _FACTOR = 0x9E3779B97F4A7C15  # odd, so that folding loses no information
 _MASK = (1 << 64) - 1
@@ -62,7 +61,7 @@ def _each(sum_of: Callable[[Any], int], pieces: list[Any]) -> list[int]:
     """Sum each piece. If there are several, a second thread does half of them."""
     half = len(pieces) // 2
     helper = _helper()
-    if half < ALONE_BELOW or helper is None:
+    if half < 2 or helper is None:  # one thread finishes a single piece before a second one would start
         return [sum_of(piece) for piece in pieces]
     later = helper.submit(lambda: [sum_of(piece) for piece in pieces[half:]])
     return [sum_of(piece) for piece in pieces[:half]] + later.result()

@@ -11,8 +11,6 @@ what a layer computes.
 
 from __future__ import annotations
 
-import os
-import shutil
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from functools import partial
@@ -27,11 +25,6 @@ from rollcall.model.low_rank import PATHS, LayerAdapter, a_of, b_of
 
 SUPPORTED = ("llama", "mistral", "qwen2", "qwen3")
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")  # only types whose angles do not depend on the sequence length
-
-
-def has_compiler() -> bool:
-    """Return whether there is a C++ compiler, which torch needs to compile for a CPU."""
-    return shutil.which(os.environ.get("CXX", "g++")) is not None
 
 
 class UnsupportedModel(ValueError):
@@ -234,7 +227,9 @@ _OUTER_NAMES = {
 def _layer_of(config: Any, index: int, layer: nn.Module) -> Layer:
     parameters = {name: parameter.data for name, parameter in layer.named_parameters()}
     tensors = {field: _fused([parameters.get(name) for name in names]) for field, names in _MODULE_NAMES.items()}
-    return Layer(**tensors, window=_window(config, index))  # type: ignore[arg-type]
+    layer_types = getattr(config, "layer_types", None)
+    slides = config.model_type == "mistral" or (layer_types is not None and layer_types[index] == "sliding_attention")
+    return Layer(**tensors, window=(config.sliding_window or 0) if slides else 0)  # type: ignore[arg-type]
 
 
 def module_names(name: str) -> tuple[str, ...]:
@@ -249,30 +244,18 @@ def module_names(name: str) -> tuple[str, ...]:
     return (_OUTER_NAMES[name],)
 
 
-def _window(config: Any, index: int) -> int:
-    if config.model_type == "mistral":
-        return config.sliding_window or 0
-    layer_types = getattr(config, "layer_types", None)
-    sliding = layer_types is not None and layer_types[index] == "sliding_attention"
-    return (config.sliding_window or 0) if sliding else 0
-
-
 def refuse_unsupported(config: Any) -> None:
-    kind = config.model_type
+    kind, rope = config.model_type, getattr(config, "rope_parameters", None) or {}
     if kind not in SUPPORTED:
-        raise UnsupportedModel(
-            f"the native engine cannot run architecture {kind!r} exactly; it runs {', '.join(SUPPORTED)}"
-        )
-    if config.hidden_act != "silu":
-        raise UnsupportedModel(f"the native engine needs hidden_act=silu; this {kind} model has {config.hidden_act!r}")
-    rope = (config.rope_parameters or {}).get("rope_type", "default")
-    if rope not in ROPE_TYPES:
-        raise UnsupportedModel(
-            f"the native engine runs only rope types {', '.join(ROPE_TYPES)}; this {kind} model has {rope!r}"
-        )
-    if (config.rope_parameters or {}).get("partial_rotary_factor", 1.0) != 1.0:
-        raise UnsupportedModel(f"the native engine cannot run partial rotary embeddings; this {kind} model has them")
-    if getattr(config, "quantization_config", None) is not None:
-        raise UnsupportedModel(
-            "the native engine runs only unquantised weights; load the model without quantization_config"
-        )
+        why = f"cannot run architecture {kind!r} exactly; it runs {', '.join(SUPPORTED)}"
+    elif config.hidden_act != "silu":
+        why = f"needs hidden_act=silu; this {kind} model has {config.hidden_act!r}"
+    elif (rope_type := rope.get("rope_type", "default")) not in ROPE_TYPES:
+        why = f"runs only rope types {', '.join(ROPE_TYPES)}; this {kind} model has {rope_type!r}"
+    elif rope.get("partial_rotary_factor", 1.0) != 1.0:
+        why = f"cannot run partial rotary embeddings; this {kind} model has them"
+    elif getattr(config, "quantization_config", None) is not None:
+        why = "runs only unquantised weights; load the model without quantization_config"
+    else:
+        return
+    raise UnsupportedModel(f"the native engine {why}")

@@ -67,9 +67,8 @@ def _download(name: str, *, key: str) -> Path:
             )
 
     answers = {"fetch": json.loads}
-    worker = spawn(
-        "rollcall.model.fetch:Downloader", name=f"the download of {name}", answers=answers, output=2
-    )  # show its progress bars too
+    # It writes to file descriptor 2, so its progress bars are shown too.
+    worker = spawn("rollcall.model.fetch:Downloader", name=f"the download of {name}", answers=answers, output=2)
     try:
         call = worker.begin("fetch", name, deadline_s=math.inf)
         answer: dict[str, str] = worker.wait(call, meanwhile=look, every_s=LOOK_EVERY_S)

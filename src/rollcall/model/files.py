@@ -72,10 +72,9 @@ def read_model_config(path: Path) -> dict[str, Any]:
     _check_numbers(fields, path, depth=0)
     for key, most in LARGEST.items():
         value = fields.get(key)
-        whole = isinstance(value, int) and _is_number(value)
-        if value is not None and not (whole and 1 <= value <= most):
+        if value is not None and not (type(value) is int and 1 <= value <= most):
             raise ModelFilesError(
-                f"{path}: {key}={_shown(value)} is not valid: it must be a whole number from 1 to {most}; restore the file"
+                f"{path}: {key}={value!r:.60} is not valid: it must be a whole number from 1 to {most}; restore the file"
             )
     heads, kv_heads = fields.get("num_attention_heads"), fields.get("num_key_value_heads")
     if heads and kv_heads and heads % kv_heads:
@@ -86,7 +85,7 @@ def read_model_config(path: Path) -> dict[str, Any]:
     for end in ends if isinstance(ends, list) else [ends]:
         if end is not None and vocab and not (_is_number(end) and 0 <= end < vocab):
             raise ModelFilesError(
-                f"{path}: eos_token_id={_shown(end)} is not one of the model's {vocab} tokens (vocab_size); restore the file"
+                f"{path}: eos_token_id={end!r:.60} is not one of the model's {vocab} tokens (vocab_size); restore the file"
             )
     return fields
 
@@ -123,7 +122,7 @@ def _check_numbers(value: Any, path: Path, *, depth: int, where: str = "") -> No
             least, most = RANGES.get(key, (0, 0))
             if most and each is not None and not (_is_number(each) and least <= each <= most):
                 raise ModelFilesError(
-                    f"{path}: {at}={_shown(each)} is not valid: it must be a number from {least:g} to {most:g}; restore the file"
+                    f"{path}: {at}={each!r:.60} is not valid: it must be a number from {least:g} to {most:g}; restore the file"
                 )
     elif isinstance(value, list):
         for each in value:
@@ -132,10 +131,3 @@ def _check_numbers(value: Any, path: Path, *, depth: int, where: str = "") -> No
 
 def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
-
-
-def _shown(value: Any) -> str:
-    try:
-        return repr(value)[:60]
-    except ValueError:  # Python refuses to print a number with more than 4,300 digits
-        return "a number with thousands of digits"

@@ -144,7 +144,12 @@ class TorchOps:
     sin: Tensor
 
     def norm(self, x: Tensor, weight: Tensor) -> Tensor:
-        return rms_norm(x, weight, self.shape.eps)
+        """Compute RMSNorm as transformers does: normalise in float32, round to the model's dtype, then multiply by the weight."""
+        eps = self.shape.eps
+        if _is_fused(x):
+            wide = x.float()
+            return weight * (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)).to(x.dtype)
+        return _RmsNorm.apply(x, weight, eps) if torch.is_grad_enabled() else _inverse_rms(x, eps).mul(x).mul_(weight)  # type: ignore[return-value]
 
     def product(self, x: Tensor, layer: Layer, name: str) -> Tensor:
         return product(x, layer, name)
@@ -160,27 +165,31 @@ class TorchOps:
         return q, k, v
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:
-        return silu_mul(gate_up)
+        """Compute silu(gate) * up for rows whose first half is the gate."""
+        if torch.is_grad_enabled() and gate_up.is_cuda:
+            from rollcall.model.kernels.gradients import SiluMul
+
+            return SiluMul.apply(gate_up)  # type: ignore[return-value]
+        if torch.is_grad_enabled() and not _is_fused(gate_up):
+            return _SiluMul.apply(gate_up)  # type: ignore[return-value]
+        gate, up = gate_up.chunk(2, dim=-1)
+        return F.silu(gate) * up if _is_fused(gate_up) else F.silu(gate).mul_(up)
 
     def add_product(self, x: Tensor, h: Tensor, layer: Layer, name: str) -> Tensor:
-        return add_product(x, h, layer, name)
+        if x.is_cuda or (layer.lora is not None and x.dtype != torch.float32):
+            # A compiler fuses the addition with the next norm and rounds as the engine does. The adapter's part is added to the product
+            # first: values in the residual stream are larger, and rounding there would lose a small contribution.
+            return x + product(h, layer, name)
+        bias: Tensor | None = getattr(layer, name + "_bias")
+        x = torch.addmm(x, h, getattr(layer, name).t())
+        x = x if bias is None else x + bias
+        return x if layer.lora is None else add_low_rank(x, h, getattr(layer.lora, name), layer.lora)
 
 
 def product(x: Tensor, layer: Layer, name: str, *, with_bias: bool = True) -> Tensor:
     """Return the product of x and one of the layer's weights, including the adapter's contribution."""
     out = F.linear(x, getattr(layer, name), getattr(layer, name + "_bias") if with_bias else None)
     return out if layer.lora is None else add_low_rank(out, x, getattr(layer.lora, name), layer.lora)
-
-
-def add_product(x: Tensor, h: Tensor, layer: Layer, name: str) -> Tensor:
-    if x.is_cuda or (layer.lora is not None and x.dtype != torch.float32):
-        # A compiler fuses the addition with the next norm and rounds as the engine does. The adapter's part is added to the product
-        # first: values in the residual stream are larger, and rounding there would lose a small contribution.
-        return x + product(h, layer, name)
-    bias: Tensor | None = getattr(layer, name + "_bias")
-    x = torch.addmm(x, h, getattr(layer, name).t())
-    x = x if bias is None else x + bias
-    return x if layer.lora is None else add_low_rank(x, h, getattr(layer.lora, name), layer.lora)
 
 
 def _leave_open(*tensors: Tensor) -> None:
@@ -190,31 +199,11 @@ def _leave_open(*tensors: Tensor) -> None:
             torch._dynamo.mark_dynamic(tensor, 0)
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Compute RMSNorm as transformers does: normalise in float32, round to the model's dtype, then multiply by the weight."""
-    if _is_fused(x):
-        wide = x.float()
-        return weight * (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)).to(x.dtype)
-    return _RmsNorm.apply(x, weight, eps) if torch.is_grad_enabled() else _inverse_rms(x, eps).mul(x).mul_(weight)  # type: ignore[return-value]
-
-
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Apply rotary embeddings to [N, heads, D]; see ``Rope.sin`` for the sign."""
     if _is_fused(x):
         return x * cos + torch.roll(x, x.shape[-1] // 2, -1) * sin
     return _Rotate.apply(x, cos, sin) if torch.is_grad_enabled() else _rotated(x, cos, sin)  # type: ignore[return-value]
-
-
-def silu_mul(gate_up: Tensor) -> Tensor:
-    """Compute silu(gate) * up for rows whose first half is the gate."""
-    if torch.is_grad_enabled() and gate_up.is_cuda:
-        from rollcall.model.kernels.gradients import SiluMul
-
-        return SiluMul.apply(gate_up)  # type: ignore[return-value]
-    if torch.is_grad_enabled() and not _is_fused(gate_up):
-        return _SiluMul.apply(gate_up)  # type: ignore[return-value]
-    gate, up = gate_up.chunk(2, dim=-1)
-    return F.silu(gate) * up if _is_fused(gate_up) else F.silu(gate).mul_(up)
 
 
 def _is_fused(x: Tensor) -> bool:

@@ -34,15 +34,11 @@ HEAD = "lm_head.weight"
 _one_at_a_time = threading.RLock()
 
 
-class ModelError(ValueError):
-    """The model path cannot be used. The message says why."""
-
-
 def resolve_device(name: str) -> torch.device:
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if name == "cuda" and not torch.cuda.is_available():
-        raise ModelError("model.device=cuda, but torch sees no CUDA device; use model.device=cpu or auto")
+        raise ModelFilesError("model.device=cuda, but torch sees no CUDA device; use model.device=cpu or auto")
     return torch.device(name)
 
 
@@ -50,7 +46,7 @@ def resolve_dtype(name: str, device: torch.device) -> torch.dtype:
     if name == "auto":
         return torch.bfloat16 if device.type == "cuda" else torch.float32
     if name == "bfloat16" and device.type == "cpu" and not has_bfloat16():
-        raise ModelError(
+        raise ModelFilesError(
             "model.dtype=bfloat16 needs a CUDA device or a CPU with bfloat16 instructions (AVX-512, ARM with bf16), but this machine has "
             "neither; use model.dtype=float32 or auto"
         )
@@ -62,7 +58,7 @@ def has_bfloat16() -> bool:
     return torch.backends.mkldnn.is_available() and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
-class WholeOnly(ModelError):
+class WholeOnly(ModelFilesError):
     """The weights cannot be read in blocks. The message says why."""
 
 
@@ -76,8 +72,7 @@ def load_causal_lm(path: str, *, device: torch.device, dtype: torch.dtype, trust
         return _load_with_adapter(path, folder, device=device, dtype=dtype, trust_remote_code=trust_remote_code)
     outline = outline_causal_lm(path, dtype=dtype, trust_remote_code=trust_remote_code)
     try:
-        stored = open_unread(path, outline)
-        return fill(outline, stored, device=device, path=path)
+        return fill(outline, open_unread(path, outline), device=device, path=path)
     except WholeOnly:
         if is_stored(path):
             raise
@@ -115,12 +110,10 @@ def open_unread(path: str, model: Any, *, fetch: bool = False, compares_head: bo
         refuse_other_tensors(
             f"model.path={path}", wanted=wanted, found={name: found[name] for name in found.keys() - extra}
         )
-    except ModelError as error:
+    except ModelFilesError as error:
         raise WholeOnly(str(error)) from None
-    is_tied = HEAD in stored.tensors and HEAD not in wanted
-    if (
-        is_tied and compares_head and not stored.are_equal(HEAD, "model.embed_tokens.weight")
-    ):  # transformers would use the stored head
+    if HEAD in extra and compares_head and not stored.are_equal(HEAD, "model.embed_tokens.weight"):
+        # transformers would use the stored head.
         raise WholeOnly(
             f"{stored.origin} has an output head that differs from the embeddings, but config.json ties them"
         )
@@ -173,10 +166,8 @@ def each_tensor(model: Any, stored: Stored, *, path: str) -> Iterator[tuple[str,
 def refuse_cast(what: str, path: str, model: Any) -> None:
     """Refuse a loaded model whose files contain weights that are not floating-point numbers, because transformers casts them silently."""
     folder = model_folder(path) or cached_folder(path)
-    if (
-        folder is None or getattr(model.config, "quantization_config", None) is not None
-    ):  # the config says how to read them
-        return
+    if folder is None or getattr(model.config, "quantization_config", None) is not None:
+        return  # the config says how to read them
     paths = weight_files(folder)[0]
     types = {name: entry.dtype for file in paths for name, entry in read_header(file)[0].items()}
     for file in () if paths else folder.glob("pytorch_model*.bin"):
@@ -188,7 +179,7 @@ def refuse_cast(what: str, path: str, model: Any) -> None:
 def refuse_diverged(path: str, bad: Sequence[str]) -> None:
     """Refuse the model if ``bad``, the names of the tensors with non-finite values, is not empty."""
     if bad:
-        raise ModelError(
+        raise ModelFilesError(
             f"model.path={path}: {first_tensors(bad, 'not finite')}, so the model has diverged; use "
             "another one, such as an older checkpoint"
         )
@@ -199,18 +190,15 @@ def _load_with_adapter(
 ) -> Any:
     """Load an adapter's base model and add the adapter to its weights."""
     where = f"model.path={path}"
-    try:
-        section, base = read_section(folder, where=where), bases_of(folder, where=where)[0]
-        model = load_causal_lm(base, device=device, dtype=dtype, trust_remote_code=trust_remote_code)
-        refuse_other_model(folder, model, Decoder.of(model).named_tensors().items(), base=base, where=where)
-        outline = Adapter.make(Decoder.of(model), section, seed=0, device=device, base=base)
-        tensors = read_tensors(folder, outline.named_tensors(), where=where)
-    except ModelFilesError as error:
-        raise ModelError(str(error)) from None
+    section, base = read_section(folder, where=where), bases_of(folder, where=where)[0]
+    model = load_causal_lm(base, device=device, dtype=dtype, trust_remote_code=trust_remote_code)
+    refuse_other_model(folder, model, Decoder.of(model).named_tensors().items(), base=base, where=where)
+    outline = Adapter.make(Decoder.of(model), section, seed=0, device=device, base=base)
+    tensors = read_tensors(folder, outline.named_tensors(), where=where)
     try:
         add_to_weights(model, tensors, gain=section.gain)
     except ModelFilesError as error:
-        raise ModelError(f"{where}: {error}") from None
+        raise ModelFilesError(f"{where}: {error}") from None
     _take_generation_config(model, str(folder))  # it contains the run's own stop tokens
     return model
 
@@ -264,7 +252,7 @@ def check_architecture(path: str, *, trust_remote_code: bool = False) -> None:
     try:
         refuse_unsupported(config)
     except UnsupportedModel as error:
-        raise ModelError(f"model.path={path}: {error}") from None
+        raise ModelFilesError(f"model.path={path}: {error}") from None
 
 
 def _load_config(path: str, *, trust_remote_code: bool) -> tuple[str, Any]:
@@ -279,16 +267,16 @@ def _load_config(path: str, *, trust_remote_code: bool) -> tuple[str, Any]:
 
 @contextmanager
 def loading(what: str, *, part: str = "it") -> Iterator[None]:
-    """Turn transformers errors into a ModelError. ``what`` names the key and its value."""
+    """Turn transformers errors into a ModelFilesError. ``what`` names the key and its value."""
     try:
         with _one_at_a_time:
             yield
     except Exception as error:
         if "trust_remote_code" not in str(error):
             whole = "cannot be loaded" if part == "it" else f"has no {part} that transformers can load"
-            raise ModelError(f"{what} {whole}: {first_line(error)}") from error
+            raise ModelFilesError(f"{what} {whole}: {first_line(error)}") from error
         wanted = ", ".join(own_code(what.partition("=")[2])) or "see its files on the hub"
-        raise ModelError(
+        raise ModelFilesError(
             f"{what} needs to run code that comes with it ({wanted}); none of it was run. Read that code; if you trust "
             "it, set model.trust_remote_code=true. Otherwise, use a model whose architecture is part of transformers"
         ) from error
@@ -299,8 +287,7 @@ def own_code(path: str) -> list[str]:
     files: set[str] = set()
     for name in ("config.json", "tokenizer_config.json"):
         with suppress(OSError, ValueError):  # transformers reports a broken file itself
-            text = (Path(path) / name).read_text()
-            classes = json.loads(text).get("auto_map", {}).values()
+            classes = json.loads((Path(path) / name).read_text()).get("auto_map", {}).values()
             flat = [one for entry in classes for one in (entry if isinstance(entry, list) else [entry]) if one]
             files |= {f"{one.rpartition('.')[0]}.py" for one in flat}
     return sorted(files)
@@ -309,7 +296,7 @@ def own_code(path: str) -> list[str]:
 def refuse_other_tensors(what: str, *, wanted: Mapping[str, Sequence[int]], found: Mapping[str, Sequence[int]]) -> None:
     """Refuse weights that do not match the model, because missing weights would be random and extra weights would be lost."""
     if faults := other_tensors(wanted=wanted, found=found):
-        raise ModelError(
+        raise ModelFilesError(
             f"{what} does not contain the model's weights: {faults}. Use the weights that belong to its config.json"
         )
 
@@ -337,21 +324,27 @@ def non_finite_of(tensors: Mapping[str, Tensor], *, dtype: torch.dtype) -> list[
         return []
     # Check only the smallest and largest values: both are NaN if any value is, and rounding preserves order.
     ends = torch.stack([torch.stack(tensor.aminmax()).to(dtype) for tensor in some.values()])
-    good = ends.isfinite().all(dim=1).tolist()
-    return [name for name, fine in zip(some, good, strict=True) if not fine]
+    return [name for name, fine in zip(some, ends.isfinite().all(dim=1).tolist(), strict=True) if not fine]
 
 
 def load_tokenizer(path: str, *, chat_template: str | None, trust_remote_code: bool = False) -> Any:
     """Load the tokenizer and make sure it has an eos token (needed to stop) and a pad token (eos by default)."""
     from transformers import AutoTokenizer
+    from transformers.utils import cached_file
 
     check_model_path(path)
     folder = str(model_folder(path) or path)
-    _refuse_huge_ids(Path(folder) / "tokenizer.json")
+    with loading(f"model.path={path}", part="tokenizer"):
+        # For a hub name, this fetches the file into the cache, where from_pretrained finds it.
+        file = cached_file(folder, "tokenizer.json", _raise_exceptions_for_missing_entries=False, **hub_options(folder))
+    if file is not None:
+        _refuse_huge_ids(Path(file))
     with loading(f"model.path={path}", part="tokenizer"):
         tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code, **hub_options(folder))
+        largest = max(tokenizer.get_vocab().values(), default=0)  # its config may name other files
+    _refuse_huge_id(largest, f"the tokenizer of {path}")
     if tokenizer.eos_token_id is None:
-        raise ModelError(
+        raise ModelFilesError(
             f"the tokenizer of {path} has no eos token, so no completion could ever stop; set eos_token in its "
             "tokenizer_config.json"
         )
@@ -364,16 +357,20 @@ def load_tokenizer(path: str, *, chat_template: str | None, trust_remote_code: b
 
 def _refuse_huge_ids(file: Path) -> None:
     """Refuse huge token ids, because the tokenizers library iterates over all ids up to the largest, which could take hours."""
-    if not file.is_file() or not re.search(rb"[0-9]{9}", data := file.read_bytes()):
+    if not re.search(rb"[0-9]{9}", data := file.read_bytes()):
         return
     with loading(str(file), part="tokenizer"):
         contents = json.loads(data)
         vocabulary = contents["model"]["vocab"]  # in a list, the indices are the ids
         ids = list(vocabulary.values()) if isinstance(vocabulary, dict) else []
         largest = max([*ids, *(token["id"] for token in contents["added_tokens"])], default=0)
+    _refuse_huge_id(largest, str(file))
+
+
+def _refuse_huge_id(largest: int, where: str) -> None:
     if largest >= 100_000_000:
-        raise ModelError(
-            f"{file} contains the token id {largest:,}, but no model has that many tokens: the file is damaged; copy the model again"
+        raise ModelFilesError(
+            f"{where} contains the token id {largest:,}, but no model has that many tokens, so it is damaged; copy the model again"
         )
 
 
@@ -382,7 +379,7 @@ def check_model_path(path: str) -> None:
     local = Path(path)
     looks_local = local.exists() or path.startswith(("/", "./", "../", "~")) or path.count("/") > 1
     if looks_local and not local.is_dir():
-        raise ModelError(
+        raise ModelFilesError(
             f"model.path={path} is not a directory; use a model directory, a run directory, a checkpoint or a hub name"
         )
     if not looks_local:
@@ -390,15 +387,15 @@ def check_model_path(path: str) -> None:
         return
     folder = model_folder(path)
     if folder is None and (local / ADAPTER_CONFIG).is_file():
-        raise ModelError(
+        raise ModelFilesError(
             f"model.path={path} is an adapter without the config.json of its model; set model.path to the model and model.lora.path to "
             "the adapter"
         )
     if folder is None:
-        raise ModelError(
+        raise ModelFilesError(
             f"model.path={path} has no config.json, so it is neither a transformers model directory nor a checkpoint that contains one"
         )
     try:
         check_model_dir(folder)
     except ModelFilesError as error:
-        raise ModelError(f"model.path={path}: {error}") from None
+        raise ModelFilesError(f"model.path={path}: {error}") from None

@@ -135,9 +135,8 @@ def read_base(folder: Path, *, where: str) -> str:
 def _targets(folder: Path, given: Any, *, where: str) -> Any:
     """Resolve PEFT's target modules: names, a pattern or `all-linear`. A pattern is resolved from the stored weights."""
     if isinstance(given, list) and all(isinstance(name, str) for name in given):
-        return sorted(
-            {name.rpartition(".")[2] for name in given}, key=lambda name: TARGETS.index(name) if name in TARGETS else 0
-        )
+        modules = {name.rpartition(".")[2] for name in given}
+        return sorted(modules, key=lambda name: TARGETS.index(name) if name in TARGETS else 0)
     names = _header(folder, where=where)
     modules = {name.removesuffix(".lora_A.weight").rpartition(".")[2] for name in names if ".lora_A." in name}
     return [name for name in TARGETS if name in modules]

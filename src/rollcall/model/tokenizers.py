@@ -73,9 +73,7 @@ def special_id(tokenizer: Any, text: str) -> int | None:
 
 def special_ids(tokenizer: Any) -> set[int]:
     """Return the IDs of the tokens that decoding leaves out."""
-    return {id for id, token in tokenizer.added_tokens_decoder.items() if token.special} | set(
-        tokenizer.all_special_ids
-    )
+    return {*tokenizer.all_special_ids, *(id for id, token in tokenizer.added_tokens_decoder.items() if token.special)}
 
 
 def _ids(config: Any) -> list[int]:

@@ -9,13 +9,12 @@ import errno
 import ipaddress
 import random
 import socket
+from contextlib import suppress
 from itertools import chain, islice
 
 from rollcall.base.errors import ClusterError
 from rollcall.nodes.interfaces import interface_addresses
 
-# Documentation addresses (RFC 5737, RFC 3849): no host uses them, so only a default route leads there.
-FAR_AWAY = ("198.51.100.1", "2001:db8::1")
 FIRST_PORT = 10_000
 LAST_PORT = 32_000  # below the kernel's range for outgoing connections, which could take a port before it is used
 
@@ -53,12 +52,10 @@ def is_wildcard(host: str) -> bool:
 
 def is_own(address: str) -> bool:
     """Return whether the address belongs to this node."""
-    with socket.socket(_family(address), socket.SOCK_STREAM) as probe:
-        try:
-            probe.bind((address, 0))
-        except OSError:
-            return False
-    return True
+    with suppress(OSError), socket.socket(_family(address), socket.SOCK_STREAM) as probe:
+        probe.bind((address, 0))
+        return True
+    return False
 
 
 def own_address(*, toward: str | None, node_ip: str | None, interface: str | None) -> str:
@@ -78,11 +75,11 @@ def own_address(*, toward: str | None, node_ip: str | None, interface: str | Non
     if interface is not None:
         return _of_interface(interface, toward=toward)
     if toward is not None:
-        found = _by_route(toward)
-        if found is None:
+        if (found := _by_route(toward)) is None:
             raise ClusterError(f"this node has no route to {toward} (its addresses: {_listed()})")
         return found
-    routed = filter(None, map(_by_route, FAR_AWAY))
+    # Documentation addresses (RFC 5737, RFC 3849): no host uses them, so only a default route leads there.
+    routed = filter(None, map(_by_route, ("198.51.100.1", "2001:db8::1")))
     held = (address for name in _interface_names() for address in interface_addresses(name))
     return next(chain(routed, held), "127.0.0.1")
 
@@ -100,16 +97,11 @@ def free_ports(count: int) -> list[int]:
 def is_free(port: int) -> bool:
     for family, anywhere in ((socket.AF_INET, "0.0.0.0"), (socket.AF_INET6, "::")):
         try:
-            with socket.socket(family, socket.SOCK_STREAM) as probe:
-                if family == socket.AF_INET6:
-                    probe.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
-                # Servers set this option too, so a recently closed connection does not block its port.
-                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-                probe.bind((anywhere, port))
+            # Like servers, this sets SO_REUSEADDR, so a recently closed connection does not block its port.
+            socket.create_server((anywhere, port), family=family).close()
         except OSError as error:
-            if error.errno in (errno.EAFNOSUPPORT, errno.EADDRNOTAVAIL):  # a kernel without IPv6
-                continue
-            return False
+            if error.errno not in (errno.EAFNOSUPPORT, errno.EADDRNOTAVAIL):  # a kernel without IPv6
+                return False
     return True
 
 
@@ -120,11 +112,9 @@ def leaves_loopback(host: str) -> bool:
 
 def listens(address: str, *, timeout_s: float) -> bool:
     """Return whether the address accepts connections."""
-    try:
-        with socket.create_connection(split_address(address), timeout=timeout_s):
-            return True
-    except OSError:
-        return False
+    with suppress(OSError), socket.create_connection(split_address(address), timeout=timeout_s):
+        return True
+    return False
 
 
 def _family(address: str) -> socket.AddressFamily:
@@ -133,12 +123,10 @@ def _family(address: str) -> socket.AddressFamily:
 
 def _by_route(host: str) -> str | None:
     address = resolve(host)
-    with socket.socket(_family(address), socket.SOCK_DGRAM) as probe:
-        try:
-            probe.connect((address, 9))
-        except OSError:
-            return None
+    with suppress(OSError), socket.socket(_family(address), socket.SOCK_DGRAM) as probe:
+        probe.connect((address, 9))
         return str(probe.getsockname()[0])
+    return None
 
 
 def _of_interface(name: str, *, toward: str | None) -> str:

@@ -15,18 +15,11 @@ from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
 
+from rollcall.base.atomic import write_atomic
 from rollcall.base.errors import ClusterError
 from rollcall.base.wait import say
 from rollcall.nodes.address import join_address, listens
-from rollcall.nodes.head import (
-    CONNECT_S,
-    HeadRefuses,
-    HeadUnreachable,
-    NodeInfo,
-    ask_head,
-    ask_own_head,
-    dashboard_url,
-)
+from rollcall.nodes.head import CONNECT_S, HeadRefuses, HeadUnreachable, NodeInfo, ask_head, ask_own_head, dashboard_url
 from rollcall.nodes.processes import GCS, RAYLET, command_names, find_processes, stop_processes
 from rollcall.nodes.ray_start import (
     NodeRequest,
@@ -49,13 +42,11 @@ from rollcall.nodes.state import (
     sole_owner,
     state_dir,
     tls_dir,
+    token_path,
     write_record,
-    write_token,
 )
 from rollcall.nodes.tls import write_certificates
 
-START_S = 180.0  # for starting Ray on this node, once the head is known
-SETTLE_S = 1.0  # long enough to see a second head that published itself at the same moment
 TAKEN_S = 15.0  # a head notices a killed node within 5 s; only then is the node's rank free
 
 
@@ -213,12 +204,12 @@ def _running(request: NodeRequest) -> NodeRecord | None:
 
 def _launch(request: NodeRequest, start: Start) -> NodeRecord:
     """Start Ray, check that the head lists this node, and write the record. If that fails, stop and remove everything again."""
-    deadline = time.monotonic() + START_S
+    deadline = time.monotonic() + 180.0  # for starting Ray on this node, once the head is known
     folder, temp_dir = state_dir(request.cluster), Path(start.record.temp_dir)
     if request.temp_dir is None:
         shutil.rmtree(temp_dir, ignore_errors=True)  # sessions of earlier starts
     temp_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
-    write_token(request.cluster, start.token)
+    write_atomic(token_path(request.cluster), start.token, private=True)
     if start.tls:
         write_certificates(tls_dir(request.cluster), token=start.token, addresses=[start.record.node_ip])
     try:
@@ -272,7 +263,7 @@ def _publish(request: NodeRequest, start: Start, record: NodeRecord, *, deadline
     rendezvous = Rendezvous(request.rendezvous, request.cluster)
     while True:
         rendezvous.publish(head, token=token)
-        time.sleep(SETTLE_S)
+        time.sleep(1.0)  # long enough to see a second head that published itself at the same moment
         seen = rendezvous.read()
         if seen is not None and seen.cluster_id != head.cluster_id:
             raise ClusterError(

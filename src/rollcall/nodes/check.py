@@ -49,7 +49,6 @@ def list_nodes(cluster: Cluster) -> Roster:
     newest: dict[object, NodeInfo] = {}
     for node in sorted(answer.nodes, key=lambda node: (node.alive, node.started_ms)):
         newest[node.node_id if node.rank is None else node.rank] = node
-    nodes = sorted(newest.values(), key=lambda node: (node.rank is None, node.rank or 0, node.node_id))
     return Roster(
         cluster=cluster.name,
         title=cluster.title,
@@ -58,7 +57,7 @@ def list_nodes(cluster: Cluster) -> Roster:
         head_address=cluster.head_address,
         dashboard_url=cluster.dashboard_url(answer),
         num_nodes=cluster.num_nodes(answer),
-        nodes=tuple(nodes),
+        nodes=tuple(sorted(newest.values(), key=lambda node: (node.rank is None, node.rank or 0, node.node_id))),
     )
 
 

@@ -18,6 +18,7 @@ from __future__ import annotations
 import os
 import platform
 from dataclasses import dataclass, replace
+from functools import cache
 
 from rollcall.base.errors import ClusterError
 from rollcall.base.version import installed
@@ -41,7 +42,6 @@ from rollcall.nodes.state import (
     DEFAULT_CLUSTER,
     NodeRecord,
     auth_env,
-    note_driver,
     read_record,
     read_token,
     require_record,
@@ -51,7 +51,6 @@ from rollcall.nodes.state import (
 RAY_ADDRESS = "RAY_ADDRESS"
 IN_A_JOB = "RAY_JOB_CONFIG_JSON_ENV_VAR"  # Ray sets this variable, together with RAY_ADDRESS, for the drivers of submitted jobs
 MODE = "RAY_AUTH_MODE"
-_said: set[str] = set()
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,10 +79,6 @@ class OurCluster:
     @property
     def rendezvous(self) -> str | None:
         return self.record.rendezvous
-
-    @property
-    def token(self) -> str | None:
-        return read_token(self.name)
 
     @property
     def has_tls(self) -> bool:
@@ -130,16 +125,11 @@ class OurCluster:
     def job_server(self) -> tuple[str | None, str | None, int | None]:
         """Return the dashboard's URL for this machine, the cluster's token, and the number of nodes."""
         record = self.record
-        return record.dashboard_url, self.token, record.num_nodes
+        return record.dashboard_url, read_token(self.name), record.num_nodes
 
     def environment(self, answer: HeadAnswer) -> dict[str, str | None]:
-        return {
-            "RAY_AUTH_TOKEN": None,
-            **auth_env(self.name),
-        }  # a token in this variable would take precedence over the token's file
-
-    def note_driver(self) -> None:
-        note_driver(self.name)
+        # A token in this variable would take precedence over the token's file.
+        return {"RAY_AUTH_TOKEN": None, **auth_env(self.name)}
 
     def join_command(self, rank: int | str) -> str:
         record = self.record
@@ -202,17 +192,7 @@ class PlainRay:
         return sum(node.slots > 0 for node in answer.alive) or len(answer.alive)
 
     def own_node(self, answer: HeadAnswer) -> NodeInfo:
-        self._refuse_other_versions(answer)
-        if (own := _own(answer)) is not None:
-            return own
-        nodes = ", ".join(node.address for node in answer.alive) or "none"
-        raise ClusterError(
-            f"this machine is not a node of {self.title} (its nodes: {nodes}), but only a node can start a run; run the command "
-            f"on a node, or run `ray start --address={self.head_address}` here first, or use `rollcall submit --address http://HEAD:8265`"
-        )
-
-    def _refuse_other_versions(self, answer: HeadAnswer) -> None:
-        """Raise a one-line error for a version mismatch that Ray would report in many lines."""
+        # Ray would report a version mismatch in many lines.
         mine = {"Ray": installed("ray"), "Python": platform.python_version()}
         for what, theirs in answer.versions.items():
             is_same = theirs == mine[what] if what == "Ray" else compared(theirs) == compared(mine[what])
@@ -221,6 +201,13 @@ class PlainRay:
                     f"{self.title} runs {what} {theirs}, but this environment has {what} {mine[what]}, and Ray needs the same version on "
                     f"both sides; use an environment with {what} {theirs}, or start that Ray cluster with {mine[what]}"
                 )
+        if (own := _own(answer)) is not None:
+            return own
+        nodes = ", ".join(node.address for node in answer.alive) or "none"
+        raise ClusterError(
+            f"this machine is not a node of {self.title} (its nodes: {nodes}), but only a node can start a run; run the command "
+            f"on a node, or run `ray start --address={self.head_address}` here first, or use `rollcall submit --address http://HEAD:8265`"
+        )
 
     def dashboard_url(self, answer: HeadAnswer) -> str | None:
         own, (head, _) = _own(answer), split_address(self.head_address)
@@ -234,9 +221,6 @@ class PlainRay:
 
     def environment(self, answer: HeadAnswer) -> dict[str, str | None]:
         return {MODE: "disabled" if answer.is_open else _mode()}
-
-    def note_driver(self) -> None:
-        """Do nothing: only `rollcall node --block` looks for drivers."""
 
     def join_command(self, rank: int | str) -> str:
         return f"ray start --address={self.head_address}"
@@ -308,7 +292,7 @@ def wished_cluster(name: str | None = None, *, ray_address: str | None = None) -
     own = read_record(named or DEFAULT_CLUSTER)
     if wish is None:
         return None if own is None else OurCluster(own.cluster)
-    if own is not None and _names(wish, own):
+    if own is not None and wish.text in (own.head_address, own.dashboard_url):  # Ray's job commands use the dashboard
         return OurCluster(own.cluster)
     plain = _plain(wish)
     if own is not None and is_same_address(plain.head_address, own.head_address):
@@ -348,14 +332,9 @@ def _wish(ray_address: str | None) -> _Wish | None:
     return _Wish(text=text, where=RAY_ADDRESS) if text and text != "local" else None
 
 
-def _names(wish: _Wish, own: NodeRecord) -> bool:
-    """Return whether the wish names this cluster, by its head or (as in Ray's job commands) by its dashboard."""
-    return wish.text in (own.head_address, own.dashboard_url)
-
-
 def _ours(name: str, *, why: str, instead_of: _Wish | None) -> OurCluster:
     own = read_record(name)
-    if instead_of is not None and (own is None or not _names(instead_of, own)):
+    if instead_of is not None and (own is None or instead_of.text not in (own.head_address, own.dashboard_url)):
         say_once(f"note: using cluster {name!r}, because {why}, and not {instead_of}")
     return OurCluster(name)
 
@@ -392,8 +371,7 @@ def _plain(wish: _Wish) -> PlainRay:
         ) from None
 
 
+@cache
 def say_once(text: str) -> None:
     """Print a note only once, although every attempt of a run looks up its cluster."""
-    if text not in _said:
-        _said.add(text)
-        say(text)
+    say(text)

@@ -69,7 +69,6 @@ MATTERS = (
     "OPENAI_*", "ANTHROPIC_*", "AZURE_*", "AWS_*", "GOOGLE_*", "*_API_KEY", "*_TOKEN", "*_proxy", "*_PROXY",
 )  # fmt: skip
 UNDECLARED = "not declared"  # set by `ray start` itself, or Ray was started without `rollcall node`
-OF_ROLLCALL = ("ROLLCALL_*", "RAY_AUTH_*", "RAY_TLS_*", "RAY_USE_TLS")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,8 +91,7 @@ def check_environment(section: ClusterSection) -> None:
     for rank, values in section.node_env.items():
         if secret := next((name for name, value in values.items() if hides(name, value)), None):
             raise ClusterError(
-                f"cluster.node_env.{rank}.{secret} is a secret, but secrets must be the same on every node; list it in "
-                "cluster.env_pass"
+                f"cluster.node_env.{rank}.{secret} is a secret, but secrets must be the same on every node; list it in cluster.env_pass"
             )
 
 
@@ -110,11 +108,9 @@ def declared(section: ClusterSection | None, *, submitted: Mapping[str, str], no
     for name, value in section.env.items():
         if value == REDACTED and name not in submitted:
             raise ClusterError(
-                f"cluster.env.{name} was redacted when this run file was saved; write its value, or better, list it in "
-                "cluster.env_pass"
+                f"cluster.env.{name} was redacted when this run file was saved; write its value, or better, list it in cluster.env_pass"
             )
-        value = submitted[name] if value == REDACTED else value
-        found[name] = Variable(value=value, source="cluster.env")
+        found[name] = Variable(value=submitted[name] if value == REDACTED else value, source="cluster.env")
     for name, value in section.node_env.get(node_rank, {}).items():
         found[name] = Variable(value=value, source=f"cluster.node_env.{node_rank}")
     return found
@@ -162,8 +158,7 @@ def job_env(
         return for_ray(asked, token=token)
     check_environment(section)
     submitted = passed(section, environ=environ)
-    everywhere = section.model_copy(update={"node_env": {}})
-    values = worker_env(everywhere, submitted=submitted, node_rank=0)
+    values = worker_env(section.model_copy(update={"node_env": {}}), submitted=submitted, node_rank=0)
     # The driver's run file does not contain the submitter's values, and its secrets are redacted. So pass both.
     names = [name for name, value in values.items() if name in submitted or hides(name, value)]
     # Set SUBMITTED even when it is empty, because the head's own variables are not the submitter's.
@@ -189,13 +184,11 @@ def for_ray(values: Mapping[str, str], *, token: str | None = None) -> dict[str,
     token = token or process_token()
     if token is None:
         raise ClusterError(
-            f"{', '.join(secrets)} must not appear in Ray's logs, but this Ray cluster has no token to seal secrets with; start it "
-            "with RAY_AUTH_MODE=token and RAY_AUTH_TOKEN, or set the secrets on each node before `ray start` and remove them "
-            "from the run file"
+            f"{', '.join(secrets)} must not appear in Ray's logs, but this Ray cluster has no token to seal secrets with; start it with "
+            "RAY_AUTH_MODE=token and RAY_AUTH_TOKEN, or set the secrets on each node before `ray start` and remove them from the run file"
         )
     remember(secrets.values())
-    public = {name: value for name, value in values.items() if name not in secrets}
-    return {**public, SEALED: seal(secrets, token)}
+    return {name: value for name, value in values.items() if name not in secrets} | {SEALED: seal(secrets, token)}
 
 
 def open_sealed() -> None:
@@ -234,16 +227,14 @@ def process_token(environ: Mapping[str, str] | None = None) -> str | None:
 @contextmanager
 def environment(values: Mapping[str, str]) -> Iterator[None]:
     """Set these environment variables, and restore the old values at the end of the block."""
-    before = {name: os.environ.get(name) for name in values}
+    before = {name: os.environ[name] for name in values if name in os.environ}
     os.environ.update(values)
     try:
         yield
     finally:
-        for name, value in before.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value
+        for name in values.keys() - before.keys():
+            os.environ.pop(name, None)
+        os.environ.update(before)
 
 
 def seen_here() -> dict[str, tuple[str, str]]:
@@ -327,7 +318,7 @@ def origins(environ: Mapping[str, str]) -> dict[str, str]:
     inherited = environment_of(int(environ.get("RAY_RAYLET_PID", 0)))
     found = {}
     for name in environ:
-        if _matches(name, OF_ROLLCALL):
+        if _matches(name, ("ROLLCALL_*", "RAY_AUTH_*", "RAY_TLS_*", "RAY_USE_TLS")):
             found[name] = "rollcall"
         elif inherited is not None and name not in inherited:
             found[name] = "Ray"

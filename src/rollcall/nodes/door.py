@@ -72,15 +72,8 @@ def enter(address: str, port: int, *, secret: str, timeout_s: float) -> socket.s
 
 def listen_at(host: str) -> socket.socket:
     """Listen on this address only, not on the host's other addresses."""
-    family, kind, protocol, _, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
-    listener = socket.socket(family, kind, protocol)
-    try:
-        listener.bind(address)
-        listener.listen(BACKLOG)
-    except OSError:
-        listener.close()
-        raise
-    return listener
+    family, _, _, _, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
+    return socket.create_server(address, family=family, backlog=BACKLOG)
 
 
 def watch_peer(connection: socket.socket) -> None:

@@ -13,6 +13,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from types import FrameType
 
 from rollcall.base.errors import ClusterError
@@ -24,7 +25,6 @@ from rollcall.nodes.processes import find_processes, signal_processes
 from rollcall.nodes.state import NodeRecord, noted_drivers, read_record, state_dir
 
 LOOK_EVERY_S = 1.0
-SAVE_S = 25.0  # Slurm (KillWait) and Kubernetes kill after 30 s; stopping Ray takes part of that
 DRIVER = "rollcall.launch.jobs.driver"
 # Titles of Ray processes that are not working for any run: an idle worker, and the two helpers of each raylet (2.60).
 FOR_NOBODY = ("ray::IDLE", "ray::DashboardAgent", "ray::RuntimeEnvAgent")
@@ -52,15 +52,14 @@ class Signals:
 def hold(
     record: NodeRecord,
     *,
-    save_s: float = SAVE_S,
+    save_s: float = 25.0,  # Slurm (KillWait) and Kubernetes kill after 30 s; stopping Ray takes part of that
     until: Callable[[], int | None] | None = None,
     too_early: int | None = None,
 ) -> int | None:
     """Wait until a signal or `rollcall down` has stopped the node. Raise if Ray exits by itself.
 
-    ``until`` is called every second and returns the run's exit status, or None while the run goes on. Once it returns a status, stop
-    the node and return that status.
-    ``too_early`` is the status to return if SIGUSR1 arrives before there is a run.
+    ``until`` is called every second and returns the run's exit status, or None while the run goes on. Once it returns a status, stop the
+    node and return that status. ``too_early`` is the status to return if SIGUSR1 arrives before there is a run.
     """
     signals = Signals()
     before = {number: signal.signal(number, signals.hear) for number in (*heeded_signals(), signal.SIGINT)}
@@ -104,8 +103,7 @@ def hold(
 def drivers(record: NodeRecord) -> list[Process]:
     """Return the drivers of this cluster's runs on this node: those of submitted jobs, and those that a user started."""
     found = find_processes(state_dir(record.cluster), recorded=record.processes)
-    submitted = [process for process in found if DRIVER in command_of(process.pid)]
-    return [*submitted, *noted_drivers(record.cluster)]
+    return [process for process in found if DRIVER in command_of(process.pid)] + noted_drivers(record.cluster)
 
 
 def has_run(record: NodeRecord) -> bool:
@@ -134,10 +132,6 @@ def _let_save(
 
 def _reap() -> None:
     """Reap orphans: in a container, this process may be PID 1 and therefore the parent of every orphan."""
-    while True:
-        try:
-            pid, _ = os.waitpid(-1, os.WNOHANG)
-        except ChildProcessError:
-            return
-        if pid == 0:
-            return
+    with suppress(ChildProcessError):
+        while os.waitpid(-1, os.WNOHANG) != (0, 0):
+            pass

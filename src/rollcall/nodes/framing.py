@@ -20,7 +20,6 @@ LENGTH = struct.Struct("<Q")
 HEAD = struct.Struct("<IB")  # call number, kind of message
 CALL, PART, DONE, RAISED = range(4)  # PART: a value that a call yields before it is done
 LONGEST = 1 << 40  # bytes in a message between our own processes
-LONGEST_JSON = 256 << 20  # bytes in a message from the network
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,14 +60,14 @@ class Frames:
         self._bytes = bytearray()
 
     def feed(self, data: bytes) -> list[bytes]:
-        """Add received bytes and return the messages that are now complete. Raise ConnectionError if a message is longer than allowed."""
+        """Add received bytes and return the messages that are now complete. Raise ValueError if a message is longer than allowed."""
         self._bytes += data
         found: list[bytes] = []
         begin = 0
         while len(self._bytes) - begin >= LENGTH.size:
             (length,) = LENGTH.unpack_from(self._bytes, begin)
             if length > self._longest:
-                raise ConnectionError(f"a message has {length} bytes, but the limit is {self._longest}")
+                raise ValueError(f"a message has {length} bytes, but the limit is {self._longest}")
             end = begin + LENGTH.size + length
             if len(self._bytes) < end:
                 break
@@ -87,7 +86,7 @@ def read_frame(read: Callable[[int], bytes], *, longest: int = LONGEST) -> bytes
 
 
 def read_json_frame(read: Callable[[int], bytes]) -> Any:
-    return json.loads(read_frame(read, longest=LONGEST_JSON))
+    return json.loads(read_frame(read, longest=256 << 20))  # it may come from the network
 
 
 def read_exactly(read_some: Callable[[int], bytes], count: int) -> bytes:

@@ -23,8 +23,6 @@ LABEL = "rollcall."  # prefix of every label below
 CONNECT_S = 3.0
 ASK_S = 15.0  # for a query to a head that accepts connections; importing Ray takes most of this time
 
-LAST_CHARACTERS = 10_000  # length of the kept end of a failed query's output
-
 
 class HeadUnreachable(ClusterError):
     """The head's address did not answer in time."""
@@ -142,7 +140,7 @@ def ask_head(
                 "6379), and that either both sides use TLS or neither does"
             ) from None
     if done.returncode:
-        last = visible(redact_end(done.stderr.strip(), LAST_CHARACTERS) or "no message").splitlines()[-1]
+        last = visible(redact_end(done.stderr.strip(), 10_000) or "no message").splitlines()[-1]
         raise HeadUnreachable(
             f"the program at {address} does not answer like a Ray head ({last}); check that this is the head's address, as "
             "`ray start --head` or `rollcall node` printed it"
@@ -192,7 +190,6 @@ def dashboard_url(bound: str | None, *, node_ip: str | None, head_address: str) 
 def ask_own_head(cluster: str, *, head_address: str, timeout_s: float = ASK_S) -> HeadAnswer:
     """Ask the head with the token that this node stores for the cluster."""
     try:
-        tls = tls_dir(cluster).is_dir()
-        return ask_head(head_address, token=read_token(cluster), tls=tls, timeout_s=timeout_s)
+        return ask_head(head_address, tls=tls_dir(cluster).is_dir(), token=read_token(cluster), timeout_s=timeout_s)
     except HeadUnreachable as error:
         raise HeadUnreachable(f"{error}: rank 0 of cluster {cluster!r} is down, or cut off from this node") from None

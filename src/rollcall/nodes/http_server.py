@@ -16,7 +16,6 @@ if TYPE_CHECKING:
     import uvicorn
 
 MAX_CONNECTIONS = 8192
-KEEP_ALIVE_S = 120.0  # between two requests: a program may think for a long time
 HEAD_S = 30.0  # from connecting, or from the first byte of a request, to the end of its headers
 READ_S = 60.0  # for a client to read the next part of its response
 LOOK_S = 1.0  # interval of the checks whether a client that has stopped sending is still connected
@@ -42,11 +41,11 @@ def http_server(app: Any) -> uvicorn.Server:
     import uvicorn
 
     most = min(MAX_CONNECTIONS, allow_files(MAX_CONNECTIONS))
-    # uvicorn logs a warning for each bad request, so strangers could fill a log.
+    # uvicorn logs a warning for each bad request, so strangers could fill a log. A program may think for a long time between requests.
     return uvicorn.Server(
         uvicorn.Config(
             app, lifespan="off", ws="none", log_level="error", access_log=False, server_header=False, date_header=False,
-            proxy_headers=False, timeout_keep_alive=int(KEEP_ALIVE_S), timeout_graceful_shutdown=1, limit_concurrency=most,
+            proxy_headers=False, timeout_keep_alive=120, timeout_graceful_shutdown=1, limit_concurrency=most,
             # asyncio accepts up to this many connections at once, before the oldest ones can be dropped to make room.
             backlog=min(2048, most // 16 + 16), http=_protocol(most_silent=most // 2),
         )

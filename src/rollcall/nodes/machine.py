@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import platform
 import signal
@@ -10,10 +9,8 @@ import socket
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
-from typing import ClassVar
 
-from pydantic import ConfigDict, TypeAdapter
+from pydantic import BaseModel
 
 from rollcall.base.errors import ClusterError
 from rollcall.base.version import __version__, installed
@@ -23,16 +20,13 @@ from rollcall.nodes.cluster import compared
 from rollcall.nodes.state import read_record, sole_owner
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Here:
-    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid", strict=True)
-
+class Here(BaseModel, extra="forbid", strict=True, frozen=True):
     version: str  # Rollcall's
     host: str  # its own host name
     address: str  # HOST:PORT where a head could listen, or where it listens if rank 0 already runs on this machine
     is_alone: bool  # other machines cannot reach that address
     rank: int | None  # `None` if the machine is not a node of the cluster
-    versions: dict[str, str] = field(default_factory=dict)  # must be the same on all nodes
+    versions: dict[str, str] = {}  # must be the same on all nodes
 
     @classmethod
     def of(cls, text: str) -> Here | None:
@@ -40,16 +34,13 @@ class Here:
         for line in reversed(text.splitlines()):
             if line.startswith("{"):
                 try:
-                    here = TypeAdapter(cls).validate_json(line)
+                    here = cls.model_validate_json(line)
                     split_address(here.address)
                 except (ValueError, ClusterError):
                     continue
                 if f"{here.version}{here.host}{here.address}{''.join(here.versions.values())}".isprintable():
                     return here
         return None
-
-    def as_json(self) -> str:
-        return json.dumps(asdict(self))
 
 
 def look_here(cluster: str, *, interface: str | None) -> Here:
@@ -64,11 +55,7 @@ def look_here(cluster: str, *, interface: str | None) -> Here:
         address=running.head_address if running and is_head else join_address(ip, free_ports(1)[0]),
         is_alone=is_loopback(ip),
         rank=running.rank if running else None,
-        versions={
-            "Python": compared(platform.python_version()),
-            "Ray": installed("ray"),
-            "torch": installed("torch"),
-        },
+        versions={"Python": compared(platform.python_version()), "Ray": installed("ray"), "torch": installed("torch")},
     )
 
 

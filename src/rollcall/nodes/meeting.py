@@ -1,8 +1,7 @@
 """A key-value store through which the processes of a torch group find each other. Only processes with the group's secret can use it.
 
-torch's own store listens on every interface and serves everyone who connects. Its keys contain the peers' addresses and the number
-by which NCCL recognizes its members. This store listens on one address, behind a door (``nodes/door.py``). A thread of the first
-process serves it.
+torch's own store listens on every interface and serves everyone who connects. Its keys contain the peers' addresses and the number by which
+NCCL recognizes its members. This store listens on one address, behind a door (``nodes/door.py``). A thread of the first process serves it.
 
 gloo's own connections are plain TCP, and a stranger that connects first can take a member's place. So ``greet`` makes the members of
 a group authenticate each other over those connections before anything else is sent. NCCL rejects a caller that does not know the
@@ -13,7 +12,6 @@ Who waits for whom: a ``get`` waits until another member has ``set`` its key, at
 
 from __future__ import annotations
 
-import base64
 import hashlib
 import hmac
 import secrets
@@ -33,9 +31,7 @@ import torch.distributed as dist
 from rollcall.nodes.door import CHALLENGE, Door, enter, watch_peer
 from rollcall.nodes.framing import json_frame, read_exactly, read_json_frame
 
-GREET_S = 60.0  # members that greet are already connected, so a peer that is silent for this long is not a member
 SLICE_S = 1.0  # the longest single wait; between two waits, other threads of this process can use the connection
-ACCEPT_S = 0.5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,7 +48,7 @@ class MeetingServer:
 
     def __init__(self, listener: socket.socket, *, secret: str) -> None:
         self._door = Door(listener, secret=secret)
-        self._values: dict[str, bytes] = {}
+        self._values: dict[str, str] = {}  # each character is one byte of the value
         self._changed = threading.Condition()
         self._connections: list[socket.socket] = []
         self._is_closed = False
@@ -65,7 +61,7 @@ class MeetingServer:
 
     def _welcome(self) -> None:
         while not self._is_closed:
-            connection = self._door.accept(ACCEPT_S)
+            connection = self._door.accept(0.5)
             if connection is not None:
                 watch_peer(connection)
                 self._connections.append(connection)
@@ -82,28 +78,27 @@ class MeetingServer:
             connection.close()
 
     def _do(self, *, do: str, keys: list[str], values: Sequence[str] = (), add: int = 0, wait_s: float = 0) -> Any:
-        given = [base64.b64decode(value) for value in values]
         with self._changed:
             match do:
                 case "set":
-                    self._values[keys[0]] = given[0]
+                    self._values[keys[0]] = values[0]
                     self._changed.notify_all()
                     return None
                 case "add":
-                    total = int(self._values.get(keys[0], b"0")) + add
-                    self._values[keys[0]] = b"%d" % total
+                    total = int(self._values.get(keys[0], "0")) + add
+                    self._values[keys[0]] = str(total)
                     self._changed.notify_all()
                     return total
                 case "wait":
                     return self._changed.wait_for(lambda: all(key in self._values for key in keys), wait_s)
                 case "get":
-                    return base64.b64encode(self._values[keys[0]]).decode() if keys[0] in self._values else None
+                    return self._values.get(keys[0])
                 case "compare_set":
                     held = self._values.get(keys[0])
-                    if held == given[0] or (held is None and not given[0]):
-                        held = self._values[keys[0]] = given[1]
+                    if held == values[0] or (held is None and not values[0]):
+                        held = self._values[keys[0]] = values[1]
                         self._changed.notify_all()
-                    return base64.b64encode(given[0] if held is None else held).decode()
+                    return values[0] if held is None else held
                 case "delete":
                     return self._values.pop(keys[0], None) is not None
                 case "count":
@@ -126,38 +121,38 @@ class MeetingStore(dist.Store):
         self._socket = _enter(place, timeout_s=timeout_s)
 
     def set(self, key: str, value: str | bytes) -> None:
-        self._ask("set", key, value)
+        self._ask("set", [key], value)
 
     def get(self, key: str) -> bytes:
         self.wait([key])
-        found = self._ask("get", key)
+        found = self._ask("get", [key])
         if found is None:
             raise dist.DistStoreError(f"{key} was deleted from the group's store ({self._where})")
-        return base64.b64decode(found)
+        return found.encode("latin-1")
 
     def add(self, key: str, value: int) -> int:
-        return self._ask("add", key, add=value)
+        return self._ask("add", [key], add=value)
 
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
         seconds = self._timeout_s if timeout is None else timeout.total_seconds()
         ends = time.monotonic() + seconds
-        while not self._ask("wait", *keys, wait_s=max(min(SLICE_S, ends - time.monotonic()), 0.0)):
+        while not self._ask("wait", keys, wait_s=max(min(SLICE_S, ends - time.monotonic()), 0.0)):
             if time.monotonic() >= ends:
                 raise dist.DistStoreError(
                     f"Timed out waiting {seconds:g} s for {', '.join(keys)}: a member of the group did not connect to {self._where}"
                 )
 
     def check(self, keys: list[str]) -> bool:
-        return self._ask("wait", *keys)
+        return self._ask("wait", keys)
 
     def compare_set(self, key: str, expected: str | bytes, desired: str | bytes) -> bytes:
-        return base64.b64decode(self._ask("compare_set", key, expected, desired))
+        return self._ask("compare_set", [key], expected, desired).encode("latin-1")
 
     def delete_key(self, key: str) -> bool:
-        return self._ask("delete", key)
+        return self._ask("delete", [key])
 
     def num_keys(self) -> int:
-        return self._ask("count", "")
+        return self._ask("count", [])
 
     def set_timeout(self, timeout: timedelta) -> None:
         self._timeout_s = timeout.total_seconds()
@@ -176,14 +171,11 @@ class MeetingStore(dist.Store):
     def _where(self) -> str:
         return f"{self._place.address} port {self._place.port}"
 
-    def _ask(self, do: str, *words: str | bytes, **more: Any) -> Any:
-        num_keys = len(words) if do == "wait" else 1
-        values = [
-            base64.b64encode(word.encode() if isinstance(word, str) else word).decode() for word in words[num_keys:]
-        ]
+    def _ask(self, do: str, keys: list[str], *values: str | bytes, **more: Any) -> Any:
+        given = [(value.encode() if isinstance(value, str) else value).decode("latin-1") for value in values]
         with self._lock:
             try:
-                self._socket.sendall(json_frame({"do": do, "keys": list(words[:num_keys]), "values": values, **more}))
+                self._socket.sendall(json_frame({"do": do, "keys": list(keys), "values": given, **more}))
                 return read_json_frame(partial(read_exactly, self._socket.recv))
             except OSError as error:
                 raise dist.DistStoreError(
@@ -211,7 +203,7 @@ def greet(group: Any, store: MeetingStore, *, name: str, rank: int, members: Seq
         works.append((other, group.send([proof], place, 0), proof))
         works.append((other, group.recv([greetings[other]], place, 0), greetings[other]))
     silent: dict[int, str] = {}
-    ends = time.monotonic() + GREET_S
+    ends = time.monotonic() + 60.0  # members that greet are already connected, so a peer that stays silent is not one
     # Check all of them: if this stopped at the first stranger, other members would not get a greeting.
     for other, work, _ in works:
         try:

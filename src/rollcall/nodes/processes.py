@@ -1,8 +1,7 @@
 """Finds and stops exactly the processes of a cluster on this node.
 
-The processes of a cluster have the cluster's folder in their environment (``MARK``). Ray's workers overwrite their environment when
-they set their title, so all processes in the session of a marked or recorded process belong to the cluster too, and so do all
-descendants.
+The processes of a cluster have the cluster's folder in their environment (``MARK``). Ray's workers overwrite their environment when they
+set their title, so all processes in the session of a marked or recorded process belong to the cluster too, and so do all descendants.
 """
 
 from __future__ import annotations
@@ -22,8 +21,6 @@ from rollcall.base.process_table import Process, command_of, environment_of, liv
 MARK = "ROLLCALL_NODE_DIR"
 # Process names. A node is down without a raylet, and a head is down without a GCS server.
 RAYLET, GCS = "raylet", "gcs_server"
-GRACE_S = 5.0  # for a raylet to leave its cluster and stop its workers, which it never does if the head is gone
-KILL_S = 10.0
 
 
 def find_processes(folder: Path, *, recorded: Iterable[Process] = ()) -> list[Process]:
@@ -51,10 +48,11 @@ def stop_processes(folder: Path, *, recorded: Iterable[Process] = ()) -> int:
 
     raylets = [process for process in remaining() if command_names([process]) == {RAYLET}]
     signal_processes(raylets, signal.SIGTERM)
-    _wait(lambda: [process for process in raylets if process.is_alive()], seconds=GRACE_S)
+    # A raylet now leaves its cluster and stops its workers, which it never does if the head is gone.
+    _wait(lambda: [process for process in raylets if process.is_alive()], seconds=5.0)
     signal_processes(remaining(), signal.SIGTERM)
     _wait(remaining, seconds=2.0)
-    deadline = time.monotonic() + KILL_S
+    deadline = time.monotonic() + 10.0
     while left := remaining():
         signal_processes(left, signal.SIGKILL)
         _wait(remaining, seconds=1.0)

@@ -162,24 +162,18 @@ def plan_head(request: NodeRequest, *, known: partial[NodeRecord], token: str | 
         head_address=join_address(node_ip, ports["gcs"]),
         ports=ports,
     )
-    return Start(
-        record=record,
-        token=token or secrets.token_hex(32),
-        publish_token=token is None,
-        tls=request.tls,
-    )
+    return Start(record=record, token=token or secrets.token_hex(32), publish_token=token is None, tls=request.tls)
 
 
 def plan_worker(request: NodeRequest, found: Found, *, known: partial[NodeRecord]) -> Start:
     head = found.answer.head
     assert head is not None and head.cluster_id is not None
     host, port = split_address(found.address)
-    address = join_address(resolve(host), port)
     record = known(
         cluster_id=head.cluster_id,
         num_nodes=head.num_nodes or request.num_nodes or 0,
+        head_address=join_address(resolve(host), port),
         node_ip=own_address(toward=host, node_ip=request.node_ip, interface=request.interface),
-        head_address=address,
     )
     return Start(record=record, token=found.token, publish_token=False, tls=found.tls)
 

@@ -17,7 +17,7 @@ from rollcall.base.atomic import write_atomic
 from rollcall.base.errors import ClusterError
 from rollcall.base.wait import Wait
 from rollcall.nodes.head import HeadAnswer, HeadRefuses, HeadUnreachable, ask_head
-from rollcall.nodes.state import TOKEN
+from rollcall.nodes.state import TOKEN, make_private
 
 ASK_EVERY_S = 1.0
 
@@ -45,29 +45,15 @@ class Found:
     answer: HeadAnswer
 
 
-@dataclass(frozen=True, slots=True)
 class Rendezvous:
     """One cluster's folder under the shared ``root``."""
 
-    root: Path
-    cluster: str
-
-    @property
-    def folder(self) -> Path:
-        return self.root / self.cluster
-
-    @property
-    def head_file(self) -> Path:
-        return self.folder / "head.json"
-
-    @property
-    def token_file(self) -> Path:
-        return self.folder / "token"
-
-    @property
-    def reached_file(self) -> Path:
-        """The file with the progress of a run that was stopped (``launch/whole_run.py``)."""
-        return self.folder / "reached"
+    def __init__(self, root: Path, cluster: str) -> None:
+        self.root = root
+        self.folder = root / cluster
+        self.head_file = self.folder / "head.json"
+        self.token_file = self.folder / "token"
+        self.reached_file = self.folder / "reached"  # the progress of a run that was stopped (``launch/whole_run.py``)
 
     def publish(self, head: Head, *, token: str | None) -> None:
         """Publish the head. The token is written first, so that a node that sees the new address also sees its token. Without
@@ -108,25 +94,17 @@ class Rendezvous:
         except FileNotFoundError:
             return None
 
-    def withdraw(self, cluster_id: str) -> bool:
+    def withdraw(self, cluster_id: str) -> None:
         """Remove the published head, unless a different start of the cluster has published it."""
         head = self.read()
-        if head is None or head.cluster_id != cluster_id:
-            return False
-        self.head_file.unlink(missing_ok=True)
-        self.token_file.unlink(missing_ok=True)
-        return True
+        if head is not None and head.cluster_id == cluster_id:
+            self.head_file.unlink(missing_ok=True)
+            self.token_file.unlink(missing_ok=True)
 
     def prepare(self) -> None:
         """Create the folder, readable only by its owner."""
         try:
-            self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-            owner = self.folder.stat().st_uid
-            if owner != os.getuid():
-                raise ClusterError(
-                    f"{self.folder} belongs to user {owner}, not to you; use another --rendezvous or --cluster"
-                )
-            self.folder.chmod(0o700)
+            make_private(self.folder, advice="use another --rendezvous or --cluster")
         except PermissionError as error:
             raise ClusterError(f"cannot create {self.folder} for the rendezvous: {error.strerror}") from None
 

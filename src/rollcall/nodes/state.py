@@ -10,13 +10,12 @@ import json
 import os
 import re
 import shutil
-import stat
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import IO, Literal
+from typing import Literal
 
 from rollcall.base.atomic import take_lock, write_atomic
 from rollcall.base.errors import ClusterError
@@ -63,28 +62,24 @@ def state_dir(cluster: str) -> Path:
         )
     # TMPDIR is not used: a launcher sets a different one for each job, and `down` must find the files of `node`.
     root = Path(os.environ.get(STATE_DIR) or f"/tmp/rollcall-{os.getuid()}").absolute()
-    folder = root / cluster
+    for path in (root, root / cluster):
+        make_private(path, advice=f"set {STATE_DIR} to a folder that you own")
+    return root / cluster
+
+
+def make_private(folder: Path, *, advice: str) -> None:
+    """Create a folder that only its owner can read, and refuse a folder of another user."""
     try:
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-    except FileExistsError:  # `rollcall down` removed the folder between pathlib's two checks
+    except FileExistsError:  # another command removed the folder between pathlib's two checks
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-    for path in (root, folder):
-        found = path.stat()
-        if found.st_uid != os.getuid():
-            raise ClusterError(
-                f"{path} belongs to user {found.st_uid}, not to you; set {STATE_DIR} to a folder that you own"
-            )
-        if stat.S_IMODE(found.st_mode) & 0o077:
-            path.chmod(0o700)
-    return folder
+    if (owner := folder.stat().st_uid) != os.getuid():
+        raise ClusterError(f"{folder} belongs to user {owner}, not to you; {advice}")
+    folder.chmod(0o700)
 
 
 def token_path(cluster: str) -> Path:
     return state_dir(cluster) / "token"
-
-
-def write_token(cluster: str, token: str) -> None:
-    write_atomic(token_path(cluster), token, private=True)
 
 
 def read_token(cluster: str) -> str:
@@ -161,7 +156,10 @@ def not_here(cluster: str) -> str:
 def sole_owner(cluster: str) -> Iterator[None]:
     """Let only one command at a time start or stop this cluster on this node; a second command waits."""
     wait = Wait(OWNER_S)
-    while (file := _lock(cluster)) is None:
+    while True:
+        with suppress(FileNotFoundError):  # another command has just removed the folder
+            if (file := take_lock(state_dir(cluster) / "lock")) is not None:
+                break
         if wait.is_over:
             raise ClusterError(
                 f"another `rollcall node` or `rollcall down` of cluster {cluster!r} has been running on this node "
@@ -173,13 +171,6 @@ def sole_owner(cluster: str) -> Iterator[None]:
             yield
         finally:
             _leave_nothing(cluster)
-
-
-def _lock(cluster: str) -> IO[bytes] | None:
-    """Return the locked file, or `None` if another command has locked it or has just removed the folder."""
-    with suppress(FileNotFoundError):
-        return take_lock(state_dir(cluster) / "lock")
-    return None
 
 
 def _leave_nothing(cluster: str) -> None:

@@ -4,8 +4,7 @@ The token determines the private key of a certificate authority, so the key is t
 needed and never stored. Each node signs its certificate with this key, and trusts certificates that this key has signed. Ray then uses
 gRPC only over TLS, and both sides present a certificate, so someone without the token cannot even send a first request.
 
-The key is derived from the token with PBKDF2: a stranger can check a guessed token against a certificate, and PBKDF2 makes each check
-slow.
+The key is derived from the token with PBKDF2: a stranger can check a guessed token against a certificate, and PBKDF2 makes each check slow.
 """
 
 from __future__ import annotations
@@ -46,8 +45,7 @@ def write_certificates(folder: Path, *, token: str, addresses: Sequence[str]) ->
     is_authority = x509.BasicConstraints(ca=True, path_length=0)
     root = unsigned(name(AUTHORITY), authority.public_key()).add_extension(is_authority, critical=True)
     own = ec.generate_private_key(ec.SECP256R1())
-    hosts = dict.fromkeys([*addresses, "127.0.0.1", "::1"])
-    names = [x509.IPAddress(ipaddress.ip_address(host)) for host in hosts]
+    names = [x509.IPAddress(ipaddress.ip_address(host)) for host in dict.fromkeys([*addresses, "127.0.0.1", "::1"])]
     others = [x509.DNSName(host) for host in dict.fromkeys([socket.gethostname(), "localhost"]) if host.isascii()]
     uses = x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH])
     leaf = unsigned(name("rollcall node"), own.public_key()).add_extension(uses, critical=False)

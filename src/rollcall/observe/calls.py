@@ -23,7 +23,6 @@ from rollcall.process.groups.pulse import RecordedCall
 
 CALLS = "calls.jsonl"
 JOIN_S = 0.02  # calls of the same method with a shorter pause between them are merged
-MOST_AFTER = 8 << 20  # bytes to read past the end of a window to find calls that began in it
 
 
 class _Line(BaseModel):
@@ -40,7 +39,7 @@ class CallFile(LineFile):
     def append(self, calls: Mapping[str, Sequence[RecordedCall]], *, time_s: float) -> None:
         rows = {
             lane: [
-                [one.name, round(one.start_s - time_s, 3), round(one.end_s - one.start_s, 4), one.count] for one in own
+                (one.name, round(one.start_s - time_s, 3), round(one.end_s - one.start_s, 4), one.count) for one in own
             ]
             for lane, own in calls.items()
             if own
@@ -54,20 +53,20 @@ class BusySpans:
 
     def __init__(self, name: str) -> None:
         self._name = name
-        self._since: float | None = None
+        self.since_s: float | None = None  # unix time at which the current work began; None if there is none
         self._ended: list[RecordedCall] = []
         self._lock = threading.Lock()
 
     def note(self, is_busy: bool) -> None:
         """Record that the work starts or stops now. Calling it again with the same state has no effect."""
-        if is_busy == (self._since is not None):
+        if is_busy == (self.since_s is not None):
             return
         now = time.time()
         with self._lock:
-            if self._since is None:
-                self._since = now
+            if self.since_s is None:
+                self.since_s = now
                 return
-            since, self._since = self._since, None
+            since, self.since_s = self.since_s, None
             last = self._ended[-1] if self._ended else None
             if last is not None and since - last.end_s < JOIN_S and now - last.start_s < 30.0:
                 self._ended[-1] = last._replace(end_s=now, count=last.count + 1)
@@ -80,20 +79,14 @@ class BusySpans:
             ended, self._ended = self._ended, []
         return ended
 
-    @property
-    def since_s(self) -> float | None:
-        """The unix time at which the current work began, or None if there is none."""
-        return self._since
-
 
 def read_calls(run_dir: Path, *, first_s: float = -math.inf, last_s: float = math.inf) -> dict[str, list[RecordedCall]]:
     """Return the calls that overlap a time window, by lane."""
     found: dict[str, list[RecordedCall]] = {}
-    try:
-        file = (Path(run_dir) / CALLS).open("rb")
-    except FileNotFoundError:
+    path = Path(run_dir) / CALLS
+    if not path.is_file():
         return {}
-    with file:
+    with path.open("rb") as file:
         if first_s > -math.inf:
             _seek(file, first_s)
         past: set[str] = set()  # lanes that already have a call after the window
@@ -111,8 +104,8 @@ def read_calls(run_dir: Path, *, first_s: float = -math.inf, last_s: float = mat
                     elif start_s + took_s > first_s:
                         found.setdefault(lane, []).append(RecordedCall(name, start_s, start_s + took_s, count))
             if row.time > last_s:
-                # A call is written when it ends, which may be long after the window.
-                until = file.tell() + MOST_AFTER if until is None else until
+                # A call is written when it ends, which may be long after the window. Look for it in the next 8 MiB.
+                until = file.tell() + (8 << 20) if until is None else until
                 if past >= found.keys() or file.tell() > until:
                     break
     return found

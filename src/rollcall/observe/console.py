@@ -113,10 +113,9 @@ class LiveConsole(Console):
 
     def _draw(self) -> RenderableType:
         progress = self.progress
-        bar = ProgressBar(total=max(progress.num_steps, 1), completed=progress.step, width=None)
         # A grid, because a progress bar by itself does not end with a line break, and the next line would join it.
         body = Table.grid(expand=True)
-        body.add_row(bar)
+        body.add_row(ProgressBar(total=max(progress.num_steps, 1), completed=progress.step, width=None))
         for line in _lines(progress.fields(), width=self._rich.width - 4):  # the border and its padding
             body.add_row(line)
         if not self._is_closed:  # otherwise this is the last panel
@@ -138,7 +137,7 @@ class LineConsole(Console):
         self._printed_s: float | None = None
         self._lock = threading.RLock()
         self._closed = threading.Event()
-        self._watcher: threading.Thread | None = None
+        threading.Thread(target=self._watch, name="phases", daemon=True).start()
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         with self._lock:
@@ -148,17 +147,6 @@ class LineConsole(Console):
             if ACCURACY.metric in metrics or ("train/reward_mean" in metrics and (is_due or is_last)):
                 self._printed_s = self.progress.elapsed_s
                 self._print("  ".join(f"{label} {value}" for label, value in self.progress.fields()))
-
-    def restart(self, step: int) -> None:
-        with self._lock:
-            self.progress.restart(step)
-
-    def phase(self, text: str | None) -> None:
-        with self._lock:
-            self.progress.phase(text)
-            if self._watcher is None:
-                self._watcher = threading.Thread(target=self._watch, name="phases", daemon=True)
-                self._watcher.start()
 
     def note(self, text: str) -> None:
         with self._lock:
@@ -181,7 +169,7 @@ class LineConsole(Console):
             with self._lock:
                 doing, now_s = self.progress.current, self.progress.elapsed_s
                 silent_s = now_s - (self._printed_s or 0.0)
-                quiet_s = _LINE_EVERY_S if self.progress.has_stepped else 0.0
+                quiet_s = _LINE_EVERY_S if "time/step_s" in self.progress.metrics else 0.0
                 if doing is None or doing is said or now_s - doing.since_s < _PHASE_AFTER_S or silent_s < quiet_s:
                     continue
                 said, self._printed_s = doing, now_s
@@ -205,20 +193,16 @@ def _lines(fields: Sequence[tuple[str, str]], *, width: int) -> list[Text]:
 
 
 def samples_table(title: str, rows: Sequence[SampleRow]) -> Table:
-    table = Table(
-        title=Text(title), title_justify="left", box=box.SIMPLE_HEAD, show_lines=any("\n" in row[1] for row in rows)
-    )
+    lines = any("\n" in row[1] for row in rows)
+    table = Table(title=Text(title), title_justify="left", box=box.SIMPLE_HEAD, show_lines=lines)
     table.add_column("prompt", ratio=3, overflow="fold")
     table.add_column("completion", ratio=4, overflow="fold")
     table.add_column("answer", ratio=1, overflow="fold")
     table.add_column("reward", justify="right", no_wrap=True)
     for prompt, completion, answer, reward in rows:
-        # Text, not str: model output must not be interpreted as rich markup.
-        cells = [Text(_end(text.strip("\n"))) for text in (prompt, completion, answer)]
+        texts = [text.strip("\n") for text in (prompt, completion, answer)]
+        # Text, not str: model output must not be interpreted as rich markup. The start of a long text is cut off, because the answer is
+        # at the end.
+        cells = [Text(text if len(text) <= _MAX_CELL else "…" + text[1 - _MAX_CELL :]) for text in texts]
         table.add_row(*cells, Text(f"{reward:.2f}", style="green" if reward > 0 else "red"))
     return table
-
-
-def _end(text: str) -> str:
-    """Cut off the start of a long text, because the answer is at the end."""
-    return text if len(text) <= _MAX_CELL else "…" + text[1 - _MAX_CELL :]

@@ -174,10 +174,6 @@ def marks_in(lines: Iterable[bytes]) -> list[Mark]:
     return [Mark(row["at_s"], row["mark"], row["kind"], row["lane"], row["note"]) for row in rows if row is not None]
 
 
-def last_phase(run_dir: Path) -> PhaseEvent | None:
-    return last_phase_in(_lines(run_dir, most=1 << 20))
-
-
 def last_phase_in(lines: Iterable[bytes]) -> PhaseEvent | None:
     """Return the last phase that began in these lines, with its end if it has ended."""
     return next((event for line in reversed([*lines]) if (event := _phase_event(line)) is not None), None)
@@ -191,15 +187,8 @@ def _phase_event(line: bytes) -> PhaseEvent | None:
     return PhaseEvent(**known)
 
 
-def _lines(run_dir: Path, *, most: int | None = None) -> Iterator[bytes]:
-    """Yield the lines that begin in the last ``most`` bytes, by default all lines."""
-    try:
-        file = (Path(run_dir) / EVENTS).open("rb")
-    except FileNotFoundError:
-        return
-    with file:
-        begin = max(file.seek(0, 2) - most, 0) if most is not None else 0
-        file.seek(begin)
-        if begin:
-            file.readline()  # skip the rest of a line
-        yield from file
+def _lines(run_dir: Path) -> Iterator[bytes]:
+    path = Path(run_dir) / EVENTS
+    if path.is_file():
+        with path.open("rb") as file:
+            yield from file

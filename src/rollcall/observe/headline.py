@@ -29,10 +29,6 @@ class Headline:
         """The metric's name in a summary."""
         return self.metric.removeprefix("eval/")
 
-    def values(self, rows: Iterable[Mapping[str, Any]]) -> list[float]:
-        """Return the values of all evaluations, in order."""
-        return [row[self.metric] for row in rows if row.get(self.metric) is not None]
-
 
 ACCURACY = Headline(metric="eval/accuracy", label="accuracy", words="held-out accuracy")
 REWARD = Headline(metric="eval/reward_mean", label="held-out reward", words="held-out reward")

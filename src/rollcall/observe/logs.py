@@ -23,13 +23,12 @@ from pathlib import Path
 from rollcall.base.atomic import write_atomic
 from rollcall.base.redact import Redactor, redact
 
-LOGS = "logs"
 MOST_BYTES, KEPT_BYTES = 128 << 10, 64 << 10  # a file that exceeds the first size is cut to the second
 LINES, LONGEST_LINE = 50, 2000  # lines to show, and characters per line
 
 
 def log_path(run_dir: Path, lane: str) -> Path:
-    return Path(run_dir) / LOGS / f"{re.sub('[^a-z0-9]+', '-', lane.lower()).strip('-')[:100] or 'worker'}.log"
+    return Path(run_dir) / "logs" / f"{re.sub('[^a-z0-9]+', '-', lane.lower()).strip('-')[:100] or 'worker'}.log"
 
 
 def keep_logs(run_dir: Path, added: Mapping[str, bytes]) -> None:

@@ -1,160 +1,112 @@
-"""All metric names with their units and meanings. A name that is not listed here cannot be logged.
-
-``python -m rollcall.observe.metrics`` writes docs/metrics.md from this table.
-"""
+"""All metric names with their units and meanings. A name that is not listed here cannot be logged. ``scripts/write_metrics.py`` writes
+docs/metrics.md from this table."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from pathlib import Path
-from typing import NamedTuple
 
-
-class Metric(NamedTuple):
-    unit: str
-    meaning: str
-
-
-METRICS: dict[str, Metric] = {
-    "train/loss": Metric("", "Policy loss of the step with its KL and entropy terms, averaged over the updates."),
-    "train/reward_mean": Metric(
-        "", "Mean reward over the completions of the step, including those of masked and dropped episodes."
-    ),
-    "train/reward_std": Metric("", "Standard deviation of the reward over the same completions."),
-    "train/accuracy": Metric("share", "Completions whose first reward is at least `eval.threshold`."),
-    "train/kl": Metric("nats/token", "KL to the frozen reference, computed with `algorithm.kl_estimator`."),
-    "train/entropy": Metric("nats/token", "Entropy of the policy over the tokens trained on."),
-    "train/clip_fraction": Metric("share", "Tokens (GSPO: sequences) whose ratio is clipped."),
-    "train/ratio_mean": Metric("", "Mean probability ratio of the policy to the old policy."),
-    "train/approx_kl": Metric(
-        "nats/token", "Mean of old log-prob minus new log-prob: how far the updates moved the policy."
-    ),
-    "train/grad_norm": Metric("", "Global gradient norm before clipping, averaged over the updates."),
-    "train/lr": Metric("", "Learning rate of the step's last update."),
-    "train/skipped_fraction": Metric(
-        "share", "Updates with a zero gradient. They change neither the weights, nor the momentum, nor the schedule."
-    ),
-    "train/tis_weight_mean": Metric("", "Mean truncated importance weight (old / behaviour)."),
-    "train/masked_fraction": Metric("share", "Response tokens left out of the loss by `algorithm.mismatch_mask`."),
-    "train/advantage_abs_mean": Metric(
-        "", "Mean absolute advantage. If it is near 0, the step teaches the model almost nothing."
-    ),
-    "train/zero_variance_groups": Metric(
-        "share", "Groups without a signal: their rewards are all equal, or their episodes are masked or dropped."
-    ),
-    "train/completions": Metric("count", "Completions of the step, including those of masked and dropped episodes."),
-    "train/reward_errors": Metric("count", "Completions of the step that at least one reward could not score."),
-    "train/refills": Metric("count", "How many times the step drew more prompts for dynamic sampling."),
-    "train/tokens": Metric(
+METRICS: dict[str, tuple[str, str]] = {  # the unit and the meaning of each
+    "train/loss": ("", "Policy loss of the step with its KL and entropy terms, averaged over the updates."),
+    "train/reward_mean": ("", "Mean reward of the step's completions, including those of masked and dropped episodes."),
+    "train/reward_std": ("", "Standard deviation of the reward over the same completions."),
+    "train/accuracy": ("share", "Completions whose first reward is at least `eval.threshold`."),
+    "train/kl": ("nats/token", "KL to the frozen reference, computed with `algorithm.kl_estimator`."),
+    "train/entropy": ("nats/token", "Entropy of the policy over the tokens trained on."),
+    "train/clip_fraction": ("share", "Tokens (GSPO: sequences) whose ratio is clipped."),
+    "train/ratio_mean": ("", "Mean probability ratio of the policy to the old policy."),
+    "train/approx_kl": ("nats/token", "Mean of old log-prob minus new log-prob: how far the updates moved the policy."),
+    "train/grad_norm": ("", "Global gradient norm before clipping, averaged over the updates."),
+    "train/lr": ("", "Learning rate of the step's last update."),
+    "train/skipped_fraction": ("share", "Updates with a zero gradient; they change no weights, momentum or schedule."),
+    "train/tis_weight_mean": ("", "Mean truncated importance weight (old / behaviour)."),
+    "train/masked_fraction": ("share", "Response tokens left out of the loss by `algorithm.mismatch_mask`."),
+    "train/advantage_abs_mean": ("", "Mean absolute advantage. Near 0, the step teaches the model almost nothing."),
+    "train/zero_variance_groups": ("share", "Groups without a signal: equal rewards, or masked or dropped episodes."),
+    "train/completions": ("count", "Completions of the step, including those of masked and dropped episodes."),
+    "train/reward_errors": ("count", "Completions of the step that at least one reward could not score."),
+    "train/refills": ("count", "How many times the step drew more prompts for dynamic sampling."),
+    "train/tokens": (
         "tokens",
-        "Tokens that the updates ran through the policy. Tokens that several rows of a micro-batch share count once. Rows that "
-        "cannot change the weights do not count.",
+        "Tokens that the updates ran through the policy. Tokens that several rows of a micro-batch share count "
+        "once. Rows that cannot change the weights do not count.",
     ),
-    "train/value_loss": Metric("", "Loss of the critic (PPO)."),
-    "train/value_explained_variance": Metric(
-        "", "Share of the returns' variance that the critic's values before the update explain; 1 is best (PPO)."
+    "train/value_loss": ("", "Loss of the critic (PPO)."),
+    "train/value_explained_variance": (
+        "",
+        "Share of the returns' variance that the critic's values before the update explain; 1 is best (PPO).",
     ),
-    "rollout/tokens": Metric(
+    "rollout/tokens": (
         "tokens",
         "Sampled tokens in the step's groups, including groups from the journal. Tokens from an environment do not count.",
     ),
-    "rollout/tokens_per_s": Metric(
-        "tokens/s", "Response tokens that this process generated, per second of generation."
-    ),
-    "rollout/response_length_mean": Metric(
+    "rollout/tokens_per_s": ("tokens/s", "Response tokens that this process generated, per second of generation."),
+    "rollout/response_length_mean": (
         "tokens",
         "Mean number of sampled tokens per completion. For an episode, the tokens of all its turns and branches count.",
     ),
-    "rollout/truncated_fraction": Metric("share", "Completions that hit the token limit."),
-    "rollout/logprob_mismatch": Metric(
+    "rollout/truncated_fraction": ("share", "Completions that hit the token limit."),
+    "rollout/logprob_mismatch": (
         "nats",
-        "Mean absolute difference between the learner's log-prob and the engine's, over the tokens that the step's first update learns "
-        "from, before that update. It includes the renormalisation of top-p and top-k, and the effect of `model.lora.dropout`.",
+        "Mean absolute difference between the learner's log-prob and the engine's, over the tokens that the "
+        "step's first update learns from, before that update. It includes the renormalisation of top-p and "
+        "top-k, and the effect of `model.lora.dropout`.",
     ),
-    "rollout/logprob_mismatch_max": Metric("nats", "Largest such difference."),
-    "rollout/staleness_mean": Metric(
-        "versions", "Mean number of versions by which the trained tokens are older than the policy."
+    "rollout/logprob_mismatch_max": ("nats", "Largest such difference."),
+    "rollout/staleness_mean": (
+        "versions",
+        "Mean number of versions by which the trained tokens lag behind the policy.",
     ),
-    "rollout/staleness_max": Metric(
-        "versions", "The same number for the oldest trained token; at most `trainer.staleness`."
-    ),
-    "rollout/preemptions": Metric(
-        "count", "Completions that were evicted from the KV cache, so that their keys and values were computed again."
-    ),
-    "rollout/groups_from_journal": Metric(
-        "count", "Groups of the step that came from the journal rather than from the engine."
-    ),
-    "reward/<part>": Metric("", "Mean score of one reward, without its weight."),
-    "reward_errors/<part>": Metric(
-        "count", "Completions that this reward could not score (it raised, hung or returned NaN). They score 0."
-    ),
-    "episode/turns_mean": Metric(
+    "rollout/staleness_max": ("versions", "The same number for the oldest trained token; at most `trainer.staleness`."),
+    "rollout/preemptions": (
         "count",
-        "Mean number of turns per episode. If the agent's program has several conversations in an episode, only the first one counts.",
+        "Completions evicted from the KV cache; their keys and values are computed again.",
     ),
-    "episode/tool_calls_mean": Metric(
-        "count", "Mean number of tool calls per episode, in the turns that `episode/turns_mean` counts."
-    ),
-    "episode/failed_fraction": Metric(
-        "share", "Episodes whose environment raised, died or returned something invalid."
-    ),
-    "episode/truncated_fraction": Metric("share", "Episodes that ended at the turn limit or the token limit."),
-    "episode/timed_out_fraction": Metric(
-        "share", "Episodes that took too long, or in which a single call to the environment took too long."
-    ),
-    "episode/metrics_dropped": Metric(
+    "rollout/groups_from_journal": ("count", "Groups of the step that came from the journal, not from the engine."),
+    "reward/<part>": ("", "Mean score of one reward, without its weight."),
+    "reward_errors/<part>": (
         "count",
-        "Environment metrics that were left out: those without a name, with a name that looks like another metric's name, beyond 100 per "
-        "episode, or beyond 500 per step.",
+        "Completions that this reward failed to score (error, hang or NaN); they score 0.",
     ),
-    "env/<part>": Metric("", "Mean of a metric from the environment, over the episodes that have it."),
-    "eval/accuracy": Metric("share", "Held-out completions whose first reward is at least `eval.threshold`."),
-    "eval/graded_fraction": Metric(
+    "episode/turns_mean": (
+        "count",
+        "Mean number of turns per episode. If the agent's program has several conversations in an episode, only the "
+        "first one counts.",
+    ),
+    "episode/tool_calls_mean": ("count", "Mean number of tool calls per episode, counted as in `episode/turns_mean`."),
+    "episode/failed_fraction": ("share", "Episodes whose environment raised, died or returned something invalid."),
+    "episode/truncated_fraction": ("share", "Episodes that ended at the turn limit or the token limit."),
+    "episode/timed_out_fraction": ("share", "Episodes that took too long, or had a call to the environment that did."),
+    "episode/metrics_dropped": (
+        "count",
+        "Environment metrics that were left out: those without a name, with a name that looks like another "
+        "metric's name, beyond 100 per episode, or beyond 500 per step.",
+    ),
+    "env/<part>": ("", "Mean of a metric from the environment, over the episodes that have it."),
+    "eval/accuracy": ("share", "Held-out completions whose first reward is at least `eval.threshold`."),
+    "eval/graded_fraction": (
         "share",
-        "Held-out completions whose reward is neither 0 nor 1. If an evaluation has any such completion, the run's headline "
-        "is `eval/reward_mean`, otherwise `eval/accuracy`.",
+        "Held-out completions whose reward is neither 0 nor 1. If an evaluation has any such completion, the "
+        "run's headline is `eval/reward_mean`, otherwise `eval/accuracy`.",
     ),
-    "eval/pass_at_k": Metric(
-        "share", "Held-out prompts with at least one correct completion among `eval.samples_per_prompt`."
+    "eval/pass_at_k": ("share", "Held-out prompts with a correct completion among `eval.samples_per_prompt`."),
+    "eval/reward_mean": ("", "Mean reward on the held-out prompts."),
+    "eval/response_length_mean": ("tokens", "Like `rollout/response_length_mean`, on the held-out prompts."),
+    "eval/truncated_fraction": ("share", "Held-out completions that hit the token limit."),
+    "eval/completions": ("count", "Held-out completions."),
+    "eval/reward_errors": ("count", "Held-out completions that at least one reward could not score. They count as 0."),
+    "time/step_s": (
+        "s",
+        "The whole training step: rollout, reward, scoring, update and sync; no evaluation or saving.",
     ),
-    "eval/reward_mean": Metric("", "Mean reward on the held-out prompts."),
-    "eval/response_length_mean": Metric(
-        "tokens",
-        "Mean number of sampled tokens per held-out completion, counted as in `rollout/response_length_mean`.",
-    ),
-    "eval/truncated_fraction": Metric("share", "Held-out completions that hit the token limit."),
-    "eval/completions": Metric("count", "Held-out completions."),
-    "eval/reward_errors": Metric(
-        "count", "Held-out completions that at least one reward could not score. They count as 0."
-    ),
-    "time/step_s": Metric(
-        "s", "The whole training step: rollout, reward, scoring, update and sync, but not evaluation and saving."
-    ),
-    "time/rollout_s": Metric("s", "Generating the step's groups."),
-    "time/reward_s": Metric("s", "Waiting for rewards, after generation."),
-    "time/score_s": Metric(
-        "s", "Computing the learner's and the reference's log-probs and the critic's values, before the update."
-    ),
-    "time/update_s": Metric("s", "Forward pass, backward pass and optimizer."),
-    "time/sync_s": Metric("s", "Sending the new weights to the engines."),
-    "time/save_s": Metric("s", "How long training waited while a checkpoint was copied to host memory."),
-    "time/eval_s": Metric("s", "Evaluation."),
-    "perf/train_tokens_per_s": Metric("tokens/s", "`train/tokens` per second of scoring and update."),
-    "perf/peak_memory_gib": Metric(
-        "GiB", "Peak memory so far: that of the CUDA allocator or, on a CPU, that of the process."
-    ),
-}
-
-_GROUPS = {
-    "train": "What each update trained on, and what it changed.",
-    "rollout": "What the engine sampled.",
-    "reward": "One metric for each reward in the run file.",
-    "reward_errors": "A reward that fails scores 0 and is counted. The run stops only if a reward fails on every completion of a step.",
-    "episode": "How episodes went. These metrics exist only in runs with an `environment`.",
-    "env": "One metric for each metric that the environment reports.",
-    "eval": "Evaluations on held-out prompts: before the first step, every `trainer.eval_every` steps, and after the last.",
-    "time": "How long each part of a step takes.",
-    "perf": "Speed and memory.",
+    "time/rollout_s": ("s", "Generating the step's groups."),
+    "time/reward_s": ("s", "Waiting for rewards, after generation."),
+    "time/score_s": ("s", "The learner's and the reference's log-probs and the critic's values, before the update."),
+    "time/update_s": ("s", "Forward pass, backward pass and optimizer."),
+    "time/sync_s": ("s", "Sending the new weights to the engines."),
+    "time/save_s": ("s", "How long training waited while a checkpoint was copied to host memory."),
+    "time/eval_s": ("s", "Evaluation."),
+    "perf/train_tokens_per_s": ("tokens/s", "`train/tokens` per second of scoring and update."),
+    "perf/peak_memory_gib": ("GiB", "Peak memory so far: of the CUDA allocator or, on a CPU, of the process."),
 }
 
 
@@ -162,36 +114,5 @@ def check_names(metrics: Iterable[str]) -> None:
     """Raise ValueError if METRICS does not document a name."""
     for name in metrics:
         group, _, rest = name.partition("/")
-        if name in METRICS or (f"{group}/<part>" in METRICS and rest):
-            continue
-        raise ValueError(f"metric {name!r} is not documented; add it to rollcall.observe.metrics.METRICS")
-
-
-def render_docs() -> str:
-    lines = [
-        "# Metrics",
-        "",
-        "<!-- Written by `python -m rollcall.observe.metrics`; edit the table there. -->",
-        "",
-        "`metrics.jsonl` in the run directory has one row per step: `step`, `time` (unix seconds) and the metrics below that apply",
-        "to the step. TensorBoard and Weights & Biases use the same names. A value that is not finite is `null`. An evaluation has",
-        "the number of the step before it; step 0 is the model before training.",
-        "",
-    ]
-    for group, meaning in _GROUPS.items():
-        lines += [f"## {group}/", "", meaning, "", "| metric | unit | meaning |", "|---|---|---|"]
-        for name, metric in METRICS.items():
-            if name.startswith(f"{group}/"):
-                lines.append(f"| `{name}` | {metric.unit} | {metric.meaning} |")
-        lines.append("")
-    return "\n".join(lines)
-
-
-def main() -> None:
-    path = Path("docs/metrics.md")
-    path.write_text(render_docs())
-    print(f"wrote {path}")
-
-
-if __name__ == "__main__":
-    main()
+        if name not in METRICS and not (rest and f"{group}/<part>" in METRICS):
+            raise ValueError(f"metric {name!r} is not documented; add it to rollcall.observe.metrics.METRICS")

@@ -23,12 +23,7 @@ class Progress:
     """The numbers to display. ``rows`` are the metrics of steps that earlier processes trained."""
 
     def __init__(
-        self,
-        *,
-        name: str,
-        num_steps: int,
-        start_step: int = 0,
-        rows: Iterable[Mapping[str, float]] = (),
+        self, *, name: str, num_steps: int, start_step: int = 0, rows: Iterable[Mapping[str, float]] = ()
     ) -> None:
         self.name = name
         self.num_steps = num_steps
@@ -62,11 +57,6 @@ class Progress:
         return time.monotonic() - self._started
 
     @property
-    def has_stepped(self) -> bool:
-        """Whether a step has finished since the start or the last restart."""
-        return bool(self._marks)
-
-    @property
     def left_s(self) -> float | None:
         """Seconds until the last step at the recent pace, including evaluations and saves. None until a full step has been
         measured. The first step after a start does not count, because it includes loading, compilation and warm-up."""
@@ -80,24 +70,21 @@ class Progress:
         found = [("step", f"{self.step}/{self.num_steps}")]
         evaluations = [self._evaluations[at] for at in sorted(self._evaluations)]
         headline = headline_of(evaluations)
-        if values := headline.values(evaluations):
+        if values := [row[headline.metric] for row in evaluations if row.get(headline.metric) is not None]:
             found.append((headline.label, f"{values[0]:.3f} → {values[-1]:.3f}"))
         if evaluations and (errors := evaluations[-1].get("eval/reward_errors")):
             found.append(("eval reward errors", f"{errors:.0f}/{evaluations[-1]['eval/completions']:.0f}"))
-        for label, key, form in (
-            ("reward", "train/reward_mean", "{:.3f}"),
-            ("tok/s", "rollout/tokens_per_s", "{:,.0f}"),
-            ("s/step", "time/step_s", "{:.2f}"),
-        ):
-            if key in self.metrics:
-                found.append((label, form.format(self.metrics[key])))
+        rates = (
+            ("reward", "train/reward_mean", ".3f"),
+            ("tok/s", "rollout/tokens_per_s", ",.0f"),
+            ("s/step", "time/step_s", ".2f"),
+        )
+        found += [(label, format(self.metrics[key], form)) for label, key, form in rates if key in self.metrics]
         if errors := self.metrics.get("train/reward_errors"):
             found.append(("reward errors", f"{errors:.0f}/{self.metrics['train/completions']:.0f}"))
-        if self.left_s is not None and self.step < self.num_steps:
-            found.append(("left", format_duration(self.left_s)))
-        else:
-            found.append(("elapsed", format_duration(self.elapsed_s)))
-        return found
+        left_s = self.left_s if self.step < self.num_steps else None
+        label, seconds = ("elapsed", self.elapsed_s) if left_s is None else ("left", left_s)
+        return [*found, (label, format_duration(seconds))]
 
 
 def format_duration(seconds: float) -> str:

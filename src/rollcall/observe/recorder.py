@@ -18,7 +18,7 @@ import psutil
 
 from rollcall.base.wait import warn
 from rollcall.observe.calls import BusySpans, CallFile, RecordedCall
-from rollcall.observe.events import Events, Mark, MarkKind, last_phase, read_marks
+from rollcall.observe.events import Events, Mark, MarkKind, read_marks, read_phases
 from rollcall.observe.live import CONTROLLER, REWARDS, Live, Look, ProcessState, WorkState, read_live, write_live
 from rollcall.observe.logs import keep_logs
 from rollcall.observe.timeline import CONTROLLER_ENDED
@@ -66,14 +66,14 @@ class Recorder:
         with self._noting_faults():
             self._calls.append(calls, time_s=last.time_s)
         doing = next((one.doing for one in last.processes if one.lane == CONTROLLER), "")
-        ended_s, phase = last.time_s, last_phase(self._run_dir)
+        ended_s = last.time_s
         # The earlier controller's events may be a few short phases ahead of its last ``Look``.
-        if phase is not None and (phase.end_s or phase.start_s) >= ended_s:
-            doing = f"{phase.phase} of step {phase.step}" if phase.end_s is None else ""
-            ended_s = phase.end_s or phase.start_s
+        for phase in read_phases(self._run_dir)[-1:]:
+            if (phase.end_s or phase.start_s) >= ended_s:
+                doing = f"{phase.phase} of step {phase.step}" if phase.end_s is None else ""
+                ended_s = phase.end_s or phase.start_s
         ended_s = max([ended_s, *(mark.at_s for mark in read_marks(self._run_dir)[-1:])])
-        note = f"in {doing}" if doing else ""
-        self._events.mark(Mark(ended_s, CONTROLLER_ENDED, MarkKind.FAULT, CONTROLLER, note))
+        self._events.mark(Mark(ended_s, CONTROLLER_ENDED, MarkKind.FAULT, CONTROLLER, f"in {doing}" if doing else ""))
 
     def _record(self, *, is_over: bool) -> None:
         look, now = self._look(last=is_over), time.time()
@@ -81,11 +81,21 @@ class Recorder:
         since_s = self._rewards.since_s
         state, doing = (WorkState.IDLE, "") if since_s is None else (WorkState.BUSY, REWARDS)
         rewards = ProcessState(lane=REWARDS, state=state, doing=doing, since_s=since_s)
+        phase = self._events.current
+        controller = ProcessState(
+            lane=CONTROLLER,
+            pid=os.getpid(),
+            state=WorkState.BUSY if phase else WorkState.IDLE,
+            doing=f"{phase[0]} of step {phase[1]}" if phase else "",
+            since_s=phase[2] if phase else None,
+            memory_bytes=psutil.Process().memory_info().rss,
+            device_bytes=device_bytes(),
+        )
         live = Live(
             time_s=round(now, 3),
             host=socket.gethostname(),
             is_over=is_over,
-            processes=(self._controller(), rewards, *look.processes),
+            processes=(controller, rewards, *look.processes),
             missing_nodes=tuple(look.missing_nodes),
             on_ray=look.on_ray,
         )
@@ -96,18 +106,6 @@ class Recorder:
             write_live(self._run_dir, live)
             keep_logs(self._run_dir, look.logs)
 
-    def _controller(self) -> ProcessState:
-        current = self._events.current
-        return ProcessState(
-            lane=CONTROLLER,
-            pid=os.getpid(),
-            state=WorkState.BUSY if current else WorkState.IDLE,
-            doing=f"{current[0]} of step {current[1]}" if current else "",
-            since_s=current[2] if current else None,
-            memory_bytes=psutil.Process().memory_info().rss,
-            device_bytes=device_bytes(),
-        )
-
     @contextmanager
     def _noting_faults(self) -> Iterator[None]:
         """Let the run continue if the disk is full or lost. Warns once. The next recording tries again."""
@@ -116,6 +114,5 @@ class Recorder:
         except OSError as error:
             if not self._has_warned:
                 self._has_warned = True
-                warn(
-                    f"{self._run_dir}: cannot write the state of the run's processes: {error.strerror}; the run continues"
-                )
+                what = "the state of the run's processes"
+                warn(f"{self._run_dir}: cannot write {what}: {error.strerror}; the run continues")

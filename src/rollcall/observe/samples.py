@@ -35,28 +35,24 @@ _LONGEST_ARGUMENT = 200
 def write_samples(dir: Path, *, step: int, split: str, groups: Iterable[Group]) -> Path:
     """Write ``samples/<split>-<step>.jsonl``, one line per completion, for human readers."""
     dir.mkdir(parents=True, exist_ok=True)
-    lines = [
-        json.dumps(
-            {
-                "prompt_id": group.prompt.id,
-                "prompt": group.prompt.text,
-                "completion": completion.text,
-                "answer": group.prompt.answer,
-                "reward": score.value,
-                "parts": score.parts,
-                **({"errors": score.errors} if score.errors else {}),
-                **({"notes": score.notes} if score.notes else {}),
-                "num_tokens": len(completion.token_ids),
-                "finish": completion.finish.value,
-                **episode_columns(completion),
-            },
-            ensure_ascii=False,
-        )
+    rows = [
+        {
+            "prompt_id": group.prompt.id,
+            "prompt": group.prompt.text,
+            "completion": completion.text,
+            "answer": group.prompt.answer,
+            "reward": score.value,
+            "parts": score.parts,
+            **_given({"errors": score.errors, "notes": score.notes}),
+            "num_tokens": len(completion.token_ids),
+            "finish": completion.finish.value,
+            **episode_columns(completion),
+        }
         for group in groups
         for completion, score in zip(group.completions, group.scores, strict=True)
     ]
     path = dir / f"{split}-{step:06d}.jsonl"
-    text = "".join(line + "\n" for line in lines)
+    text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
     # A completion that was cut inside a character may contain a lone surrogate, which UTF-8 cannot encode.
     write_atomic(path, text.encode("utf-8", errors="backslashreplace"))
     return path
@@ -64,17 +60,8 @@ def write_samples(dir: Path, *, step: int, split: str, groups: Iterable[Group]) 
 
 def sample_rows(groups: Iterable[Group], *, limit: int) -> list[tuple[str, str, str, float]]:
     """Return (prompt, completion, answer, reward) for the first completion in each of the first groups, for the console."""
-    rows = [
-        (
-            asked(group.prompt.text, group.prompt.metadata),
-            transcript(group.completions[0]),
-            group.prompt.answer,
-            group.scores[0].value,
-        )
-        for group in groups
-        if group.completions
-    ]
-    return rows[:limit]
+    rows = [(one.prompt, transcript(one.completions[0]), one.scores[0].value) for one in groups if one.completions]
+    return [(asked(prompt.text, prompt.metadata), text, prompt.answer, reward) for prompt, text, reward in rows[:limit]]
 
 
 # Transcripts
@@ -126,7 +113,10 @@ def said_in_row(row: dict[str, Any]) -> list[tuple[str, str]]:
     for number, turn in enumerate(row["turns"], start=1):
         said.append((f"turn {number}", turn["text"]))
         calls = turn.get("calls") or ()
-        said += [("call", _called(call)) for call in calls]
+        for call in calls:
+            given = ", ".join(f"{name}={_short(value)}" for name, value in call.get("arguments", {}).items())
+            sign = "failed:" if call.get("failed") else "->"
+            said.append(("call", f"{call['name']}({given}) {sign} {call.get('result', '')}"))
         if turn.get("observation") and not calls:
             said.append(("environment", turn["observation"]))
         if turn.get("reward") is not None:
@@ -162,11 +152,6 @@ def _given(columns: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in columns.items() if value is not None and value not in ("", [], {})}
 
 
-def _called(call: dict[str, Any]) -> str:
-    given = ", ".join(f"{name}={_short(value)}" for name, value in call.get("arguments", {}).items())
-    return f"{call['name']}({given}) {'failed:' if call.get('failed') else '->'} {call.get('result', '')}"
-
-
 def _short(value: Any) -> str:
     text = json.dumps(value, ensure_ascii=False, default=str)
     return text if len(text) <= _LONGEST_ARGUMENT else f"{text[:_LONGEST_ARGUMENT]}…"
@@ -181,7 +166,7 @@ def file_name(step: int) -> str:
 
 def write_token_scores(
     folder: Path, *, step: int, groups: Sequence[Group], logprobs: Sequence[Floats], entropy: Sequence[Floats]
-) -> Path:
+) -> None:
     """Write a step's file. ``logprobs`` and ``entropy`` have one array per completion, in the order of the groups."""
     counts = [len(completion.token_ids) for group in groups for completion in group.completions]
     assert counts == [len(row) for row in logprobs] == [len(row) for row in entropy], "one number for each token"
@@ -195,7 +180,6 @@ def write_token_scores(
     )
     folder.mkdir(parents=True, exist_ok=True)
     write_atomic(folder / file_name(step), data.getvalue())
-    return folder / file_name(step)
 
 
 def scores_in(file: IO[bytes], group: Group, *, completion: int) -> dict[str, Floats] | None:

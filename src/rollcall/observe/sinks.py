@@ -46,8 +46,10 @@ class JsonlSink:
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         check_names(metrics)
-        row = {"step": step, "time": round(time.time(), 3)}
-        row.update({name: _finite(value) for name, value in metrics.items()})
+        row: dict[str, Any] = {"step": step, "time": round(time.time(), 3)}
+        for name, value in metrics.items():
+            number = value if isinstance(value, int) else float(value)
+            row[name] = number if math.isfinite(number) else None
         line = (json.dumps(row) + "\n").encode()
         persist(lambda: self._file.append(line), path=self.path, what=f"the metrics of step {step}")
         self._file.forget_unsynced()
@@ -59,35 +61,26 @@ class JsonlSink:
 class TensorBoardSink:
     def __init__(self, dir: Path, *, resume_step: int | None) -> None:
         self._dir = dir
-        self._writer: Any = None
-        self._open(purge_step=0 if resume_step is None else resume_step + 1)
+        self._make: Any = importlib.import_module("torch.utils.tensorboard").SummaryWriter
+        self._writer: Any = self._make(str(dir), purge_step=0 if resume_step is None else resume_step + 1)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         def write() -> None:
             try:
-                writer = self._writer or self._reopen()
+                if self._writer is None:
+                    # Try a plain file first, because a TensorBoard writer that fails prints a traceback from its thread.
+                    probe = self._dir / ".probe"
+                    write_atomic(probe, bytes(1 << 16))
+                    probe.unlink()
+                    self._writer = self._make(str(self._dir))
                 for name, value in metrics.items():
-                    writer.add_scalar(name, float(value), step)
-                writer.flush()
+                    self._writer.add_scalar(name, float(value), step)
+                self._writer.flush()
             except OSError:
                 self._writer = None  # the error ended the writer's thread; the next writer adds another file
                 raise
 
         persist(write, path=self._dir, what=f"the TensorBoard curves of step {step}")
-
-    def _reopen(self) -> Any:
-        # Try a plain file first, because a TensorBoard writer that fails prints a traceback from its thread.
-        probe = self._dir / ".probe"
-        try:
-            probe.write_bytes(bytes(1 << 16))
-        finally:
-            probe.unlink(missing_ok=True)
-        return self._open(purge_step=None)
-
-    def _open(self, *, purge_step: int | None) -> Any:
-        writer = importlib.import_module("torch.utils.tensorboard").SummaryWriter
-        self._writer = writer(str(self._dir), purge_step=purge_step)
-        return self._writer
 
     def close(self) -> None:
         if self._writer is not None:
@@ -168,8 +161,3 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
             continue
         rows.setdefault(row["step"], {}).update(row)
     return [rows[step] for step in sorted(rows)]
-
-
-def _finite(value: float) -> float | int | None:
-    number = value if isinstance(value, int) else float(value)
-    return number if math.isfinite(number) else None

@@ -22,7 +22,6 @@ from rollcall.observe.events import Mark, MarkKind, PhaseEvent, StepPhase, read_
 from rollcall.observe.live import CONTROLLER, REWARDS, read_live
 
 SHORTEST_WAIT_S = 0.05  # shorter pauses between two calls are not shown
-SAME_S = 0.02
 HERE = "local"  # the name of the controller's own process in events
 CONTROLLER_ENDED = "controller ended"  # a mark
 ATTEMPT_LOST = "attempt lost"  # a mark: all workers are stopped
@@ -47,9 +46,6 @@ _CALL_KINDS = {
     **dict.fromkeys(("copy_parts", "write_parts", "parts_written", "export"), "save"),
     **dict.fromkeys(("parts_here", "bring_parts", "tidy_parts"), "save"),
 }
-
-
-_WORKER = re.compile(r"(\w+)-(\d+) on node (\d+)\b.*")
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,10 +78,9 @@ class Timeline:
 def read_timeline(run_dir: Path, *, first_step: int | None = None, last_step: int | None = None) -> Timeline:
     """Read the timeline. ``first_step`` and ``last_step`` limit it to the time between the first and last phase of these steps."""
     live, marks = read_live(run_dir), read_marks(run_dir)
-    events = read_phases(run_dir, first_step=first_step, last_step=last_step)
     ends = [mark.at_s for mark in marks if mark.name == CONTROLLER_ENDED]
     ends += [live.time_s] if live is not None else []  # when a controller was last known to be alive
-    phases = _phases(events, ends=sorted(ends))
+    phases = _phases(read_phases(run_dir, first_step=first_step, last_step=last_step), ends=sorted(ends))
     first_s, last_s = -math.inf, math.inf
     if first_step is not None or last_step is not None:
         if not phases:
@@ -136,9 +131,8 @@ def _phases(events: Sequence[PhaseEvent], *, ends: Sequence[float]) -> list[Time
         end_s, notes = event.end_s, [event.result] if event.result else []
         if end_s is None:
             place = bisect.bisect_left(ends, event.start_s)
-            following = events[index + 1].start_s if index + 1 < len(events) else math.inf
-            end_s = min(ends[place] if place < len(ends) else math.inf, following)
-            end_s = event.start_s if end_s == math.inf else end_s
+            following = [one.start_s for one in events[index + 1 : index + 2]]
+            end_s = min([*ends[place : place + 1], *following], default=event.start_s)
             notes.append("not ended")
         kind = _PHASE_KINDS.get(event.phase, "other")  # type: ignore[arg-type]
         end_s = max(end_s, event.start_s)
@@ -177,7 +171,7 @@ def _spans(lane: str, calls: Sequence[RecordedCall], places: _Places) -> list[Ti
     """Build a worker's spans. A worker handles one call at a time, so if two calls overlap because of clock errors, cut the first one."""
     spans: list[TimeSpan] = []
     for call in sorted(calls, key=lambda call: (call.start_s, -call.end_s)):
-        if spans and spans[-1].name == call.name and call.end_s <= spans[-1].end_s + SAME_S:
+        if spans and spans[-1].name == call.name and call.end_s <= spans[-1].end_s + 0.02:
             continue  # a lost worker's last call may be reported twice
         if spans and spans[-1].end_s > call.start_s:
             spans[-1] = replace(spans[-1], end_s=call.start_s)
@@ -193,7 +187,7 @@ def _spans(lane: str, calls: Sequence[RecordedCall], places: _Places) -> list[Ti
 
 def _with_lane(phase: TimeSpan, lanes: Sequence[str]) -> TimeSpan:
     """Translate the worker's name from the format of events and journal to its timeline lane."""
-    match = _WORKER.fullmatch(phase.waited_for)
+    match = re.fullmatch(r"(\w+)-(\d+) on node (\d+)\b.*", phase.waited_for)
     if match is None:
         return phase
     role, node = f"{match[1]} {match[2]}", f"@ node {match[3]}"
@@ -208,9 +202,7 @@ def _name_the_last(phases: Sequence[TimeSpan], lanes: Iterable[Sequence[TimeSpan
     for span in (span for own in lanes for span in own):
         middle_s = (span.start_s + span.end_s) / 2  # its end may appear to be in the next phase due to clock error
         index = bisect.bisect_right(starts, middle_s) - 1
-        if index < 0 or phases[index].kind != span.kind:
-            continue
-        if index not in last or span.end_s > last[index].end_s:
+        if index >= 0 and phases[index].kind == span.kind and (index not in last or span.end_s > last[index].end_s):
             last[index] = span
     return [
         replace(span, waited_for=last[index].lane) if index in last and not span.waited_for else span
@@ -253,7 +245,6 @@ def _order(lane: str) -> tuple[bool, list[tuple[int, str]]]:
 
 # Export as a Chrome trace
 
-_NODE = re.compile(r"(?P<worker>.+) @ node (?P<node>\d{1,9})")
 _CONTROLLER = 1  # the controller's process id in the trace; a node's process id is its rank + 2
 
 
@@ -297,7 +288,7 @@ def _micros(seconds: float) -> int:
 
 def _place(lane: str, number: int) -> tuple[int, int, str]:
     """Return process id, thread id and thread name."""
-    match = _NODE.fullmatch(lane)
+    match = re.fullmatch(r"(?P<worker>.+) @ node (?P<node>\d{1,9})", lane)
     return (_CONTROLLER, number, lane) if match is None else (int(match["node"]) + 2, number, match["worker"])
 
 

@@ -11,6 +11,7 @@ A backward pass has three points where memory may peak, and ``Passes.peak`` is t
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import Literal
@@ -82,22 +83,18 @@ class Passes:
 
     def tokens_in(self, room: int) -> int:
         """Return the largest number of tokens whose peak is at most ``room``."""
-        low, high = 0, 1
-        while self.peak(high) <= room and high < 1 << 40:
-            low, high = high, 2 * high
-        while high - low > 1:
-            middle = (low + high) // 2
-            low, high = (middle, high) if self.peak(middle) <= room else (low, middle)
-        return low
+        return max(0, bisect_right(range(1 << 40), room, key=self.peak) - 1)
 
     def at_head(self, tokens: int) -> int:
-        if not self.has_head:
-            return tokens * (self._kept_of_all + self._around)
         sizes = self.sizes
+        # Outside the layers: the final norm (not compiled), the rows that predict tokens, and their gradient.
+        kept = tokens * (self._kept_of_all + sizes.hidden * (WIDE + 4 * self.width))
+        if not self.has_head:
+            return kept
         logits = min(tokens // self.tensor * sizes.vocab, LOGITS_AT_ONCE)
         chunk = (WIDE + self.width) * logits  # the logits and their gradient
         gradient = 0 if self.frozen else WIDE * sizes.vocab * sizes.hidden
-        return tokens * (self._kept_of_all + self._around) + gradient + chunk
+        return kept + gradient + chunk
 
     def at_layers(self, tokens: int) -> int:
         """Includes the head's gradient. It is kept until the embeddings' gradient exists, because embeddings and head share a weight or
@@ -130,22 +127,13 @@ class Passes:
         if self.recompute is Recompute.NO:
             return self.sizes.layers * self.kept_per_layer
         layers = min(self.sizes.layers, ON_CARD) if self.recompute is Recompute.ON_HOST else self.sizes.layers
-        return layers * self._input_of_layer
+        return layers * self.sizes.hidden * self.width
 
     def on_host(self, tokens: int) -> int:
         """Return the bytes of pinned host memory. torch rounds each piece up to a power of two."""
         if self.recompute is not Recompute.ON_HOST:
             return 0
-        return self.sizes.layers * (1 << (tokens * self._input_of_layer - 1).bit_length())
-
-    @property
-    def _input_of_layer(self) -> int:
-        return self.sizes.hidden * self.width
-
-    @property
-    def _around(self) -> int:
-        """Bytes per token outside the layers: the final norm (not compiled), the rows that predict tokens, and their gradient."""
-        return self.sizes.hidden * (WIDE + 4 * self.width)
+        return self.sizes.layers * (1 << (tokens * self.sizes.hidden * self.width - 1).bit_length())
 
     @property
     def _gradients_of_layer(self) -> int:

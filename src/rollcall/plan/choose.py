@@ -5,12 +5,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
 
 from rollcall.base.words import counted, size
 from rollcall.config import Config, OptimizerSection, RolloutSection
 from rollcall.config.sections import OptimizerChoice
-from rollcall.plan.activations import WIDE, DecoderSizes, Recompute
+from rollcall.plan.activations import WIDE, DecoderSizes, Passes, Recompute
 
 MOST_TOKENS = 32768  # larger micro-batches are at most a few percent faster, but take memory from the KV cache
 ENOUGH_TOKENS = 8192  # smaller micro-batches cost more than recomputing the layers
@@ -21,13 +20,6 @@ FILL_TOKENS = 32768  # the native engine prefills prompts in packs of this size
 KV_FRACTION = 0.3  # share of a GPU's memory, if `rollout.kv_memory_fraction` is auto and nothing better is known
 FEW = 8  # an engine is slow if it can decode less than 1/FEW of its completions at once
 SMALL = ENOUGH_TOKENS // 4  # micro-batches with fewer tokens are memory-bound
-
-
-class Needs(Protocol):
-    """Converts between the tokens of a pass and the bytes that it needs. ``Passes`` and ``Line`` implement this."""
-
-    def peak(self, tokens: int) -> int: ...
-    def tokens_in(self, room: int) -> int: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,6 +46,9 @@ class Line:
         return cls(fixed=max(0, int(many[1] - per_token * many[0])), per_token=per_token)
 
 
+Needs = Passes | Line  # converts between the tokens of a pass and the bytes that it needs
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Choice:
     tokens: int
@@ -66,10 +61,6 @@ class KvNeed:
 
     least: int  # for one sequence
     most: int  # for ``max_running`` sequences
-
-    def first(self, room: int) -> int:
-        """Return the bytes to set aside before micro-batches are sized."""
-        return min(self.most, max(self.least, int(room * KV_SHARE)))
 
     def of(self, room: int) -> int:
         return min(self.most, max(self.least, room))
@@ -85,7 +76,7 @@ def choose(
     longest row; rows are never split."""
     given, wanted = section.tokens_per_microbatch, section.activation_checkpointing
     enough = max(ENOUGH_TOKENS, longest) if given == "auto" else given
-    left = room - kv.first(room)
+    left = room - kv.of(int(room * KV_SHARE))
     recompute = Recompute.of(wanted)
     if wanted == "auto" and passes(recompute).tokens_in(left) < enough:
         recompute = Recompute.YES
@@ -112,32 +103,24 @@ def kv_fraction(rollout: RolloutSection) -> float:
     return KV_FRACTION if rollout.kv_memory_fraction == "auto" else rollout.kv_memory_fraction
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class EngineNeeds:
     """Bytes that an engine needs on one slot in addition to its weights: KV cache and working memory."""
 
-    config: Config
-    sizes: DecoderSizes
-    positions: int  # of the model
-    width: int  # bytes per weight
-    tensor: int  # slots over which vLLM splits the model; 1 for the native engine
-
-    @property
-    def kv_per_token(self) -> int:
-        """Bytes of KV per token on one slot. With more slots than KV heads, each slot has one head."""
-        heads = max(1, self.sizes.kv_heads // self.tensor)
-        return 2 * self.sizes.layers * heads * self.sizes.head_dim * self.width
-
-    @property
-    def longest(self) -> int:
-        """The most tokens that a prompt and its completion can have."""
-        return min(self.config.data.max_prompt_tokens + self.config.rollout.max_response_tokens, self.positions)
-
-    @property
-    def open_kv(self) -> KvNeed:
-        # A conversation may grow until it fills all positions of the model.
-        longest = self.longest if self.config.environment is None else self.positions
-        return self._kv_need(longest)
+    def __init__(self, *, config: Config, sizes: DecoderSizes, positions: int, width: int, tensor: int) -> None:
+        """``positions``: those of the model. ``width``: bytes per weight. ``tensor``: slots over which vLLM splits the model; 1 for the
+        native engine."""
+        self.config, self.positions, self.tensor = config, positions, tensor
+        data, rollout = config.data, config.rollout
+        # With more slots than KV heads, each slot has one head.
+        self.kv_per_token = 2 * sizes.layers * max(1, sizes.kv_heads // tensor) * sizes.head_dim * width
+        # The most tokens that a prompt and its completion can have. A conversation may grow until it fills all positions.
+        self.longest = min(data.max_prompt_tokens + rollout.max_response_tokens, positions)
+        self.open_kv = self._kv_need(self.longest if config.environment is None else positions)
+        # Working memory while prompts are prefilled.
+        tokens = min(FILL_TOKENS, rollout.max_running * data.max_prompt_tokens)
+        self.filling = tokens * sizes.working_elements(tensor) * width
+        # The logits of a decode step: one copy that the step's CUDA graph keeps, and one from before the capture.
+        self.graphs = 2 * rollout.max_running * sizes.vocab * WIDE
 
     def fixed_kv(self, card: int) -> int:
         """Return the bytes of KV cache that the run file sets, on a GPU with ``card`` bytes of memory."""
@@ -149,17 +132,6 @@ class EngineNeeds:
     def _kv_need(self, longest: int) -> KvNeed:
         least = -(-longest // KV_BLOCK) * KV_BLOCK * self.kv_per_token
         return KvNeed(least=least, most=self.config.rollout.max_running * least)
-
-    @property
-    def filling(self) -> int:
-        """Working memory while prompts are prefilled."""
-        tokens = min(FILL_TOKENS, self.config.rollout.max_running * self.config.data.max_prompt_tokens)
-        return tokens * self.sizes.working_elements(self.tensor) * self.width
-
-    @property
-    def graphs(self) -> int:
-        """Bytes for the logits of a decode step: one copy that the step's CUDA graph keeps, and one from before the capture."""
-        return 2 * self.config.rollout.max_running * self.sizes.vocab * WIDE
 
 
 # Messages

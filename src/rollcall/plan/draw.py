@@ -17,13 +17,11 @@ from rollcall.plan.memory import GIB, PARTS, SlotMemory
 from rollcall.plan.placement import Plan, Role
 
 MAX_GRID_NODES, MAX_GRID_SLOTS = 8, 16  # in a larger cluster, identical nodes share a row
-PLAIN_WIDTH = 120
 BAR = 24  # characters
 COLOURS = {
     Role.ACTOR: "cyan", Role.CRITIC: "magenta", Role.REFERENCE: "white", Role.ROLLOUT: "yellow", Role.INFERENCE: "green",
     Role.REWARD: "red", Role.ENVIRONMENT: "blue",
 }  # fmt: skip
-PART_NAMES = {"kv": "KV cache"}  # other parts are shown under their own names
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,7 +49,7 @@ def node_runs(plan: Plan) -> list[NodeRun]:
 
 def make_console() -> Screen:
     screen = Screen()
-    return screen if screen.is_terminal else Screen(width=PLAIN_WIDTH)
+    return screen if screen.is_terminal else Screen(width=120)
 
 
 def draw_text(run: RunPlan) -> RenderableType:
@@ -130,9 +128,8 @@ def _abbreviated(plan: Plan) -> Table:
 
 
 def _meshes(plan: Plan) -> Table:
-    axes = (
-        ("data", "context", "tensor") if any(mesh.context > 1 for mesh in plan.meshes.values()) else ("data", "tensor")
-    )
+    has_context = any(mesh.context > 1 for mesh in plan.meshes.values())
+    axes = ("data", "context", "tensor") if has_context else ("data", "tensor")
     table = _table("role", "slots", "processes", f"mesh ({' x '.join(axes)})", "shares its processes with")
     for role in plan.roles:
         mesh = plan.meshes.get(role)
@@ -148,7 +145,7 @@ def _meshes(plan: Plan) -> Table:
 
 
 def _memory(run: RunPlan) -> Table:
-    columns = [Column(PART_NAMES.get(part, part), justify="right") for part in PARTS]
+    columns = [Column("KV cache" if part == "kv" else part, justify="right") for part in PARTS]
     table = _table("slots", "role", *columns, "total", title="memory per slot, GiB")
     for entry in run.memory:
         for row, role in enumerate(entry.roles):

@@ -15,17 +15,7 @@ from rollcall.config import ClusterSection, Config, RolloutSection
 from rollcall.config.checks import unused
 from rollcall.config.environments import AgentEnvironment, VerifiersEnvironment
 from rollcall.plan.choose import kv_is_open, on_kv, on_microbatch
-from rollcall.plan.memory import (
-    GIB,
-    PARTS,
-    ModelSizes,
-    SlotMemory,
-    element_size,
-    host_memory,
-    lever,
-    read_sizes,
-    slot_memory,
-)
+from rollcall.plan.memory import GIB, PARTS, ModelSizes, SlotMemory, element_size, host_memory, read_sizes, slot_memory
 from rollcall.plan.mesh import indivisible_heads, split_of
 from rollcall.plan.placement import HOLDERS, SCORERS, TRAINED, Plan, PlannedProcess, Role, plan_for, roles_together
 
@@ -96,8 +86,7 @@ def plan_run(config: Config, *, card_gib: float | None = None, model_config: Pat
     host: dict[int, int] = {}
     try:
         sizes = read_sizes(config.model.path, model_config=model_config)
-        reward_sizes = _reward_sizes(config, plan, notes)
-        memory = slot_memory(plan, config, sizes, card=card, reward_sizes=reward_sizes)
+        memory = slot_memory(plan, config, sizes, card=card, reward_sizes=_reward_sizes(config, plan, notes))
         host = host_memory(plan, config, sizes, memory) if card is not None else {}
         problems += indivisible(plan, sizes)
         problems += _too_long(config, sizes)
@@ -167,15 +156,13 @@ def role_problems(config: Config, cluster: ClusterSection | None, plan: Plan) ->
             )
         if role not in trained and on_gpus:
             problems += _width_problems(role, width, config.rollout)
-    problems += [*_apart(config, plan), *_unreachable(config, plan)]
-    return problems + _weightless(cluster.node_weights if cluster else None, plan)
+    weights = cluster.node_weights if cluster else None
+    return [*problems, *_apart(config, plan), *_unreachable(config, plan), *_weightless(weights, plan)]
 
 
 def _apart(config: Config, plan: Plan) -> Iterator[str]:
     """Report actor and inference slots that overlap only in part, because inference would need all of the actor's processes."""
-    actor, inference = (
-        set(plan.role_slots(role)) if role in plan.processes else set() for role in (Role.ACTOR, Role.INFERENCE)
-    )
+    actor, inference = set(plan.role_slots(Role.ACTOR)), set(plan.role_slots(Role.INFERENCE))
     if actor & inference and actor != inference and Role.ACTOR in roles_together(config, plan):
         yield (
             f"inference has slots {ranges(plan.role_slots(Role.INFERENCE))} and the actor has slots {ranges(plan.role_slots(Role.ACTOR))}, but "
@@ -183,62 +170,58 @@ def _apart(config: Config, plan: Plan) -> Iterator[str]:
         )
 
 
-def _width_problems(role: Role, width: int, rollout: RolloutSection) -> list[str]:
+def _width_problems(role: Role, width: int, rollout: RolloutSection) -> Iterator[str]:
     """Check a role that samples or scores with ``width`` GPUs per process. Logical slots have no such limit."""
     has = f"{role} has {counted(width, 'slot')} per process"
     if role is Role.ROLLOUT and rollout.engine == "vllm":
         size = rollout.vllm.tensor_parallel_size
-        if size == width:
-            return []
-        return [
-            f"{has}, but rollout.vllm.tensor_parallel_size={size} splits an engine across {counted(size, 'slot')}; make the two equal (a placement "
-            f'of "0-{4 * size - 1}:0-3" gives {size} to each of 4 processes)'
-        ]
-    if width == 1:
-        return []
-    if role is Role.ROLLOUT:
-        return [
+        if size != width:
+            yield (
+                f"{has}, but rollout.vllm.tensor_parallel_size={size} splits an engine across {counted(size, 'slot')}; make the two equal "
+                f'(a placement of "0-{4 * size - 1}:0-3" gives {size} to each of 4 processes)'
+            )
+    elif width > 1 and role is Role.ROLLOUT:
+        yield (
             f"{has}, but the native engine uses one slot per process; give it one process per slot, or set rollout.engine=vllm "
             f"and rollout.vllm.tensor_parallel_size={width}"
-        ]
-    return [f"{has}, but it uses one slot per process; give it one process per slot"]
+        )
+    elif width > 1:
+        yield f"{has}, but it uses one slot per process; give it one process per slot"
 
 
-def _unreachable(config: Config, plan: Plan) -> list[str]:
+def _unreachable(config: Config, plan: Plan) -> Iterator[str]:
     """Report the first process that cannot receive weights in the way that ``rollout.weights`` sets."""
     if config.rollout.weights != "shared_memory":
-        return []
+        return
     actors = plan.processes[Role.ACTOR]
     own, home = {actor.slots for actor in actors}, actors[0].node_rank
     for role in HOLDERS:
         for process in plan.processes.get(role, ()):
             if process.slots not in own and process.node_rank != home:
-                return [
+                yield (
                     f"rollout.weights=shared_memory reaches only processes on the actor's node (node {home}), but {role} rank "
                     f"{process.ranks[role]} is on node {process.node_rank}; use auto, broadcast, delta or file"
-                ]
-    return []
+                )
+                return
 
 
-def _weightless(weights: list[float] | None, plan: Plan) -> list[str]:
+def _weightless(weights: list[float] | None, plan: Plan) -> Iterator[str]:
     nodes = sorted({process.node_rank for process in plan.processes[Role.ROLLOUT]})
-    if weights is None or any(weights[rank] for rank in nodes):
-        return []
-    return [
-        f"cluster.node_weights={weights} gives a weight of 0 to every node with a rollout process (node {', '.join(map(str, nodes))}); give "
-        "one of them a weight above 0"
-    ]
+    if weights is not None and not any(weights[rank] for rank in nodes):
+        yield (
+            f"cluster.node_weights={weights} gives a weight of 0 to every node with a rollout process (node {', '.join(map(str, nodes))}); give "
+            "one of them a weight above 0"
+        )
 
 
-def _too_long(config: Config, sizes: ModelSizes) -> list[str]:
+def _too_long(config: Config, sizes: ModelSizes) -> Iterator[str]:
     """Refuse completions so long that no prompt fits. Only the data can show whether the longest prompt fits."""
     most = config.rollout.max_response_tokens
-    if config.environment is not None or most < sizes.positions:
-        return []
-    return [
-        f"rollout.max_response_tokens={most} leaves no room for a prompt, because the model has only {sizes.positions} "
-        "positions (max_position_embeddings); use a smaller value"
-    ]
+    if config.environment is None and most >= sizes.positions:
+        yield (
+            f"rollout.max_response_tokens={most} leaves no room for a prompt, because the model has only {sizes.positions} "
+            "positions (max_position_embeddings); use a smaller value"
+        )
 
 
 def indivisible(plan: Plan, sizes: ModelSizes) -> list[str]:
@@ -272,7 +255,7 @@ def _judge_memory(memory: tuple[SlotMemory, ...], card: int | None, *, notes: li
             largest = max(entry.roles, key=lambda role: role.held + role.working)
             problems.append(
                 f"{who}: the roles need {gib(entry.total)}, {gib(entry.total - card)} more than the card's {gib(card)}; {largest.role} "
-                f"needs the most: {lever(largest)}"
+                f"needs the most: {largest.lever}"
             )
         elif entry.total > TIGHT * card:
             notes.append(
@@ -284,8 +267,7 @@ def _on_sizes(config: Config, plan: Plan, memory: tuple[SlotMemory, ...], card: 
     """Yield notes on what ``auto`` chooses and what that costs. The run measures a pass first and may choose slightly differently."""
     for role in (role for entry in memory for role in entry.roles if role.tokens and card is not None):
         section = config.critic if role.role is Role.CRITIC else config.actor
-        chosen = section.activation_checkpointing == "auto" and role.recompute
-        if section.tokens_per_microbatch == "auto" or chosen:
+        if section.tokens_per_microbatch == "auto" or (section.activation_checkpointing == "auto" and role.recompute):
             yield f"{role.role}: {role.tokens} tokens in a micro-batch{role.recompute.sentence} (auto, estimated)"
             num_ranks = plan.meshes[role.role].data
             if about := on_microbatch(config, role.role, tokens=role.tokens, longest=role.longest, num_ranks=num_ranks):
@@ -325,7 +307,7 @@ def _on_work(config: Config, plan: Plan, host: dict[int, int]) -> Iterator[str]:
             "with trainer.staleness=0, rollout's slots wait while the actor trains, and the actor's slots wait while rollout samples; "
             "staleness=1 lets both work at the same time"
         )
-    has_work = config.rescores or any(one.type == "self_certainty" for one in config.reward)
+    has_work = config.algorithm.rescores(config.actor) or any(one.type == "self_certainty" for one in config.reward)
     if Role.INFERENCE in plan.processes and not has_work:
         yield (
             f"inference has slots {ranges(plan.role_slots(Role.INFERENCE))} but nothing to do: it computes log-probs only "

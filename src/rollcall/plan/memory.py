@@ -137,6 +137,34 @@ class RoleMemory:
     def working(self) -> int:
         return self.gradients + self.activations + self.lent
 
+    @property
+    def lever(self) -> str:
+        """Advice on what to change if this role does not fit into memory."""
+        name = "critic" if self.role is Role.CRITIC else "actor"
+        match max(PARTS, key=lambda part: getattr(self, part)):
+            case "kv":
+                return "lower rollout.kv_memory_fraction, or set rollout.kv_tokens"
+            case "activations" if self.role is Role.ROLLOUT:
+                return "lower rollout.max_running"
+            case "activations" if self.role is Role.REWARD:
+                return "lower the reward's max_tokens"
+            case "activations" if self.role in TRAINED and self.recompute is Recompute.NO:
+                return f"lower {name}.tokens_per_microbatch, or set {name}.activation_checkpointing=true"
+            case "activations" if 0 < self.tokens <= self.longest:
+                host = "" if self.recompute is Recompute.ON_HOST else f"set {name}.activation_checkpointing=offload, "
+                return f"{host}split the longest rows with {name}.context_parallel_size, or lower rollout.max_response_tokens"
+            case "activations":
+                return f"lower {name}.tokens_per_microbatch"
+        if self.copied:
+            return f"set {name}.sharding=fsdp"
+        if self.divides:
+            return "raise rollout.vllm.tensor_parallel_size and the number of slots per rollout process"
+        if self.role in HOLDERS:
+            makes_room = "lower rollout.kv_memory_fraction, " if self.kv else ""
+            divide = ", split it (rollout.engine=vllm)" if self.role is Role.ROLLOUT else ""
+            return f"each of its processes has a copy of the whole model; {makes_room}give it slots without an actor{divide}, or use larger cards"
+        return f"give {self.role} more slots" + (", or train an adapter (model.lora.rank=16)" if self.adapts else "")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SlotMemory:
@@ -174,30 +202,20 @@ def slot_memory(
     plan: Plan, config: Config, sizes: ModelSizes, *, card: int | None, reward_sizes: ModelSizes | None
 ) -> tuple[SlotMemory, ...]:
     """Return one entry per group in the plan. ``card`` is the accelerator's memory in bytes; if None, slots are logical CPU slots."""
-    on_gpu = config.cluster is None or config.cluster.accelerator == "gpu"
-    job = _Job(
-        config=config,
-        sizes=sizes,
-        width=element_size(config),
-        card=card,
-        reward_sizes=reward_sizes,
-        in_parts=roles_in_parts(config, plan),
-    )
-    runtime = RUNTIME if on_gpu else 0
+    runtime = RUNTIME if config.cluster is None or config.cluster.accelerator == "gpu" else 0
+    job = _Job(config, plan, sizes, card=card, reward_sizes=reward_sizes)
     return tuple(
-        SlotMemory(slots=group.slots, roles=job.roles(group, plan.meshes, runtime=runtime), runtime=runtime)
-        for group in plan.groups
+        SlotMemory(slots=group.slots, roles=job.roles(group, runtime=runtime), runtime=runtime) for group in plan.groups
     )
 
 
 def host_memory(plan: Plan, config: Config, sizes: ModelSizes, memory: Sequence[SlotMemory]) -> dict[int, int]:
     """Return the bytes of host memory that the tensors of a GPU run take on each node, in addition to the processes themselves.
     ``memory`` is the slot memory of the plan's groups."""
-    in_parts = roles_in_parts(config, plan)
-    job = _Job(config=config, sizes=sizes, width=element_size(config), card=None, reward_sizes=None, in_parts=in_parts)
+    job = _Job(config, plan, sizes, card=None, reward_sizes=None)
     found: dict[int, int] = {}
     for group, on_slot in zip(plan.groups, memory, strict=True):
-        of_process = sum(job.on_host(role, plan.meshes[role], group) for role in group.roles)
+        of_process = sum(job.on_host(role, group) for role in group.roles)
         of_process += max(role.parked for role in on_slot.roles)  # learners take turns
         for process in group.processes:
             found[process.node_rank] = found.get(process.node_rank, 0) + of_process
@@ -219,40 +237,39 @@ def state_width(section: OptimizerSection, *, width: int) -> int:
     return (4 if masters else 0) + 2 * moment
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class _Job:
-    config: Config
-    sizes: ModelSizes
-    width: int  # bytes per weight
-    card: int | None
-    reward_sizes: ModelSizes | None
-    in_parts: frozenset[Role]  # roles whose processes each have a part of one model
+    def __init__(
+        self, config: Config, plan: Plan, sizes: ModelSizes, *, card: int | None, reward_sizes: ModelSizes | None
+    ) -> None:
+        self.config, self.sizes, self.card, self.reward_sizes = config, sizes, card, reward_sizes
+        self.meshes = plan.meshes
+        self.width = element_size(config)  # bytes per weight
+        self.in_parts = roles_in_parts(config, plan)  # roles whose processes each have a part of one model
 
-    def roles(self, group: RoleGroup, meshes: Mapping[Role, Mesh], *, runtime: int) -> tuple[RoleMemory, ...]:
+    def roles(self, group: RoleGroup, *, runtime: int) -> tuple[RoleMemory, ...]:
         """Return the memory of one process's roles, with ``auto`` resolved. Learners take turns on the device, so the KV cache gets the
         memory that the largest learner leaves free."""
         trained = [role for role in group.roles if role in TRAINED]
         if self.card is None:
             choices = {role: self._by_default(role) for role in trained}
-            return tuple(self._role(role, meshes, group, choices=choices, room=None) for role in group.roles)
+            return tuple(self._role(role, group, choices=choices, room=None) for role in group.roles)
         nothing = dict.fromkeys(trained, Choice(tokens=1, recompute=Recompute.YES))
-        bare = {role: self._role(role, meshes, group, choices=nothing, room=NO_ROOM) for role in group.roles}
+        bare = {role: self._role(role, group, choices=nothing, room=NO_ROOM) for role in group.roles}
         room = int(self.card * SAFE) - runtime - sum(each.held for each in bare.values())
         is_open = Role.ROLLOUT in bare and kv_is_open(self.config.rollout)
-        kv = self._engine(meshes[Role.ROLLOUT]).open_kv if is_open else NO_KV
+        kv = self._engine(self.meshes[Role.ROLLOUT]).open_kv if is_open else NO_KV
         choices = {
             role: choose(
                 self._section(role),
                 room=room - bare[role].gradients,
-                passes=partial(self._passes, role, meshes[role], group),
-                longest=-(-self._longest // meshes[role].context),
+                passes=partial(self._passes, role, group),
+                longest=self._longest(role),
                 kv=kv,
             )
             for role in trained
         }
-        found = [self._role(role, meshes, group, choices=choices, room=NO_ROOM) for role in group.roles]
-        room -= max(each.working for each in found)
-        return tuple(self._role(role, meshes, group, choices=choices, room=max(0, room)) for role in group.roles)
+        room -= max(self._role(role, group, choices=choices, room=NO_ROOM).working for role in group.roles)
+        return tuple(self._role(role, group, choices=choices, room=max(0, room)) for role in group.roles)
 
     def _section(self, role: Role) -> OptimizerSection:
         return self.config.critic if role is Role.CRITIC else self.config.actor
@@ -262,44 +279,31 @@ class _Job:
         tokens, recompute = section.tokens_per_microbatch, Recompute.of(section.activation_checkpointing)
         return Choice(tokens=DEFAULT_TOKENS if tokens == "auto" else tokens, recompute=recompute)
 
-    @property
-    def _longest(self) -> int:
-        """The most tokens that a prompt and its completion can have."""
+    def _longest(self, role: Role) -> int:
+        """Return a rank's share of the most tokens that a prompt and its completion can have."""
         longest = self.config.data.max_prompt_tokens + self.config.rollout.max_response_tokens
-        return min(longest, self.sizes.positions)
+        return -(-min(longest, self.sizes.positions) // self.meshes[role].context)
 
-    def _role(
-        self,
-        role: Role,
-        meshes: Mapping[Role, Mesh],
-        group: RoleGroup,
-        *,
-        choices: Mapping[Role, Choice],
-        room: int | None,
-    ) -> RoleMemory:
+    def _role(self, role: Role, group: RoleGroup, *, choices: Mapping[Role, Choice], room: int | None) -> RoleMemory:
         """Return one role's memory. If the run file does not set the size of the KV cache, ``room`` limits it. NO_ROOM leaves out the KV
         cache, and None means that there is no GPU."""
-        mesh = meshes.get(role) or Mesh(data=1, tensor=1, context=1)
+        mesh = self.meshes[role]
         match role:
             case Role.ACTOR | Role.CRITIC:
-                return self._trained(role, mesh, group, choices[role])
+                return self._trained(role, group, choices[role])
             case Role.REFERENCE if self.config.model.lora is not None and Role.ACTOR in group.roles:
-                shared = self._frozen(role, mesh, shards=mesh.tensor, choices=choices)
+                shared = self._frozen(role, shards=mesh.tensor, choices=choices)
                 return replace(shared, weights=0)  # it uses the actor's weights
-            case Role.REFERENCE:
+            case Role.REFERENCE | Role.INFERENCE:
                 data = self._data_shards(self.config.actor, mesh, group) if role in self.in_parts else 1
-                return self._frozen(role, mesh, shards=data * mesh.tensor, choices=choices)
-            case Role.INFERENCE:
-                return self._frozen(role, mesh, shards=mesh.tensor, choices=choices)
+                return self._frozen(role, shards=data * mesh.tensor, choices=choices)
             case Role.ROLLOUT:
                 shares = Role.ACTOR in group.roles and Role.ACTOR not in self.in_parts
                 return self._rollout(mesh, shares_weights=shares, room=room)
-            case Role.REWARD:
+            case _:  # the reward; an environment uses its nodes' memory, not a slot's
                 return self._reward(mesh)
-            case Role.ENVIRONMENT:
-                return RoleMemory(role=role)  # it uses its nodes' memory, not a slot's
 
-    def on_host(self, role: Role, mesh: Mesh, group: RoleGroup) -> int:
+    def on_host(self, role: Role, group: RoleGroup) -> int:
         """Return one process's host memory for this role: read buffers, its part of a checkpoint, state offloaded from the accelerator,
         and weights in transit to vLLM."""
         if role is Role.ROLLOUT and self.config.rollout.engine == "vllm":
@@ -307,6 +311,7 @@ class _Job:
         if role not in TRAINED or role not in self.in_parts:
             return READ_AT_ONCE
         section, trained = self._section(role), self._num_trained(role)
+        mesh = self.meshes[role]
         shards = self._data_shards(section, mesh, group) * mesh.tensor
         state = trained * state_width(section, width=self.width)
         kept = 0
@@ -329,16 +334,18 @@ class _Job:
             return min(section.sharding_group_size or max(1, on_node // mesh.tensor), mesh.lanes)
         return mesh.lanes if section.sharding == "fsdp" else 1
 
-    def _passes(self, role: Role, mesh: Mesh, group: RoleGroup, recompute: Recompute) -> Passes:
-        section, in_parts = self._section(role), role in self.in_parts
+    def _passes(self, role: Role, group: RoleGroup, recompute: Recompute) -> Passes:
+        section, mesh = self._section(role), self.meshes[role]
+        # On a CPU, the hand-written derivatives keep as few activations as compiled ones.
+        compiles = self.sizes.num_parameters >= COMPILE_FROM if section.compile is None else section.compile
         return Passes(
             sizes=self.sizes,
             width=self.width,
             num_parameters=self._num_trained(role) // (self._data_shards(section, mesh, group) * mesh.tensor),
-            gradient_width=4 if in_parts else self.width,  # FSDP adds them up in float32
+            gradient_width=4 if role in self.in_parts else self.width,  # FSDP adds them up in float32
             has_head=role is Role.ACTOR,
             tensor=mesh.tensor,
-            compiled=self._compiles(section, mesh),
+            compiled=compiles and mesh.tensor == 1,
             recompute=recompute,
             frozen=self.config.model.lora is not None,
         )
@@ -350,8 +357,8 @@ class _Job:
         lora = self.config.model.lora
         return self._num_parameters(role) if lora is None else self.sizes.adapter_parameters(lora)
 
-    def _trained(self, role: Role, mesh: Mesh, group: RoleGroup, choice: Choice) -> RoleMemory:
-        section, num_parameters = self._section(role), self._num_parameters(role)
+    def _trained(self, role: Role, group: RoleGroup, choice: Choice) -> RoleMemory:
+        section, mesh, num_parameters = self._section(role), self.meshes[role], self._num_parameters(role)
         lora, trained = self.config.model.lora, self._num_trained(role)
         data = self._data_shards(section, mesh, group)
         in_parts = role in self.in_parts
@@ -367,7 +374,8 @@ class _Job:
             gradients += self.sizes.layer_parameters * (4 + width) // mesh.tensor
         if section.cpu_offload:
             weights, optimizer = gathered, 0
-        passes, tokens = self._passes(role, mesh, group, choice.recompute), self._tokens(choice, mesh)
+        passes = self._passes(role, group, choice.recompute)
+        tokens = max(choice.tokens, self._longest(role))  # a longer row gets its own micro-batch
         return RoleMemory(
             role=role,
             weights=weights,
@@ -379,22 +387,12 @@ class _Job:
             recompute=choice.recompute,
             parked=passes.on_host(tokens),
             tokens=choice.tokens,
-            longest=-(-self._longest // mesh.context),
+            longest=self._longest(role),
         )
 
-    def _compiles(self, section: OptimizerSection, mesh: Mesh) -> bool:
-        """Whether the learner compiles, or keeps as few activations as if it did. On a CPU, the hand-written derivatives keep just as
-        few."""
-        if mesh.tensor > 1:
-            return False
-        return section.compile if section.compile is not None else self.sizes.num_parameters >= COMPILE_FROM
-
-    def _tokens(self, choice: Choice, mesh: Mesh) -> int:
-        """Return a process's tokens per forward pass. A longer row gets its own micro-batch, and a context group splits it."""
-        return max(choice.tokens, -(-self._longest // mesh.context))
-
-    def _frozen(self, role: Role, mesh: Mesh, *, shards: int, choices: Mapping[Role, Choice]) -> RoleMemory:
-        tokens = self._tokens(choices.get(Role.ACTOR, self._by_default(Role.ACTOR)), mesh)
+    def _frozen(self, role: Role, *, shards: int, choices: Mapping[Role, Choice]) -> RoleMemory:
+        mesh = self.meshes[role]
+        tokens = max(choices.get(Role.ACTOR, self._by_default(Role.ACTOR)).tokens, self._longest(role))
         weights = self.sizes.num_parameters * self.width // shards
         if shards > mesh.tensor:
             weights += self._gathered(mesh)
@@ -412,29 +410,25 @@ class _Job:
         if vllm and not shares_weights:  # the largest tensor in transit to vLLM, while nothing is sampled
             working = max(working, sizes.vocab * sizes.hidden * self.width)
         kv = self._kv(engine, room)
-        lent = vllm + kv if vllm and rollout.vllm.sleep else 0
         return RoleMemory(
             role=Role.ROLLOUT,
             weights=weights,
             kv=kv,
             activations=working,
-            lent=lent,
+            lent=vllm + kv if vllm and rollout.vllm.sleep else 0,
             longest=engine.longest,
             kv_per_token=engine.kv_per_token,
             divides=vllm > 0 and not rollout.keeps_policy,
         )
 
     def _engine(self, mesh: Mesh) -> EngineNeeds:
-        sizes = self.sizes
-        return EngineNeeds(
-            config=self.config, sizes=sizes, positions=sizes.positions, width=self.width, tensor=mesh.tensor
-        )
+        config, sizes = self.config, self.sizes
+        return EngineNeeds(config=config, sizes=sizes, positions=sizes.positions, width=self.width, tensor=mesh.tensor)
 
     def _kv(self, engine: EngineNeeds, room: int | None) -> int:
         rollout, data = self.config.rollout, self.config.data
         if rollout.kv_tokens is None and (self.card is None or room is None):
-            longest = data.max_prompt_tokens + rollout.max_response_tokens
-            return rollout.max_running * longest * engine.kv_per_token
+            return rollout.max_running * (data.max_prompt_tokens + rollout.max_response_tokens) * engine.kv_per_token
         if kv_is_open(rollout):
             return 0 if room == NO_ROOM else engine.open_kv.of(room or 0)
         return engine.fixed_kv(self.card or 0)
@@ -455,33 +449,3 @@ class _Job:
         """Return the bytes of gathered layers that a sharded model has in memory while it runs."""
         embeddings = (1 if self.sizes.tied else 2) * self.sizes.vocab * self.sizes.hidden
         return (2 * self.sizes.layer_parameters + embeddings) * self.width // mesh.tensor
-
-
-def lever(role: RoleMemory) -> str:
-    """Return advice on what to change if this role does not fit into memory."""
-    name = "critic" if role.role is Role.CRITIC else "actor"
-    match max(PARTS, key=lambda part: getattr(role, part)):
-        case "kv":
-            return "lower rollout.kv_memory_fraction, or set rollout.kv_tokens"
-        case "activations" if role.role is Role.ROLLOUT:
-            return "lower rollout.max_running"
-        case "activations" if role.role is Role.REWARD:
-            return "lower the reward's max_tokens"
-        case "activations" if role.role in TRAINED and role.recompute is Recompute.NO:
-            return f"lower {name}.tokens_per_microbatch, or set {name}.activation_checkpointing=true"
-        case "activations" if 0 < role.tokens <= role.longest:
-            host = "" if role.recompute is Recompute.ON_HOST else f"set {name}.activation_checkpointing=offload, "
-            return (
-                f"{host}split the longest rows with {name}.context_parallel_size, or lower rollout.max_response_tokens"
-            )
-        case "activations":
-            return f"lower {name}.tokens_per_microbatch"
-    if role.copied:
-        return f"set {name}.sharding=fsdp"
-    if role.divides:
-        return "raise rollout.vllm.tensor_parallel_size and the number of slots per rollout process"
-    if role.role in HOLDERS:
-        makes_room = "lower rollout.kv_memory_fraction, " if role.kv else ""
-        divide = ", split it (rollout.engine=vllm)" if role.role is Role.ROLLOUT else ""
-        return f"each of its processes has a copy of the whole model; {makes_room}give it slots without an actor{divide}, or use larger cards"
-    return f"give {role.role} more slots" + (", or train an adapter (model.lora.rank=16)" if role.adapts else "")

@@ -33,10 +33,6 @@ class ModelSplit:
         return self.rank // self.tensor
 
     @property
-    def num_data(self) -> int:
-        return self.num_lanes // self.context
-
-    @property
     def data_rank(self) -> int:
         return self.lane // self.context
 

@@ -12,7 +12,7 @@ in addition to the processes of other roles.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from itertools import combinations
@@ -39,8 +39,6 @@ TRAINED = (Role.ACTOR, Role.CRITIC)
 HOLDERS = (Role.ROLLOUT, Role.INFERENCE)  # roles that read the policy but do not train it
 SCORERS = (Role.REFERENCE, Role.INFERENCE)  # roles that compute log-probs as the actor does
 
-# If a run needs one of these roles but does not place it, it runs in the actor's processes.
-WITH_THE_ACTOR = (Role.REFERENCE, Role.REWARD)
 _USERS = {
     Role.CRITIC: "algorithm.name=ppo",
     Role.REFERENCE: "algorithm.kl_coef above 0",
@@ -141,21 +139,16 @@ class Plan:
         return self.slots[start : start + self.slots_per_node[node_rank]]
 
     def role_slots(self, role: Role) -> tuple[int, ...]:
-        return tuple(slot for process in self.processes[role] for slot in process.slots)
+        return tuple(slot for process in self.processes.get(role, ()) for slot in process.slots)
 
 
 def plan_for(config: Config, cluster: ClusterSection) -> Plan:
     """Return the plan for a run on this cluster. Raises PlacementError if there is none."""
-    roles = needed_roles(config)
     sizes = {Role.ACTOR: config.actor.tensor_parallel_size, Role.CRITIC: config.critic.tensor_parallel_size}
+    tensor = {role: size for role, size in sizes.items() if size > 1}
     context = dict.fromkeys((Role.ACTOR, *SCORERS), config.actor.context_parallel_size)
     context |= {Role.CRITIC: config.critic.context_parallel_size}
-    return plan_placement(
-        cluster,
-        needed=roles,
-        tensor_parallel={role: size for role, size in sizes.items() if role in roles and size > 1},
-        context_parallel={role: size for role, size in context.items() if size > 1},
-    )
+    return plan_placement(cluster, needed=needed_roles(config), tensor_parallel=tensor, context_parallel=context)
 
 
 def needed_roles(config: Config) -> frozenset[Role]:
@@ -163,7 +156,7 @@ def needed_roles(config: Config) -> frozenset[Role]:
     roles = {Role.ACTOR, Role.ROLLOUT}
     if config.algorithm.name == "ppo":
         roles.add(Role.CRITIC)
-    if config.needs_reference:
+    if config.algorithm.kl_coef > 0:
         roles.add(Role.REFERENCE)
     if any(reward.type == "model" for reward in config.reward):
         roles.add(Role.REWARD)
@@ -205,7 +198,7 @@ def plan_placement(
     group, by default the slots of one process. ``context_parallel`` maps a role to the number of tensor groups in its context
     group, by default one.
     """
-    nodes = Nodes.of(cluster)
+    nodes = Nodes(cluster)
     placed = _read(cluster, nodes)
     notes: list[str] = []
     if needed is not None:
@@ -224,11 +217,14 @@ def plan_placement(
             meshes[role] = meshes[Role.ACTOR]
         else:
             meshes[role] = _mesh_of(role, own, wanted=sizes.get(role), context=context.get(role, 1), notes=notes)
+    members: dict[tuple[Role, ...], list[PlannedProcess]] = {}
+    for process in at.values():
+        members.setdefault(tuple(process.ranks), []).append(process)
     return Plan(
         slots_per_node=nodes.sizes,
         slots=_slots(nodes, [*at.values(), *environments]),
         processes=processes | ({Role.ENVIRONMENT: environments} if environments else {}),
-        groups=_groups_of(at.values()),
+        groups=tuple(RoleGroup(roles=roles, processes=tuple(group)) for roles, group in members.items()),
         meshes=meshes,
         notes=tuple(notes),
     )
@@ -278,8 +274,7 @@ def _read(cluster: ClusterSection, nodes: Nodes) -> _Spans:
 
 def _check_gangs(spans: _Spans, *, in_gangs: Sequence[Role]) -> None:
     """Check that roles with gangs share either all processes or none, because a process can be in only one gang."""
-    placed = [role for role in in_gangs if role in spans]
-    for one, other in combinations(placed, 2):
+    for one, other in combinations([role for role in in_gangs if role in spans], 2):
         first, second = set(spans[one]), set(spans[other])
         shared = first & second
         if shared and first != second:
@@ -296,8 +291,6 @@ def _roles_of(key: str) -> list[Role]:
             near = nearest(name, [role.value for role in Role]) if name else None
             hint = f"did you mean {near}? " if near else ""
             raise PlacementError(f"{WHERE}: {name!r} in {key!r} is not a role; {hint}the roles are {', '.join(Role)}")
-    if len(set(names)) < len(names):
-        raise PlacementError(f"{WHERE}: {key!r} names a role twice; write {','.join(dict.fromkeys(names))}")
     return [Role(name) for name in names]
 
 
@@ -321,7 +314,7 @@ def _meet_needs(placed: _Spans, needed: frozenset[Role], notes: list[str]) -> _S
             notes.append(
                 f"{role} is placed, but this run does not use it ({_USERS[role]} would); its processes are left out"
             )
-    for role in WITH_THE_ACTOR:
+    for role in (Role.REFERENCE, Role.REWARD):
         if role in needed and role not in kept:
             kept[role] = kept[Role.ACTOR]
             notes.append(
@@ -403,13 +396,6 @@ def _mesh_of(
                 f"waits for the network; a {kind}_parallel_size that divides each node's slots avoids this"
             )
     return Mesh(data=slots // together, tensor=tensor, context=context)
-
-
-def _groups_of(processes: Iterable[PlannedProcess]) -> tuple[RoleGroup, ...]:
-    members: dict[tuple[Role, ...], list[PlannedProcess]] = {}
-    for process in processes:
-        members.setdefault(tuple(process.ranks), []).append(process)
-    return tuple(RoleGroup(roles=roles, processes=tuple(own)) for roles, own in members.items())
 
 
 def shrink(section: ClusterSection, plan: Plan, *, kept: Sequence[int]) -> ClusterSection:

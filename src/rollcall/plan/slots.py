@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate, groupby
+from itertools import accumulate, groupby, pairwise
 
 from rollcall.base.errors import PlacementError
 from rollcall.base.words import counted, plural, ranges
@@ -20,23 +20,14 @@ WHERE = "cluster.component_placement"
 _PART = re.compile(r"(?:(all)|([0-9]+)(?:-([0-9]+))?)(?::([0-9]+)(?:-([0-9]+))?)?")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Nodes:
     """The number of slots on each node, and the number of its first slot."""
 
-    sizes: tuple[int, ...]
-    starts: tuple[int, ...]
-    node_of: tuple[int, ...]  # by slot
-
-    @classmethod
-    def of(cls, cluster: ClusterSection) -> Nodes:
-        sizes = tuple(cluster.slots_per_node)
-        node_of = tuple(node for node, size in enumerate(sizes) for _ in range(size))
-        return cls(sizes=sizes, starts=(0, *accumulate(sizes[:-1])), node_of=node_of)
-
-    @property
-    def num_slots(self) -> int:
-        return len(self.node_of)
+    def __init__(self, cluster: ClusterSection) -> None:
+        self.sizes = tuple(cluster.slots_per_node)
+        self.starts = (0, *accumulate(self.sizes[:-1]))
+        self.node_of = tuple(node for node, size in enumerate(self.sizes) for _ in range(size))  # by slot
+        self.num_slots = len(self.node_of)
 
     def sum(self) -> str:
         """Describe the total: '4 nodes x 8 = 32 slots', or '8 + 4 = 12 slots on 2 nodes'."""
@@ -53,21 +44,12 @@ class Nodes:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Part:
     text: str
-    first: int
-    last: int
-    ranks: tuple[int, int] | None  # first and last
-
-    @property
-    def num_slots(self) -> int:
-        return self.last - self.first + 1
+    slots: range
+    ranks: range | None  # of its processes
 
     @property
     def num_processes(self) -> int:
-        return self.num_slots if self.ranks is None else self.ranks[1] - self.ranks[0] + 1
-
-    @property
-    def slots(self) -> str:
-        return ranges(range(self.first, self.last + 1))
+        return len(self.slots) if self.ranks is None else self.ranks.stop - self.ranks.start
 
 
 def read_slots(text: str, *, nodes: Nodes, key: str) -> list[tuple[int, ...]]:
@@ -75,18 +57,16 @@ def read_slots(text: str, *, nodes: Nodes, key: str) -> list[tuple[int, ...]]:
     given = f"{WHERE}: {key}: {text}"
     parts = sorted(
         (_parse_part(part.strip(), nodes=nodes, given=given) for part in text.split(",")),
-        key=lambda part: (part.first, part.last),
+        key=lambda part: (part.slots.start, part.slots.stop),
     )
-    for before, after in zip(parts, parts[1:], strict=False):
-        if after.first <= before.last:
-            raise PlacementError(
-                f"{given} names slot {after.first} twice, in {before.text} and in {after.text}; name it once"
-            )
+    for before, after in pairwise(parts):
+        if (slot := after.slots.start) in before.slots:
+            raise PlacementError(f"{given} names slot {slot} twice, in {before.text} and in {after.text}; name it once")
     spans: list[tuple[int, ...]] = []
     for part in parts:
         _check_ranks(part, num_before=len(spans), given=given)
-        width = part.num_slots // part.num_processes
-        for start in range(part.first, part.last + 1, width):
+        width = len(part.slots) // part.num_processes
+        for start in part.slots[::width]:
             end = start + width - 1
             if nodes.node_of[start] != nodes.node_of[end]:
                 raise PlacementError(_crossing(start, end, rank=len(spans), nodes=nodes, given=given))
@@ -110,32 +90,31 @@ def _parse_part(text: str, *, nodes: Nodes, given: str) -> _Part:
         )
     ranks = None
     if first_rank is not None:
-        ranks = (int(first_rank), int(last_rank if last_rank is not None else first_rank))
-        if ranks[0] > ranks[1]:
-            raise PlacementError(
-                f"{given}: process ranks {ranks[0]}-{ranks[1]} run backwards; write {ranks[1]}-{ranks[0]}"
-            )
-    return _Part(text=text, first=first, last=last, ranks=ranks)
+        low, high = int(first_rank), int(last_rank if last_rank is not None else first_rank)
+        if low > high:
+            raise PlacementError(f"{given}: process ranks {low}-{high} run backwards; write {high}-{low}")
+        ranks = range(low, high + 1)
+    return _Part(text=text, slots=range(first, last + 1), ranks=ranks)
 
 
 def _check_ranks(part: _Part, *, num_before: int, given: str) -> None:
     """Check that the ranks are in slot order and that each process gets the same number of slots."""
     if part.ranks is None:
         return
-    slots, processes = part.num_slots, part.num_processes
+    slots, processes = len(part.slots), part.num_processes
     if slots % processes:
         sizes = [size for size in range(1, slots + 1) if slots % size == 0]
         near = max(size for size in sizes if size < processes)
         raise PlacementError(
             f"{given}: {part.text} spreads {slots} {plural('slot', slots)} over {processes} processes, but {slots} = {processes} x "
             f"{slots // processes} + {slots % processes}; use {either(sizes)} {plural('process', sizes[-1])}, such as "
-            f"{part.slots}:{ranges(range(num_before, num_before + near))}"
+            f"{ranges(part.slots)}:{ranges(range(num_before, num_before + near))}"
         )
-    if part.ranks[0] != num_before:
+    if part.ranks.start != num_before:
         raise PlacementError(
-            f"{given}: {part.text} starts at process rank {part.ranks[0]}, but lower slots have "
+            f"{given}: {part.text} starts at process rank {part.ranks.start}, but lower slots have "
             f"{num_before} {plural('process', num_before)} of the role already, so its ranks start at {num_before}; write "
-            f"{part.slots}:{ranges(range(num_before, num_before + processes))}"
+            f"{ranges(part.slots)}:{ranges(range(num_before, num_before + processes))}"
         )
 
 

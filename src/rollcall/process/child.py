@@ -20,6 +20,9 @@ import select
 import signal
 import sys
 import traceback
+from collections.abc import Collection
+from functools import partial
+from types import TracebackType
 from typing import Any
 
 from rollcall.nodes.framing import CALL, DONE, HEAD, JSON, PART, PICKLE, RAISED, Body, frame, read_exactly, read_frame
@@ -41,8 +44,7 @@ def main(arguments: list[str]) -> None:
     for fd in (socket_fd, lifeline_fd, crash_fd, *others):
         os.set_inheritable(fd, False)  # processes started by user code must not keep them open
     module, _, name = target.partition(":")
-    made = getattr(importlib.import_module(module), name)(*others)
-    serve(socket_fd, made)
+    serve(socket_fd, getattr(importlib.import_module(module), name)(*others))
 
 
 def own_fds() -> tuple[int, int, int]:
@@ -57,9 +59,7 @@ def serve(fd: int, target: Any) -> None:
     hears: Body = getattr(target, "hears", PICKLE)
     says: Body = getattr(target, "says", JSON)
     own_pid = os.getpid()
-
-    def read(most: int) -> bytes:
-        return os.read(fd, most)
+    read = partial(read_exactly, partial(os.read, fd))
 
     def say(number: int, kind: int, body: bytes) -> None:
         if os.getpid() != own_pid:
@@ -74,7 +74,7 @@ def serve(fd: int, target: Any) -> None:
 
     while True:
         try:
-            message = read_frame(lambda count: read_exactly(read, count))
+            message = read_frame(read)
         except ConnectionError:
             return
         number, kind = HEAD.unpack_from(message)
@@ -100,6 +100,20 @@ def raised_body(error: BaseException) -> bytes:
     return JSON.dumps([type(error).__name__, cut(str(error)), cut(shown)])
 
 
+def user_error(error: BaseException, *, own_files: Collection[str], memory_mb: int) -> tuple[TracebackType | None, str]:
+    """Return the traceback of an error in user code, as an object and as text. It begins at the first frame of the user's code, because
+    our own frames do not help the user."""
+    frames = error.__traceback__
+    while frames is not None:
+        file = frames.tb_frame.f_code.co_filename
+        if file not in own_files and f"{os.sep}asyncio{os.sep}" not in file:
+            break
+        frames = frames.tb_next
+    if isinstance(error, MemoryError):
+        error = MemoryError(f"{error} (this process is limited to memory_mb={memory_mb})".strip())
+    return frames, "".join(traceback.format_exception(type(error), error, frames))
+
+
 def cut(text: str, longest: int = MAX_WHY) -> str:
     """Cut the middle out of a long string: a traceback's beginning shows where the call came from, and its end shows the error."""
     return text if len(text) <= longest else f"{text[: longest // 2]}\n...\n{text[-longest // 2 :]}"
@@ -116,15 +130,11 @@ def end_with(lifeline_fd: int) -> None:
     pipe; only the parent has the other end.
 
     While user code hangs inside C (a runaway regular expression), no Python thread or signal handler can run. A parent-death signal does
-    not work either, because the kernel sends it when the parent's thread exits, not when its process exits. Without kernel support
-    (macOS), a process exits at its next read.
+    not work either, because the kernel sends it when the parent's thread exits, not when its process exits.
     """
-    set_signal = getattr(fcntl, "F_SETSIG", None)
-    if set_signal is None:
-        return
     pid = os.getpid()
     fcntl.fcntl(lifeline_fd, fcntl.F_SETOWN, -pid if os.getpgrp() == pid else pid)
-    fcntl.fcntl(lifeline_fd, set_signal, signal.SIGKILL)
+    fcntl.fcntl(lifeline_fd, fcntl.F_SETSIG, signal.SIGKILL)
     fcntl.fcntl(lifeline_fd, fcntl.F_SETFL, fcntl.fcntl(lifeline_fd, fcntl.F_GETFL) | os.O_ASYNC)
     if select.select([lifeline_fd], [], [], 0)[0]:  # it closed before this process requested the signal
         os._exit(1)

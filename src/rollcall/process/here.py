@@ -25,15 +25,13 @@ from rollcall.base.words import visible
 from rollcall.nodes.framing import LONGEST
 from rollcall.nodes.processes import signal_processes
 from rollcall.process.child import STACK_SIGNAL
-from rollcall.process.worker import Ending, Reader, Worker
+from rollcall.process.worker import Ending, Link, Reader, Worker
 
 if TYPE_CHECKING:
     from rollcall.process.debug.here import DebugLine
 
 KILL_S = 10.0  # a process that is stuck in the kernel (a dead network disk) exits only when the kernel returns
 _LOG_BYTES = 1 << 16
-_THREAD = re.compile(r"(Current )?[Tt]hread 0x[0-9a-f]+\b")
-_FRAME = re.compile(r"  File (\".*\"), line (\d+) in (.*)")
 _OWN_FRAMES = (
     "rollcall/process/child",
     "rollcall/reward/worker",
@@ -61,24 +59,7 @@ def spawn(
     return Worker(link, name=name, answers=answers, longest=longest, line=line)
 
 
-class SocketLink:
-    """Sends and receives over a connection: a socket pair, or a socket through a door (nodes/door.py)."""
-
-    def __init__(self, connection: socket.socket) -> None:
-        self.connection = connection
-        connection.setblocking(False)
-
-    def fileno(self) -> int:
-        return self.connection.fileno()
-
-    def send(self, data: memoryview) -> int:
-        return self.connection.send(data)
-
-    def receive(self, most: int) -> bytes:
-        return self.connection.recv(most)
-
-
-class LinkHere(SocketLink):
+class LinkHere(Link):
     """A child of this process. ``output`` is the file descriptor that its output goes to; without it, the output goes to a log."""
 
     def __init__(
@@ -119,7 +100,7 @@ class LinkHere(SocketLink):
         self.where = f"process {self.pid}"
 
     def log_tail(self, lines: int) -> str:
-        if self._log is None or self._log.closed:
+        if self._log is None:
             return ""
         fd = self._log.fileno()
         data = os.pread(fd, _LOG_BYTES, max(0, os.fstat(fd).st_size - _LOG_BYTES))
@@ -182,11 +163,10 @@ def plain_stack(dump: str) -> str:
     said: list[str] = []
     threads: list[tuple[bool, list[str]]] = []
     for line in dump.splitlines():
-        if header := _THREAD.match(line):
+        if header := re.match(r"(Current )?[Tt]hread 0x[0-9a-f]+\b", line):
             threads.append((bool(header[1]), []))
-        elif call := _FRAME.match(line):
-            is_own = any(name in call[1] for name in _OWN_FRAMES)
-            if threads and not is_own:
+        elif call := re.match(r"  File (\".*\"), line (\d+) in (.*)", line):
+            if threads and not any(name in call[1] for name in _OWN_FRAMES):
                 threads[-1][1].insert(0, f"  File {call[1]}, line {call[2]}, in {call[3]}")
         elif line.startswith("Fatal Python error"):
             said.append(line)

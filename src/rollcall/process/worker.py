@@ -20,10 +20,12 @@ from __future__ import annotations
 
 import asyncio
 import select
+import socket
 import threading
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from pydantic import ConfigDict, TypeAdapter
 
@@ -38,7 +40,6 @@ Reader = Callable[[bytes], Any]
 """Decodes a value that a process sent; raises ValueError if the value is invalid."""
 _DIED = "died"
 EXIT_S = 1.0  # how long a process may take to exit once its connection has closed
-_MOST_READS = 64  # reads in a row; a process that writes endlessly must not block this process
 _LONGEST_LOOK_S, _HELD_LOOK_S = 60.0, 1.0
 
 
@@ -68,29 +69,24 @@ class Ending:
     stack: str = ""  # dumped by the process
 
 
-class Link(Protocol):
-    """A connection to a process: it carries ordered bytes in both directions, stops the process, and reports why it
-    ended. Only ``end`` blocks."""
+class Link(ABC):
+    """A connection to a process: a socket pair, or a socket through a door (nodes/door.py). It also stops the process, and reports why
+    it ended. Only ``end`` blocks."""
 
     pid: int
     where: str  # for messages
 
+    def __init__(self, connection: socket.socket) -> None:
+        self.connection = connection
+        connection.setblocking(False)
+
     def fileno(self) -> int:
-        """Return a descriptor that is readable when there is data."""
-        ...
+        return self.connection.fileno()
 
-    def send(self, data: memoryview) -> int:
-        """Return how many bytes were accepted. Raises BlockingIOError if none can be accepted now."""
-        ...
-
-    def receive(self, most: int) -> bytes:
-        """Return the received bytes, or no bytes at the end of the stream. Raises BlockingIOError if nothing has arrived yet."""
-        ...
-
+    @abstractmethod
     def end(self, *, grace_s: float, ask_stack: bool = False) -> Ending:
         """Hang up, wait ``grace_s`` for the process to exit, then kill it and all processes that it started. With ``ask_stack``, first
         make it dump its stack."""
-        ...
 
 
 class Call:
@@ -196,11 +192,7 @@ class Worker:
                     raise await asyncio.to_thread(self._lose)
                 self._watch(loop)
                 call.waiter = loop.create_future()
-                timer = loop.call_later(self._look_s(call), call.wake)
-                try:
-                    await call.waiter
-                finally:
-                    timer.cancel()
+                await asyncio.wait({call.waiter}, timeout=self._look_s(call))
         finally:
             self._num_waiting -= 1
             if not self._num_waiting:
@@ -268,10 +260,10 @@ class Worker:
                 meanwhile(said_s - began_s)
 
     def _is_too_late(self, call: Call) -> bool:
-        if call.left_s > 0:
-            return False
         if self.line is not None and self.line.is_held:
             self._restart_all()
+            return False
+        if call.left_s > 0:
             return False
         self._gone, self._is_late = f"has not answered {call.method} within {call._deadline_s:g} s", True
         return True
@@ -291,7 +283,7 @@ class Worker:
         try:
             while self._outbox:
                 with memoryview(self._outbox) as data:
-                    count = self.link.send(data)
+                    count = self.link.connection.send(data)
                 del self._outbox[:count]
         except BlockingIOError:
             pass
@@ -300,18 +292,17 @@ class Worker:
         if len(self._outbox) < before:
             self._restart_all()
         try:
-            for _ in range(_MOST_READS):
-                data = self.link.receive(1 << 18)
-                if not data:
+            for _ in range(64):  # a process that writes endlessly must not block this process
+                if not (data := self.link.connection.recv(1 << 18)):
                     self._is_gone(_DIED)
                     break
                 for message in self._frames.feed(data):
                     self._take(message)
         except BlockingIOError:
             pass
-        except ConnectionResetError:
+        except OSError:  # also when the kernel declares the process's node dead
             self._is_gone(_DIED)
-        except (OSError, ValueError, RecursionError):
+        except (ValueError, RecursionError):
             self._is_gone("sent an invalid message")
 
     def _is_gone(self, why: str) -> None:
@@ -338,15 +329,14 @@ class Worker:
                 self._dropped.remove(number)
             return
         body = message[HEAD.size :]
-        match kind:
-            case _ if kind == PART:
-                call.take_part(self._answers[call.method](body))
-            case _ if kind == DONE:
-                call.finish(self._answers[call.method](body))
-            case _ if kind == RAISED:
-                call.finish(error=Raised(self.name, *map(visible, _texts(body))))
-            case _:
-                raise ValueError("unknown kind of message")
+        if kind == PART:
+            call.take_part(self._answers[call.method](body))
+        elif kind == DONE:
+            call.finish(self._answers[call.method](body))
+        elif kind == RAISED:
+            call.finish(error=Raised(self.name, *map(visible, _texts(body))))
+        else:
+            raise ValueError("unknown kind of message")
 
     def _watch(self, loop: asyncio.AbstractEventLoop) -> None:
         """Make the event loop wake the waiting calls when the connection becomes readable or writable."""

@@ -15,6 +15,7 @@ This module imports only the standard library, because a worker has to start fas
 from __future__ import annotations
 
 import ctypes
+import math
 import os
 import re
 import resource
@@ -33,19 +34,13 @@ from rollcall.reward import landlock, seccomp
 ROOT = Path(__file__).resolve().parents[2]  # the folder that contains the package
 # Paths of programs and libraries, and the language. None of them is a secret.
 _KEPT = ("PATH", "LANG", "LANGUAGE", "TZ", "LD_LIBRARY_PATH", "PYTHONPATH", "PYTHONHOME", "HOME")
-_THREADS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
 _SYSTEM = (
     "/usr", "/lib", "/lib64", "/bin", "/etc/ld.so.cache", "/etc/localtime", "/dev/null", "/dev/urandom",
     "/dev/random", "/dev/zero", "/proc/cpuinfo", "/proc/meminfo", "/sys/devices/system/cpu",
 )  # fmt: skip
-_FOLDER = re.compile(r"rollcall-reward-(\d+)-(\d+)-.*")
-_MAX_OPEN_FILES = 256
-_CAPABILITY_VERSION = 0x20080522
-_KEPT_CAPABILITIES = 1 << 1 | 1 << 2  # to access other users' files, which landlock limits to a few folders
 # For tracing processes, creating device files and monitoring performance. A process cannot trace one that has more
 # capabilities than itself, and containers usually give root only the second of the three.
 _CAPABILITIES_TO_LOOK = (19, 27, 38)
-_PR_CAPBSET_DROP = 24
 _MB = 1 << 20
 _RESTRICTED = {
     "files": "only its own folder and Python's files (landlock)", "network": "off (seccomp)", "processes": "none (seccomp)",
@@ -84,16 +79,15 @@ def confinement_of(spec: Mapping[str, Any]) -> Confinement:
 # The parent's side
 
 
-def environment(env: Sequence[str], *, folder: str, key: str, own_home: bool = False) -> dict[str, str]:
+def environment(env: Sequence[str], *, folder: str, own_home: bool = False) -> dict[str, str]:
     """Return a worker's environment variables: those in ``_KEPT``, those in ``env``, and thread counts, which default to 1.
 
-    Prevent the worker from reading this process's secrets in ``/proc``. Raise ConfigError if a variable that ``key`` names is not set.
+    Prevent the worker from reading this process's secrets in ``/proc``.
     """
-    refuse_unset(env, key=key)
     environ = os.environ
     hide_from_proc(name for name in environ if is_secret(name) or name in env)
     found = {name: value for name, value in environ.items() if name in _KEPT or name.startswith("LC_")}
-    found |= {name: environ.get(name, "1") for name in _THREADS}
+    found |= {name: environ.get(name, "1") for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")}
     found |= {"TMPDIR": folder, "PYTHONDONTWRITEBYTECODE": "1"}
     if own_home:
         found["HOME"] = folder
@@ -147,7 +141,7 @@ def sweep_folders() -> None:
     except OSError:
         return  # creating a folder fails too, and that error is reported
     for entry in entries:
-        match = _FOLDER.fullmatch(entry.name)
+        match = re.fullmatch(r"rollcall-reward-(\d+)-(\d+)-.*", entry.name)
         if match and int(match[1]) == _process_space() and not os.path.exists(f"/proc/{match[2]}"):
             remove_folder(entry.path)
 
@@ -171,8 +165,8 @@ def confine(confinement: Confinement, *, folder: str, readable: list[str]) -> di
     if confinement.own_files:
         code = (*_SYSTEM, sys.prefix, sys.base_prefix, sys.exec_prefix, *readable)
         told["files"] = _restricted("files", landlock.restrict(readable=code, writable=[folder]))
-        _keep_capabilities(_KEPT_CAPABILITIES)
-        limit(resource.RLIMIT_NOFILE, _MAX_OPEN_FILES)
+        _keep_capabilities(1 << 1 | 1 << 2)  # to access other users' files, which landlock limits to a few folders
+        limit(resource.RLIMIT_NOFILE, 256)
     refused = {"network": not confinement.network, "processes": confinement.processes == 0}
     if any(refused.values()):
         why_not = seccomp.refuse(**refused)
@@ -181,23 +175,20 @@ def confine(confinement: Confinement, *, folder: str, readable: list[str]) -> di
 
 
 def limit_cpu(seconds: float) -> None:
-    """Allow this process ``seconds`` more CPU seconds. After that, the kernel kills it, even if its parent is gone."""
-    usage = resource.getrusage(resource.RUSAGE_SELF)
-    soft = int(usage.ru_utime + usage.ru_stime + seconds) + 2
-    hard = resource.getrlimit(resource.RLIMIT_CPU)[1]
-    resource.setrlimit(resource.RLIMIT_CPU, (soft if hard == resource.RLIM_INFINITY else min(soft, hard), hard))
-
-
-def unlimit_cpu() -> None:
-    """Remove the CPU limit while somebody is debugging this process."""
-    hard = resource.getrlimit(resource.RLIMIT_CPU)[1]
-    resource.setrlimit(resource.RLIMIT_CPU, (hard, hard))
+    """Allow this process ``seconds`` more CPU seconds. After that, the kernel kills it, even if its parent is gone. An infinite number
+    removes the limit."""
+    soft = hard = resource.getrlimit(resource.RLIMIT_CPU)[1]
+    if seconds < math.inf:
+        usage = resource.getrusage(resource.RUSAGE_SELF)
+        soft = int(usage.ru_utime + usage.ru_stime + seconds) + 2
+        soft = soft if hard == resource.RLIM_INFINITY else min(soft, hard)
+    resource.setrlimit(resource.RLIMIT_CPU, (soft, hard))
 
 
 def available() -> dict[str, str]:
     """Return how this machine confines built-in scorers, in the same format as ``confine``."""
-    filtered, none = seccomp.why_missing(), "" if landlock.version() else "the kernel has no landlock"
-    why_not = {"processes": filtered, "files": none, "network": filtered}
+    filtered = seccomp.why_missing()
+    why_not = {"processes": filtered, "files": landlock.why_missing(), "network": filtered}
     return {thing: _restricted(thing, why) for thing, why in why_not.items()}
 
 
@@ -230,21 +221,17 @@ def _num_tasks(uid: int) -> int:
     """Count a user's processes and threads."""
     total = 0
     for process in Path("/proc").glob("[0-9]*"):
-        try:
+        with suppress(OSError):  # it exited in the meantime
             if process.stat().st_uid == uid:
                 total += len(os.listdir(process / "task"))
-        except OSError:  # it exited in the meantime
-            continue
     return total
 
 
 def see_no_others() -> None:
     """Prevent root processes, this one and its children, from reading the memory of root's other processes."""
     if sys.platform == "linux":
-        for capability in _CAPABILITIES_TO_LOOK:
-            ctypes.CDLL(None).prctl(
-                _PR_CAPBSET_DROP, capability, 0, 0, 0
-            )  # programs that this process starts cannot regain it
+        for capability in _CAPABILITIES_TO_LOOK:  # programs that this process starts cannot regain one
+            ctypes.CDLL(None).prctl(24, capability, 0, 0, 0)  # PR_CAPBSET_DROP
         _keep_capabilities(~sum(1 << capability for capability in _CAPABILITIES_TO_LOOK))
 
 
@@ -253,7 +240,7 @@ def _keep_capabilities(kept: int) -> None:
     if sys.platform != "linux":
         return
     libc = ctypes.CDLL(None)
-    head = (ctypes.c_uint32 * 2)(_CAPABILITY_VERSION, 0)
+    head = (ctypes.c_uint32 * 2)(0x20080522, 0)  # version 3 of the structures
     sets = (ctypes.c_uint32 * 6)()  # effective, permitted, inheritable: first the low 32 bits, then the high 32 bits
     if libc.capget(head, sets) == 0:
         low, high = sets[1] & kept & 0xFFFFFFFF, sets[4] & (kept >> 32) & 0xFFFFFFFF

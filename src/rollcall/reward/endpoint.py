@@ -19,15 +19,12 @@ Everything here runs in the event loop of ``Asker`` (services.py). The key is se
 from __future__ import annotations
 
 import asyncio
-import json
 import math
 import os
 import random
 import ssl
 import time
 import urllib.request
-from collections.abc import Callable
-from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 from urllib.parse import urljoin, urlsplit
@@ -38,7 +35,7 @@ from rollcall.base.wait import Wait, warn
 from rollcall.base.words import visible
 from rollcall.config.rewards import AskedReward
 from rollcall.reward.confine import refuse_unset
-from rollcall.reward.worker import FailureKind, RewardResult
+from rollcall.reward.worker import FailureKind
 
 MAX_ANSWER_BYTES = 4 << 20
 FIRST_PAUSE_S = 0.5  # before the second try; each pause is twice as long as the previous one
@@ -48,29 +45,6 @@ _SAY_EVERY_S = 60.0
 _MAX_REDIRECTS = 3
 # 403 is included because some services return it for a single text that they reject.
 _LATER = (403, 408, 409, 425, 500, 502, 503, 504)
-_REFUSED = (401, 402, 404, 405, 407)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Question:
-    """One request about ``count`` completions. ``read`` parses the answer's body into their results."""
-
-    count: int
-    body: bytes
-    read: Callable[[bytes], list[RewardResult]]
-
-
-def failed(why: str, *, note: str = "") -> RewardResult:
-    return RewardResult(0.0, "raised", visible(why), note=note)
-
-
-def read_json(said: bytes) -> Any:
-    """Parse JSON. For anything else, raise a ValueError that shows how the text begins."""
-    try:
-        return json.loads(said)
-    except (ValueError, RecursionError):
-        begin = " ".join(said[:200].decode(errors="replace").split())
-        raise ValueError(f"it is not JSON: {begin[:80]!r}" if begin else "it is empty") from None
 
 
 class EndpointLostError(RuntimeError, ValueError):
@@ -119,17 +93,12 @@ class Endpoint:
         self._room = asyncio.Semaphore(section.concurrency)
         self._one_probes = asyncio.Lock()
         self._one_checks = asyncio.Lock()
-        self._outage: _Outage | None = None
+        self.outage: _Outage | None = None  # the service is down, and all questions wait for it
         self._answered: bytes | None = None  # the last question that was answered
         self._answered_began_s = -math.inf  # when the latest request that was answered began
         self._unanswered_began_s = -math.inf  # when the latest repeat of a question that failed began
         self._not_before_s = -math.inf  # from Retry-After
         self._sessions: dict[bool, Any] = {}  # aiohttp sessions; [True] opens a fresh connection for each question
-
-    @property
-    def is_out(self) -> bool:
-        """Whether the service is down and all questions are waiting for it."""
-        return self._outage is not None
 
     def _session(self, *, is_fresh: bool) -> Any:
         import aiohttp
@@ -150,30 +119,27 @@ class Endpoint:
     async def ask(self, question: bytes) -> bytes:
         """Return the answer's body. Raise Problem if only this question gets no answer, and EndpointLostError if no question gets one."""
         async with self._room:
-            return await self._persist(question)
-
-    async def _persist(self, question: bytes) -> bytes:
-        began_s, num_failed, num_blamed = time.monotonic(), 0, 0
-        while True:
-            try:
-                return await self._once(question, is_first=num_failed == 0)
-            except Problem as problem:
-                if problem.cause is Cause.QUESTION:
-                    raise
-                failed_s, failure = time.monotonic(), problem
-            num_failed += 1
-            if num_failed <= self._section.retries and failure.cause is not Cause.REFUSED:
-                await self._pause(num_failed, failure)
-            elif await self._answers_others(after_s=failed_s):
-                num_blamed += 1
-                may_wait = failure.cause is Cause.LIMIT and failed_s - began_s < self._section.outage_s
-                if num_blamed > 1 and not may_wait:
-                    raise failure
-                await self._pause(num_failed, failure)
-            else:
-                num_blamed = 0
-                if await self._wait_until_back(failure):
-                    num_failed = 0
+            began_s, num_failed, num_blamed = time.monotonic(), 0, 0
+            while True:
+                try:
+                    return await self._once(question, is_first=num_failed == 0)
+                except Problem as problem:
+                    if problem.cause is Cause.QUESTION:
+                        raise
+                    failed_s, failure = time.monotonic(), problem
+                num_failed += 1
+                if num_failed <= self._section.retries and failure.cause is not Cause.REFUSED:
+                    await self._pause(num_failed, failure)
+                elif await self._answers_others(after_s=failed_s):
+                    num_blamed += 1
+                    may_wait = failure.cause is Cause.LIMIT and failed_s - began_s < self._section.outage_s
+                    if num_blamed > 1 and not may_wait:
+                        raise failure
+                    await self._pause(num_failed, failure)
+                else:
+                    num_blamed = 0
+                    if await self._wait_until_back(failure):
+                        num_failed = 0
 
     async def _pause(self, num_failed: int, problem: Problem) -> None:
         if problem.retry_after_s is not None:
@@ -187,8 +153,8 @@ class Endpoint:
         # A retry uses a fresh connection, because an existing one may be to a machine that is gone.
         answer = await self._post(question, session=self._session(is_fresh=not is_first))
         self._answered, self._answered_began_s = question, max(began_s, self._answered_began_s)
-        if (outage := self._outage) is not None:
-            self._outage = None
+        if (outage := self.outage) is not None:
+            self.outage = None
             outage.back.set()
             if outage.said_s > -math.inf:
                 warn(f"{self._name} is answering again after {outage.wait.waited_s:.0f} s; the run continues")
@@ -197,8 +163,7 @@ class Endpoint:
     async def _answers_others(self, *, after_s: float) -> bool:
         """Return whether a request that began after ``after_s`` was answered. To find out, repeat the last question that was answered."""
         async with self._one_checks:
-            is_known = max(self._answered_began_s, self._unanswered_began_s) >= after_s
-            if not is_known and self._answered is not None:
+            if max(self._answered_began_s, self._unanswered_began_s) < after_s and self._answered is not None:
                 began_s = time.monotonic()
                 try:
                     await self._once(self._answered, is_first=False)
@@ -210,12 +175,11 @@ class Endpoint:
         """Wait for the service. Return True if a different question was answered, or False if it is this question's turn to try again."""
         advice = _advice(problem.cause, self._place)
         if problem.cause is Cause.REFUSED and self._answered is None:
-            raise EndpointLostError(
-                f"{self._name} refuses requests: {problem}. {advice}, then run the same command again"
-            )
-        outage = self._outage = self._outage or _Outage()
+            told = f"{self._name} refuses requests: {problem}"
+            raise EndpointLostError(f"{told}. {advice}, then run the same command again")
+        outage = self.outage = self.outage or _Outage()
         async with self._one_probes:
-            if self._outage is not outage:
+            if self.outage is not outage:
                 return True
             most_s, lasted_s = self._section.outage_s, outage.wait.waited_s
             limit = f"at most {most_s:g} s (reward.{self._place}.outage_s)"
@@ -248,8 +212,7 @@ class Endpoint:
             async with asyncio.timeout(limit_s):
                 return await self._follow(question, session=session)
         except TimeoutError as error:  # also raised while connecting
-            told = str(error) or f"no answer within timeout_s={limit_s:g}"
-            raise Problem(told, Cause.PASSING, kind="hung") from None
+            raise Problem(str(error) or f"no answer within timeout_s={limit_s:g}", Cause.PASSING, kind="hung") from None
         except (aiohttp.ClientSSLError, ssl.SSLError) as error:
             raise Problem(f"its certificate is not trusted: {error}", Cause.REFUSED) from None
         except (aiohttp.ClientError, OSError) as error:
@@ -278,21 +241,17 @@ async def _body(answer: Any) -> bytes:
             answer.close()  # the rest is never read
             break
     if not is_good:
-        raise _problem_of(answer.status, bytes(said), answer.headers.get("Retry-After"))
+        text = " ".join(said.decode(errors="replace").split())[:300]
+        told = f"status {answer.status}{f': {text}' if text else ''}"
+        if answer.status == 429 or answer.status in _LATER or answer.status > 504:
+            cause = Cause.LIMIT if answer.status == 429 else Cause.PASSING
+            raise Problem(told, cause, retry_after_s=_retry_after_s(answer.headers.get("Retry-After")))
+        raise Problem(told, Cause.REFUSED if answer.status in (401, 402, 404, 405, 407) else Cause.QUESTION)
     if len(said) > most:
         raise Problem(f"its answer is longer than {most >> 20} MiB", Cause.QUESTION)
     if (encoding := answer.headers.get("Content-Encoding", "identity").lower()) != "identity":
         raise Problem(f"its answer is encoded as {encoding[:40]}, which the request does not allow", Cause.QUESTION)
     return bytes(said)
-
-
-def _problem_of(status: int, said: bytes, retry_after: str | None) -> Problem:
-    text = " ".join(said.decode(errors="replace").split())[:300]
-    told = f"status {status}{f': {text}' if text else ''}"
-    if status == 429 or status in _LATER or status > 504:
-        cause = Cause.LIMIT if status == 429 else Cause.PASSING
-        return Problem(told, cause, retry_after_s=_retry_after_s(retry_after))
-    return Problem(told, Cause.REFUSED if status in _REFUSED else Cause.QUESTION)
 
 
 def _redirected(url: str, status: int, location: str) -> str:
@@ -303,10 +262,8 @@ def _redirected(url: str, status: int, location: str) -> str:
     except ValueError:
         raise Problem(f"it redirects to {location[:80]!r}, which is not an address", Cause.REFUSED) from None
     if status not in (307, 308) or (before.scheme, before.netloc) != (after.scheme, after.netloc):
-        shown = f"{after.scheme}://{after.hostname}{after.path}"
-        raise Problem(
-            f"it redirects to {shown}, which Rollcall does not follow; set url to the final address", Cause.REFUSED
-        )
+        told = f"it redirects to {after.scheme}://{after.hostname}{after.path}, which Rollcall does not follow"
+        raise Problem(f"{told}; set url to the final address", Cause.REFUSED)
     return target
 
 

@@ -16,14 +16,11 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-MAX_CHARS = 100_000  # enough for a written-out matrix of 100 by 100 numbers
-_MAX_EXPONENT = 1000
 # Elementary functions, and the calls that sympy's parser writes around numbers and names.
 _CALLS = frozenset({
     "Integer", "Float", "Rational", "Symbol", "sqrt", "exp", "log", "ln", "Abs", "sin", "cos", "tan", "cot", "sec", "csc",
     "asin", "acos", "atan", "sinh", "cosh", "tanh", "asinh", "acosh", "atanh",
 })  # fmt: skip
-_SYMPY_START = "from sympy import *"  # fills the parser's namespace
 _SYMBOLS = (ast.Add, ast.Sub, ast.Mult, ast.Div, ast.Pow, ast.UAdd, ast.USub)
 
 
@@ -52,19 +49,15 @@ def _hook(event: str, args: tuple[object, ...]) -> None:
     source = args[0]
     if isinstance(source, ast.AST):
         return  # parsed from text that was already checked
+    text = bytes(source).decode("utf-8", "replace") if isinstance(source, bytes | bytearray) else source
+    if text == "from sympy import *" or text in _State.trusted:  # the former fills the namespace of sympy's parser
+        return
     _State.is_on = False  # the check itself compiles code
     try:
-        _check(source)
+        if (not isinstance(text, str) or not is_plain(text)) and not _is_importing():
+            raise ValueError("the answer is neither plain data nor arithmetic, so it was not evaluated")
     finally:
         _State.is_on = True
-
-
-def _check(source: object) -> None:
-    text = bytes(source).decode("utf-8", "replace") if isinstance(source, bytes | bytearray) else source
-    if text == _SYMPY_START or text in _State.trusted:
-        return
-    if (not isinstance(text, str) or not is_plain(text)) and not _is_importing():
-        raise ValueError("the answer is neither plain data nor arithmetic, so it was not evaluated")
 
 
 def _is_importing() -> bool:
@@ -84,7 +77,7 @@ def is_plain(text: str) -> bool:
     >>> [is_plain(text) for text in ("[[1, 'a'], (2.5,)]", "2*(x - 1)**3/7", "sin(x)", "open('x')", "x.y", "9**9**9", "[0]*9")]
     [True, True, True, False, False, False, False]
     """
-    if len(text) > MAX_CHARS:
+    if len(text) > 100_000:  # enough for a written-out matrix of 100 by 100 numbers
         return False
     try:
         return _is_plain(ast.parse(text.strip(), mode="eval").body)
@@ -122,6 +115,6 @@ def _is_small(exponent: ast.expr) -> bool:
     for node in ast.walk(exponent):
         if isinstance(node, ast.Pow):
             return False
-        if isinstance(node, ast.Constant) and isinstance(node.value, int | float) and abs(node.value) > _MAX_EXPONENT:
+        if isinstance(node, ast.Constant) and isinstance(node.value, int | float) and abs(node.value) > 1000:
             return False
     return True

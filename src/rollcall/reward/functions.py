@@ -37,8 +37,6 @@ _NUMBER = re.compile(
     r"(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+|(?<![0-9])(?=\.[0-9]))"
     r"(?:\.[0-9]+)?(?:[eE][+-]?[0-9]{1,3}(?![0-9]))?"
 )
-_EXPRESSION = re.compile(r"[0-9+\-*/() ]+")
-_MAX_EXPRESSION_CHARS = 200
 _OPERATORS: dict[type[ast.operator], Callable[[Fraction, Fraction], Fraction]] = {
     ast.Add: operator.add,
     ast.Sub: operator.sub,
@@ -75,8 +73,7 @@ def check_score(value: Any) -> float:
     """Convert a returned value to a finite float, or raise ValueError."""
     if isinstance(value, str | bytes) or not hasattr(value, "__float__"):
         raise ValueError(f"returned {_short(value)} ({type(value).__name__}); a reward must return a number")
-    score = float(value)
-    if not math.isfinite(score):
+    if not math.isfinite(score := float(value)):
         raise ValueError(f"returned {score}; a reward must return a finite number")
     if abs(score) > LARGEST_SCORE:
         raise ValueError(f"returned {score:g}; a reward must be between -{LARGEST_SCORE:g} and {LARGEST_SCORE:g}")
@@ -103,19 +100,15 @@ def last_number(text: str) -> Decimal | None:
 
 def _countdown(format_score: float) -> RewardFunction:
     def countdown(prompt: str, completion: str, answer: str, metadata: dict[str, Any]) -> float:
-        missing = [key for key in ("numbers", "target") if metadata.get(key) is None]
-        if missing:
-            raise ValueError(
-                f"the row has no {' and no '.join(missing)}; `rollcall data countdown` creates rows with both"
-            )
+        if missing := " and no ".join(key for key in ("numbers", "target") if metadata.get(key) is None):
+            raise ValueError(f"the row has no {missing}; `rollcall data countdown` creates rows with both")
         numbers, target = metadata["numbers"], Fraction(metadata["target"])  # may be strings in third-party files
         numbers = sorted(map(Fraction, json.loads(numbers) if isinstance(numbers, str) else numbers))
         expression = extract_expression(completion)
         if expression is None:
             return 0.0
         value, used = evaluate(expression)
-        solved = value == target and sorted(used) == numbers
-        return 1.0 if solved else format_score
+        return 1.0 if value == target and sorted(used) == numbers else format_score
 
     return countdown
 
@@ -137,7 +130,7 @@ def extract_expression(completion: str) -> str | None:
 
 
 def _is_expression(text: str) -> bool:
-    if len(text) > _MAX_EXPRESSION_CHARS or not _EXPRESSION.fullmatch(text):
+    if len(text) > 200 or not re.fullmatch(r"[0-9+\-*/() ]+", text):
         return False
     try:
         evaluate(text)

@@ -19,9 +19,8 @@ from rollcall.base.errors import ConfigError
 
 PREFIX = "<python>:"
 _pickled: dict[str, bytes] = {}
-_of_runs: dict[
-    tuple[Path, str], bytes
-] = {}  # also keyed by run directory, because two runs may use one name for different functions
+# Also keyed by run directory, because two runs may use one name for different functions.
+_of_runs: dict[tuple[Path, str], bytes] = {}
 
 
 def name_functions(rewards: Any) -> Any:

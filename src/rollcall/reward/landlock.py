@@ -19,11 +19,8 @@ _CREATE_RULESET, _ADD_RULE, _RESTRICT_SELF = 444, 445, 446
 _ASK_VERSION, _PATH_BENEATH = 1, 1
 _EXECUTE, _WRITE_FILE, _READ_FILE, _READ_DIR = 1 << 0, 1 << 1, 1 << 2, 1 << 3
 _FIRST_VERSION = (1 << 13) - 1  # the rights in version 1: the ones above, and creating and removing files of every kind
-_LATER = {
-    2: 1 << 13,
-    3: 1 << 14,
-    5: 1 << 15,
-}  # version -> the right that it added: linking across folders, truncating, device ioctls
+# version -> the right that it added: linking across folders, truncating, device ioctls
+_LATER = {2: 1 << 13, 3: 1 << 14, 5: 1 << 15}
 _FOR_FILES = _EXECUTE | _WRITE_FILE | _READ_FILE | _LATER[3] | _LATER[5]
 
 
@@ -34,11 +31,18 @@ def version() -> int:
     return max(0, _call(_CREATE_RULESET, None, ctypes.c_size_t(0), ctypes.c_uint32(_ASK_VERSION)))
 
 
+def why_missing() -> str:
+    """Return why this machine has no landlock, or ""."""
+    if sys.platform != "linux":
+        return f"{sys.platform} has no landlock"
+    return "" if version() else "the kernel has no landlock"
+
+
 def restrict(*, readable: Iterable[str], writable: Iterable[str]) -> str:
     """Allow this process to open only these files and folders. Return why this failed, or ""."""
+    if missing := why_missing():
+        return missing
     known = version()
-    if not known:
-        return "the kernel has no landlock" if sys.platform == "linux" else f"{sys.platform} has no landlock"
     every = _FIRST_VERSION | sum(right for since, right in _LATER.items() if since <= known)
     handled = struct.pack("<Q", every)
     ruleset = _call(_CREATE_RULESET, handled, ctypes.c_size_t(len(handled)), ctypes.c_uint32(0))
@@ -72,5 +76,4 @@ def _allow(ruleset: int, path: str, rights: int) -> None:
 
 
 def _call(number: int, *arguments: object) -> int:
-    libc = ctypes.CDLL(None, use_errno=True)
-    return libc.syscall(ctypes.c_long(number), *arguments)
+    return ctypes.CDLL(None, use_errno=True).syscall(ctypes.c_long(number), *arguments)

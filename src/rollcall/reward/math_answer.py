@@ -21,8 +21,6 @@ from typing import Any
 
 from rollcall.reward.eval_guard import guarded
 
-_MAX_ANSWER_CHARS = 1000  # longer text is not an answer and takes minutes to parse
-_MAX_SEARCH_CHARS = 2000  # in a text without a mark, only this many characters at the end are searched
 _TAG_OPEN, _TAG_CLOSE = "<answer>", "</answer>"
 _BOX = "\\boxed{"
 _ANNOUNCED = re.compile(r"(?i)\banswer\s*(?:is|=|:)[\s:*]*")
@@ -33,7 +31,6 @@ _WRAPPED = re.compile(
 _MATH_WITHIN = re.compile(r"(?<!\\)\$[^$]+\$|\\\(|\\\[")
 _TEXT_COMMAND = re.compile(r"\\(?:text|textbf|textit|mathrm|mathbf|mbox|operatorname)\s*\{([^{}]*)\}")
 _TEXT_AT_END = re.compile(r"(?<=[\d)}.])\s*\\(?:text|mathrm|mbox)\s*\{[^{}]*\}(?:\^\{?\d\}?)?$")  # 5\text{ apples}
-_COMMAND = re.compile(r"\\[A-Za-z]+")
 _NOT_SENTENCE = re.compile(r"<\S+?>|\\(?:begin|end)\s*\{[^{}]*\}|\\[A-Za-z]+\s*[A-Z]*")  # \end{pmatrix}, \angle ABC
 _SHAPE = re.compile(r"\\(?:angle|triangle)\b")
 _WORD = re.compile(r"\b(?:[A-Za-z]{3,}|is|so|of|to|be|we|it|in|an|at|by|if|as|no|us)\b")
@@ -46,12 +43,8 @@ _BARE_NAME = re.compile(
     r"(?<![\\A-Za-z])(?:arc(?:sin|cos|tan)|(?:sin|cos|tan)h?|cot|sec|csc|ln|log|exp|pi)(?![A-Za-z])"
 )
 _BARE_ROOT = re.compile(r"(?<![\\A-Za-z])sqrt\s*\(([^()]*)\)")
-_LETTERS = re.compile(r"[^\W\d_]+(?:[ '-][^\W\d_]+)*")
-_LONGEST_NAME = 3  # letters; shorter text may name a number (e, pi) or be a product (ab) in a formula
 _LISTED = re.compile(r",(?!\d{3}\b)|;|\b(?:and|or)\b")
 _NAMED = re.compile(r"\b[A-Za-z]\s*=")
-_MIXED = re.compile(r"(?<![\d./])(\d+)\s+(\d+/\d+)(?![\d./])")  # 1 1/2
-_UNKNOWNS = re.compile(r"[w-z]{2,3}")
 _NUMERALS = {
     "dozen": "12",
     "hundred": "100",
@@ -72,15 +65,14 @@ def math_equal(prompt: str, completion: str, answer: str, metadata: dict[str, An
         raise ValueError(f"the row's answer {answer[:80]!r} is empty or too long; check data.answer_key")
     if given is None:
         return 0.0
-    is_product = _UNKNOWNS.fullmatch(wanted) or (
-        _WRAPPED.fullmatch(_final(answer).strip()) and not _SHAPE.match(wanted)
-    )
+    is_formula = _WRAPPED.fullmatch(_final(answer).strip()) and not _SHAPE.match(wanted)
+    is_product = re.fullmatch(r"[w-z]{2,3}", wanted) or is_formula
     if is_word(wanted) and not is_product:
         within = [match[0].strip("$") for match in _MATH_WITHIN.finditer(given)]
         words = plain_words(wanted)
         if words in map(plain_words, (given, _after_words(given), *within[-1:])):
             return 1.0
-        if len(words) > _LONGEST_NAME or is_word(given):
+        if len(words) > 3 or is_word(given):  # shorter text may name a number (e, pi) or be a product (ab) in a formula
             return 0.0
     if "\\begin{cases}" in wanted:  # math-verify parses every such answer as 0
         return float("".join(wanted.split()) == "".join(given.split()))
@@ -108,13 +100,12 @@ def _quantity(answer: str) -> Quantity | None:
         return None
     found = with_inner_units(replace(found, number=_after_words(mark_units(found.number))))
     number = found.number if _LISTED.search(found.number) else found.number.rpartition("=")[2].strip()
-    return (
-        replace(found, number=number) if number and not _has_letters(_NAMED.sub("", _LISTED.sub("", number))) else None
-    )
+    is_number = number and not _has_letters(_NAMED.sub("", _LISTED.sub("", number)))
+    return replace(found, number=number) if is_number else None
 
 
 def _has_letters(expression: str) -> bool:
-    return re.search(r"[A-Za-z]", _COMMAND.sub("", expression)) is not None
+    return re.search(r"[A-Za-z]", re.sub(r"\\[A-Za-z]+", "", expression)) is not None
 
 
 def _verified(wanted: str, given: str) -> bool:
@@ -132,7 +123,7 @@ def final_answer(text: str) -> str | None:
     ['2\\sqrt{3}', '72 apples', 'x^2+1', '5']
     """
     found = _NUMERAL.sub(lambda match: f"*{_NUMERALS[(match[1] or match[2]).casefold()]}", _bare(_final(text)))
-    return found if found and len(found) <= _MAX_ANSWER_CHARS else None
+    return found if found and len(found) <= 1000 else None  # longer text is not an answer and takes minutes to parse
 
 
 def _final(text: str) -> str:
@@ -187,7 +178,7 @@ def _last_box(text: str) -> tuple[int, int] | None:
 def is_word(answer: str) -> bool:
     """Return whether an answer consists of words ("even", "no solution") rather than a formula of letters."""
     words = plain_words(answer)
-    return _LETTERS.fullmatch(words) is not None and not words.startswith("sqrt")
+    return re.fullmatch(r"[^\W\d_]+(?:[ '-][^\W\d_]+)*", words) is not None and not words.startswith("sqrt")
 
 
 def plain_words(answer: str) -> str:
@@ -196,15 +187,14 @@ def plain_words(answer: str) -> str:
 
 
 def _unmarked(text: str) -> str:
-    end = text[-_MAX_SEARCH_CHARS:]
+    end = text[-2000:]  # in a text without a mark, only the end is searched
     announced = [match.end() for match in _ANNOUNCED.finditer(end)]
     if announced and (said := end[announced[-1] :].strip()):
         return said.partition("\n")[0].rstrip(" *.!")
     lines = [line for line in end.splitlines() if line.strip()]
     last = lines[-1] if lines else ""
-    return (
-        last.rstrip(" *.!") if _WORD.search(last) else last
-    )  # "it is 5!" is a sentence, but a line with only "5!" is 120
+    # "it is 5!" is a sentence, but a line with only "5!" is 120.
+    return last.rstrip(" *.!") if _WORD.search(last) else last
 
 
 def _bare(text: str) -> str:
@@ -212,7 +202,8 @@ def _bare(text: str) -> str:
     text = text.strip().strip("*").strip().rstrip(".,;").strip().strip("*")
     if wrapped := _WRAPPED.fullmatch(text):
         return next(part for part in wrapped.groups() if part is not None).strip().rstrip(".,;")
-    text = spell_out_money(text).replace("\\$", "")
+    money = _MONEY.sub(lambda match: f"{match['sign']}{match['amount']} {_CURRENCIES[match['currency']]}", text)
+    text = money.replace("\\$", "")  # \$5 is 5 dollars
     return text.replace("$", "") if text.count("$") == 1 else text
 
 
@@ -222,7 +213,7 @@ def _readable(answer: str) -> str:
         return answer
     expression = answer if " " not in answer else _after_words(answer)
     expression = _TEXT_AT_END.sub("", expression)
-    expression = _MIXED.sub(r"(\1+\2)", expression)
+    expression = re.sub(r"(?<![\d./])(\d+)\s+(\d+/\d+)(?![\d./])", r"(\1+\2)", expression)  # 1 1/2
     expression = _BARE_ROOT.sub(r"\\sqrt{\1}", _BARE_NAME.sub(r"\\\g<0>", expression))
     return f"{_BOX}{expression}}}" if expression else answer
 
@@ -294,9 +285,8 @@ def split_unit(answer: str) -> Quantity | None:
     >>> split_unit(r"10\text{ cm}^2"), split_unit("2ab")
     (Quantity(number='10', unit='cm^2', is_sure=True), None)
     """
-    text = _TEMPERATURE.sub(
-        lambda match: " celsius" if match[1] else " fahrenheit", _UNIT_TEXT.sub(r" \1", answer).rstrip()
-    )
+    text = _UNIT_TEXT.sub(r" \1", answer).rstrip()
+    text = _TEMPERATURE.sub(lambda match: " celsius" if match[1] else " fahrenheit", text)
     for sign, plain in _SIGNS:
         text = text.replace(sign, plain)
     found = _UNIT.search(text)
@@ -323,11 +313,6 @@ def with_inner_units(found: Quantity) -> Quantity:
         return replace(found, number=_MARKED.sub("", found.number))
     numbers = [re.sub(r"^\s*(?:,|and\b)?\s*", "", part) for part in _MARKED.split(found.number)[::2]]
     return Quantity(f"({', '.join(numbers)})", " ".join([*inner, found.unit]), is_sure=True)
-
-
-def spell_out_money(answer: str) -> str:
-    r"""Write ``\$5`` as ``5 dollars``."""
-    return _MONEY.sub(lambda match: f"{match['sign']}{match['amount']} {_CURRENCIES[match['currency']]}", answer)
 
 
 def _canonical(unit: str) -> str | None:

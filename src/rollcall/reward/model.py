@@ -88,8 +88,7 @@ class RewardModel:
             self._text_config.pad_token_id = pad_id = _unused_id(rows, vocab_size=self._text_config.vocab_size)
             if pad_id is None and len(rows) > 1:
                 return [score for row in rows for score in self._forward([row])]
-        width = max(map(len, rows))
-        ids = torch.full((len(rows), width), self._text_config.pad_token_id or 0)
+        ids = torch.full((len(rows), max(map(len, rows))), self._text_config.pad_token_id or 0)
         mask = torch.zeros_like(ids)
         for index, row in enumerate(rows):
             ids[index, : len(row)] = torch.tensor(row)

@@ -39,11 +39,9 @@ from rollcall.reward.confine import (
     sweep_folders,
 )
 from rollcall.reward.functions import check_score
-from rollcall.reward.worker import MAX_ANSWER_BYTES, About, FailureKind, Item, Ready, RewardResult, Setup
+from rollcall.reward.worker import MAX_ANSWER_BYTES, About, FailureKind, Item, Ready, RewardResult
 
 START_TIMEOUT_S = 120.0
-_MAX_STARTS_LOST = 3  # in a row; after that, the problem must be the machine, not an item
-_MAX_CHUNK = 32
 _READ_RESULTS = reader(list[RewardResult] | None)
 
 
@@ -76,9 +74,8 @@ class _Task:
 
     def finish(self, results: list[RewardResult]) -> None:
         for place, result in enumerate(results):
-            if (
-                result.elapsed_s > self.timeout_s
-            ):  # this process was too busy to stop the worker in time, but the limit still applies
+            # This process may have been too busy to stop the worker in time, but the limit still applies.
+            if result.elapsed_s > self.timeout_s:
                 why = f"took {result.elapsed_s:.1f} s; the limit is timeout_s={self.timeout_s:g}"
                 results[place] = RewardResult(0.0, "hung", why)
         asked = self.asked
@@ -99,10 +96,16 @@ class _Crew:
     seats: list[_Seat] = field(default_factory=list)
     num_starts_lost: int = 0
 
+    def serve(self) -> None:
+        """Start a task for each worker that does not have one."""
+        for seat in self.seats:
+            if seat.task is None:
+                seat.task = asyncio.get_running_loop().create_task(seat.serve())
+
     def take(self) -> deque[_Task]:
         """Take a chunk for one worker. Chunks are large while the queue is long and shrink to single items near its end, so that a slow
         item delays few others. All items in a chunk have the same limit."""
-        share = min(_MAX_CHUNK, -(-len(self.queue) // (2 * len(self.seats))))
+        share = min(32, -(-len(self.queue) // (2 * len(self.seats))))
         chunk: deque[_Task] = deque()
         while self.queue and len(chunk) < share and (not chunk or self.queue[0].timeout_s == chunk[0].timeout_s):
             task = self.queue.popleft()
@@ -163,7 +166,7 @@ class RewardPool(AbstractContextManager["RewardPool"]):
         asked = _Asked(asyncio.get_running_loop().create_future(), [[]] * len(items), len(items))
         crew = self._crew_of[items[0].reward]
         crew.queue.extend(_Task(item, timeout_s, asked, place) for place, item in enumerate(items))
-        _serve(crew)
+        crew.serve()
         return asked.done
 
     def close(self) -> None:
@@ -173,13 +176,6 @@ class RewardPool(AbstractContextManager["RewardPool"]):
             for seat in crew.seats:
                 seat.close()
         self._prints.close()
-
-
-def _serve(crew: _Crew) -> None:
-    """Start a task for each worker that does not have one."""
-    for seat in crew.seats:
-        if seat.task is None:
-            seat.task = asyncio.get_running_loop().create_task(seat.serve())
 
 
 class _Seat:
@@ -203,9 +199,7 @@ class _Seat:
                 self.worker: Worker = spawn(
                     "rollcall.reward.worker:RewardWorker",
                     name=f"reward worker {self._number}",
-                    env=environment(
-                        confinement.env, folder=self._folder, key="env of a reward", own_home=confinement.own_files
-                    ),
+                    env=environment(confinement.env, folder=self._folder, own_home=confinement.own_files),
                     cwd=self._folder if confinement.own_files else None,
                     fds=(line.theirs.fileno(),),
                     output=self._output_fd,
@@ -218,8 +212,8 @@ class _Seat:
             here, path = os.getcwd(), [os.getcwd(), *sys.path]
             if confinement.own_files:
                 path = [entry for entry in sys.path if entry and os.path.abspath(entry) != here]
-            setup = Setup(self._crew.specs, path, confinement, self._folder, bool(os.environ.get(POST_MORTEM)))
-            self._loading: Call | None = self.worker.begin("load", setup, deadline_s=START_TIMEOUT_S)
+            given = (self._crew.specs, confinement, path, self._folder, bool(os.environ.get(POST_MORTEM)))
+            self._loading: Call | None = self.worker.begin("load", *given, deadline_s=START_TIMEOUT_S)
             undo.pop_all()
 
     def wait_until_ready(self) -> None:
@@ -272,7 +266,7 @@ class _Seat:
             raise self._cannot_start(error) from None
         except Lost as error:
             self._crew.num_starts_lost += 1
-            if self._crew.num_starts_lost >= _MAX_STARTS_LOST or self._crew.ready is None:
+            if self._crew.num_starts_lost >= 3 or self._crew.ready is None:  # the machine is at fault, not an item
                 raise self._cannot_start(error) from None
             self._replace()
             return False
@@ -301,7 +295,7 @@ class _Seat:
         chunk.clear()
         if error is not None or last is None:
             self._replace()
-            _serve(self._crew)
+            self._crew.serve()
 
     def _replace(self) -> None:
         self._end()

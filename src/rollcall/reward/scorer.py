@@ -72,7 +72,7 @@ class Scorer(AbstractContextManager["Scorer"]):
         self.failures: list[Failure] = []  # the first three per reward and kind
         self.num_failed: Counter[tuple[str, FailureKind]] = Counter()  # per reward and kind
         self._said_unused = False
-        self._process_rewards, self._asked_rewards = list(specs), list(asked)
+        self._asks = dict.fromkeys(specs, self._ask_pool) | dict.fromkeys(asked, self._ask_service)
         self._asker = Asker(asked) if asked else None
         self._pool: RewardPool | None = None
         try:
@@ -107,9 +107,7 @@ class Scorer(AbstractContextManager["Scorer"]):
         """Score a group's completions. Models are called in the event loop, or through ``ask_model``."""
         if not completions:
             return ()
-        asked = {index: self._ask_pool(index, prompt, completions) for index in self._process_rewards}
-        asked |= {index: self._ask_service(index, prompt, completions) for index in self._asked_rewards}
-        waiting = {index: asyncio.ensure_future(work) for index, work in asked.items()}
+        waiting = {index: asyncio.ensure_future(ask(index, prompt, completions)) for index, ask in self._asks.items()}
         results: dict[int, Results] = {}
         try:
             for index in self._environment_rewards:
@@ -186,36 +184,30 @@ class Scorer(AbstractContextManager["Scorer"]):
                 kind, why = result.kind, redact(result.why) if result.why else ""
                 if result.value is not None:
                     parts[name], is_given = result.value, True
-                if (
-                    result.note
-                ):  # the journal stores the note, so it must be short and free of secrets and control characters
+                # The journal stores the note, so it must be short and free of secrets and control characters.
+                if result.note:
                     note = redact(visible(result.note))
                     half = MAX_NOTE // 2
                     notes[name] = note if len(note) <= MAX_NOTE else f"{note[:half]}\n[...]\n{note[-half:]}"
                 if kind:
                     errors[name] = _short(kind, why)
                     self._keep(prompt, completion, kind, why, name=name)
-            if not self._environment_rewards:
-                self._note_episode(prompt, completion)
             value = sum(reward.weight * parts[name] for name, reward in zip(self.names, self._rewards, strict=True))
             score = Score(value=value, parts=parts, errors=errors, notes=notes, is_given=is_given)
+            episode, is_listed = completion.episode, bool(self._environment_rewards)
+            if episode is not None and episode.reward is not None and not is_listed and not self._said_unused:
+                self._said_unused = True
+                warn(
+                    "the environment returns a reward that the run does not use: add {type: environment} to reward, or leave reward out"
+                )
             if _has_failed(completion):  # regardless of the other rewards
                 failed = environment_reward(completion)
+                if not is_listed:
+                    self._keep(prompt, completion, failed.kind, failed.why, name=ENVIRONMENT)
                 told = {ENVIRONMENT: _short(failed.kind, failed.why)}
                 score = Score(value=0.0, parts=dict.fromkeys(self.names, 0.0), errors=told)
             scores.append(score)
         return tuple(scores)
-
-    def _note_episode(self, prompt: Prompt, completion: Completion) -> None:
-        """Record an environment's failure or unused reward in a run that does not list the environment as a reward."""
-        if completion.episode is not None and completion.episode.reward is not None and not self._said_unused:
-            self._said_unused = True
-            warn(
-                "the environment returns a reward that the run does not use: add {type: environment} to reward, or leave reward out"
-            )
-        if _has_failed(completion):
-            failed = environment_reward(completion)
-            self._keep(prompt, completion, failed.kind, failed.why, name=ENVIRONMENT)
 
     def _keep(self, prompt: Prompt, completion: Completion, kind: FailureKind, why: str, *, name: str) -> None:
         self.num_failed[name, kind] += 1
@@ -253,12 +245,10 @@ def why_unscored(groups: Sequence[Group], *, reward: str, scorer: Scorer) -> str
     scores = [score for group in groups for score in group.scores]
     told = scores[0].errors[reward]
     # An evaluation may have failed earlier in a different way.
-    first = next(
-        (one.why for one in scorer.failures if one.reward == reward and _short(one.kind, one.why) == told), told
-    )
+    same = (one.why for one in scorer.failures if one.reward == reward and _short(one.kind, one.why) == told)
     kinds = Counter(score.errors[reward].partition(":")[0] for score in scores)
     how = ", ".join(f"{count} {kind}" for kind, count in kinds.most_common())
-    lines = first.strip().splitlines()
+    lines = next(same, told).strip().splitlines()
     shown = lines if len(lines) <= 25 else ["...", *lines[-25:]]
     what = "environment" if reward == ENVIRONMENT else f"reward {reward}"
     # Put the cause in the first line, because a list of runs shows only that line.

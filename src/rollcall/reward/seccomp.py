@@ -15,6 +15,7 @@ import os
 import platform
 import struct
 import sys
+from collections.abc import Mapping
 
 # (x86_64, aarch64); None if the architecture does not have the call.
 _SENDING = {
@@ -87,8 +88,7 @@ def why_missing() -> str:
 def refuse(*, network: bool, processes: bool) -> str:
     """Refuse ``network`` (all sockets except Unix sockets) and ``processes`` (starting processes, accessing other processes,
     all sockets, and file changes that landlock does not cover). Return why this failed, or ""."""
-    missing = why_missing()
-    if missing:
+    if missing := why_missing():
         return missing
     program = _program(network=network, processes=processes)
     packed = b"".join(struct.pack("<HBBI", *instruction) for instruction in program)
@@ -113,7 +113,7 @@ def _program(*, network: bool, processes: bool) -> list[Instruction]:
         (_LOAD, 0, 0, _NUMBER_AT), (_IF_AT_LEAST, 0, 1, _X32), refuse_it,
     ]  # fmt: skip
 
-    def never(calls: dict[str, tuple[int | None, int | None]] | dict[str, tuple[int, int]]) -> None:
+    def never(calls: Mapping[str, tuple[int | None, int | None]]) -> None:
         for number in (numbers[column] for numbers in calls.values()):
             if number is not None:
                 program.extend([(_IF_EQUAL, 0, 1, number), refuse_it])
@@ -130,10 +130,8 @@ def _program(*, network: bool, processes: bool) -> list[Instruction]:
         program.extend([(_IF_EQUAL, 0, len(body), number), *body])
 
     if processes:
-        never(_SENDING)
-        never(_STARTING)
-        never(_REACHING)
-        never(_CHANGING)
+        for calls in (_SENDING, _STARTING, _REACHING, _CHANGING):
+            never(calls)
         only(_CLONE[column], test=_IF_ANY_BIT, value=_CLONE_THREAD)
         # clone3's flags are in memory, which a filter cannot read. If clone3 fails with ENOSYS, libc uses clone instead.
         program.extend([(_IF_EQUAL, 0, 1, _CLONE3[column]), (_RETURN, 0, 0, _ERRNO | errno.ENOSYS)])

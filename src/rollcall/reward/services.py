@@ -18,23 +18,17 @@ import re
 import secrets
 import threading
 import traceback
-from collections.abc import Mapping
-from dataclasses import replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 from urllib.parse import urlsplit, urlunsplit
 
 from rollcall.base.types import Completion, Prompt
+from rollcall.base.words import visible
 from rollcall.config.rewards import HttpReward, JudgeReward
 from rollcall.observe.samples import transcript
-from rollcall.reward.endpoint import (
-    Endpoint,
-    EndpointLostError,
-    Problem,
-    Question,
-    failed,
-    read_json,
-)
+from rollcall.reward.endpoint import Endpoint, EndpointLostError, Problem
 from rollcall.reward.functions import last_number
 from rollcall.reward.trl import MESSAGES
 from rollcall.reward.worker import RewardResult, checked
@@ -42,18 +36,38 @@ from rollcall.reward.worker import RewardResult, checked
 ASKED_TYPES = ("judge", "http")
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Question:
+    """One request about ``count`` completions. ``read`` parses the answer's body into their results."""
+
+    count: int
+    body: bytes
+    read: Callable[[bytes], list[RewardResult]]
+
+
+def _failed(why: str, *, note: str = "") -> RewardResult:
+    return RewardResult(0.0, "raised", visible(why), note=note)
+
+
+def _read_json(said: bytes) -> Any:
+    """Parse JSON. For anything else, raise a ValueError that shows how the text begins."""
+    try:
+        return json.loads(said)
+    except (ValueError, RecursionError):
+        begin = " ".join(said[:200].decode(errors="replace").split())
+        raise ValueError(f"it is not JSON: {begin[:80]!r}" if begin else "it is empty") from None
+
+
 class Asker:
     """Asks the services in ``sections`` for scores. The keys of ``sections`` are indices in the run file's list."""
 
     def __init__(self, sections: Mapping[int, JudgeReward | HttpReward]) -> None:
-        self._services = {
-            place: Judge(section) if isinstance(section, JudgeReward) else HttpService(section)
-            for place, section in sections.items()
-        }
-        self._endpoints = {
-            place: Endpoint(section, url=self._services[place].url, what=self._services[place].what, place=place)
-            for place, section in sections.items()
-        }
+        self._sections = sections
+        self._endpoints: dict[int, Endpoint] = {}
+        for place, section in sections.items():
+            is_judge = isinstance(section, JudgeReward)
+            what, url = ("the judge", chat_address(section.url)) if is_judge else ("the reward service", section.url)
+            self._endpoints[place] = Endpoint(section, url=url, what=what, place=place)
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="judges", daemon=True)
         self._thread.start()
@@ -61,7 +75,7 @@ class Asker:
     @property
     def is_waiting(self) -> bool:
         """Whether any service is down and its questions are waiting for it."""
-        return any(endpoint.is_out for endpoint in self._endpoints.values())
+        return any(endpoint.outage is not None for endpoint in self._endpoints.values())
 
     async def ask(self, place: int, prompt: Prompt, completions: tuple[Completion, ...]) -> list[RewardResult]:
         """Return the results for a group's completions from the reward at index ``place``."""
@@ -84,7 +98,14 @@ class Asker:
         self._loop.stop()
 
     async def _ask(self, place: int, prompt: Prompt, completions: tuple[Completion, ...]) -> list[RewardResult]:
-        questions = self._services[place].questions(prompt, completions)
+        section = self._sections[place]
+        if isinstance(section, JudgeReward):
+            questions = _judge_questions(section, prompt, completions)
+        elif section.whole_group:
+            texts = [completion.text for completion in completions]
+            questions = [_question(prompt, len(texts), completions=texts)]
+        else:
+            questions = [_question(prompt, 1, completion=completion.text) for completion in completions]
         answers = await asyncio.gather(*(self._answer(place, one) for one in questions))
         return [result for answer in answers for result in answer]
 
@@ -99,21 +120,6 @@ class Asker:
             return [RewardResult(0.0, "raised", traceback.format_exc())] * question.count
 
 
-class HttpService:
-    what = "the reward service"
-
-    def __init__(self, section: HttpReward) -> None:
-        self._section = section
-        self.url = section.url
-
-    def questions(self, prompt: Prompt, completions: tuple[Completion, ...]) -> list[Question]:
-        """Return the questions, in the order of the completions."""
-        texts = [completion.text for completion in completions]
-        if self._section.whole_group:
-            return [_question(prompt, len(texts), completions=texts)]
-        return [_question(prompt, 1, completion=text) for text in texts]
-
-
 def _question(prompt: Prompt, count: int, **completions: Any) -> Question:
     body = {"prompt": prompt.text, **completions, "answer": prompt.answer, "metadata": prompt.metadata}
     return Question(count=count, body=json.dumps(body).encode(), read=partial(read_scores, count=count))
@@ -122,9 +128,9 @@ def _question(prompt: Prompt, count: int, **completions: Any) -> Question:
 def read_scores(said: bytes, *, count: int) -> list[RewardResult]:
     """Parse one result per completion."""
     try:
-        scores, notes = _scores_in(read_json(said), count=count)
+        scores, notes = _scores_in(_read_json(said), count=count)
     except ValueError as error:
-        return [failed(f"the reward service's answer cannot be used: {error}")] * count
+        return [_failed(f"the reward service's answer cannot be used: {error}")] * count
     return [replace(checked(score), note=note) for score, note in zip(scores, notes, strict=True)]
 
 
@@ -144,9 +150,6 @@ def _scores_in(answer: Any, *, count: int) -> tuple[list[Any], list[str]]:
 
 _PLACEHOLDER = re.compile(r"\{(prompt|completion|answer)\}")
 _CHAT = "/chat/completions"
-_READ_CHARS = 100_000  # only the end of an answer is read
-_MOST_OBJECTS = 200  # how many opening braces are tried as the start of the JSON object that ends the answer
-_FENCE = re.compile(r"\A```[a-z]*\s*|\s*```\Z")
 _OUT_OF = re.compile(r"([0-9])\s*(?:/|out of)\s*[0-9][0-9.,]*", re.IGNORECASE)
 
 _OPENING = (
@@ -160,35 +163,26 @@ _CLOSING = (
 )
 
 
-class Judge:
-    what = "the judge"
+def _judge_questions(section: JudgeReward, prompt: Prompt, completions: tuple[Completion, ...]) -> list[Question]:
+    """Return one question per completion, in order."""
+    found: list[Question] = []
+    for text in map(transcript, completions):
+        message = ask(section, prompt=asked_text(prompt), completion=text, answer=prompt.answer)
+        body = {"model": section.model, "messages": [{"role": "user", "content": message}]}
+        body = json.dumps({**section.options, **body}).encode()
+        found.append(Question(count=1, body=body, read=partial(_read_grade, section)))
+    return found
 
-    def __init__(self, section: JudgeReward) -> None:
-        self._section = section
-        self.url = chat_address(section.url)
 
-    def questions(self, prompt: Prompt, completions: tuple[Completion, ...]) -> list[Question]:
-        """Return one question per completion, in order."""
-        return [
-            Question(count=1, body=self._body(prompt, transcript(completion)), read=self._read)
-            for completion in completions
-        ]
-
-    def _body(self, prompt: Prompt, completion: str) -> bytes:
-        text = ask(self._section, prompt=asked_text(prompt), completion=completion, answer=prompt.answer)
-        message = {"role": "user", "content": text}
-        body = {**self._section.options, "model": self._section.model, "messages": [message]}
-        return json.dumps(body).encode()
-
-    def _read(self, said: bytes) -> list[RewardResult]:
-        try:
-            text = _text_of(read_json(said))
-        except ValueError as error:
-            return [failed(f"the judge's answer cannot be read: {error}")]
-        try:
-            return [RewardResult(read_score(text, low=self._section.min, high=self._section.max), note=text)]
-        except ValueError as error:
-            return [failed(str(error), note=text)]
+def _read_grade(section: JudgeReward, said: bytes) -> list[RewardResult]:
+    try:
+        text = _text_of(_read_json(said))
+    except ValueError as error:
+        return [_failed(f"the judge's answer cannot be read: {error}")]
+    try:
+        return [RewardResult(read_score(text, low=section.min, high=section.max), note=text)]
+    except ValueError as error:
+        return [_failed(str(error), note=text)]
 
 
 def chat_address(url: str) -> str:
@@ -229,24 +223,21 @@ def read_score(text: str, *, low: float, high: float) -> float:
     >>> read_score('Well. {"reason": "it claims 1", "score": 0}', low=0, high=1), read_score("I give it 7/10.", low=0, high=10)
     (0.0, 7.0)
     """
-    text = text.rpartition("</think>")[2][-_READ_CHARS:].strip()
-    text = _FENCE.sub("", text)
+    text = text.rpartition("</think>")[2][-100_000:].strip()  # only the end is read
+    text = re.sub(r"\A```[a-z]*\s*|\s*```\Z", "", text)
+    no_score = "the judge gave no score"
     found = _object_at_end(text) or _object_at(text, 0)[0]
     if found is None and text.startswith("{"):
-        raise ValueError("the judge gave no score: its answer begins as JSON but is incomplete")
+        raise ValueError(f"{no_score}: its answer begins as JSON but is incomplete")
     if found is None:
         number = last_number(_OUT_OF.sub(r"\1", text))
         if number is None:
-            raise ValueError(
-                'the judge gave no score: its answer contains neither {"score": number} nor any other number'
-            )
+            raise ValueError(f'{no_score}: its answer contains neither {{"score": number}} nor any other number')
         score = float(number)
     else:
         given = found.get("score")
         if isinstance(given, bool) or not isinstance(given, int | float):
-            raise ValueError(
-                f'the judge gave no score: "score" in its answer is {json.dumps(given)[:80]}, not a number'
-            )
+            raise ValueError(f'{no_score}: "score" in its answer is {json.dumps(given)[:80]}, not a number')
         score = float(given) if abs(given) < 1e300 else math.inf
     if not low <= score <= high:
         raise ValueError(f"the judge gave {score:g}, which is outside the range from min={low:g} to max={high:g}")
@@ -256,7 +247,7 @@ def read_score(text: str, *, low: float, high: float) -> float:
 def _object_at_end(text: str) -> dict[str, Any] | None:
     """Return the largest JSON object at the end of the text."""
     start = -1
-    for _ in range(_MOST_OBJECTS if text.endswith("}") else 0):
+    for _ in range(200 if text.endswith("}") else 0):  # at most this many opening braces are tried as its start
         start = text.find("{", start + 1)
         if start < 0:
             return None

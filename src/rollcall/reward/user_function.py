@@ -36,12 +36,6 @@ class UserFunction:
     needs: frozenset[str] = frozenset()  # the row's columns that it requires
     is_trl: bool = False  # called with lists, as in TRL
 
-    @property
-    def kind(self) -> str:
-        """Empty if it gets one completion at a time. "batched" or "async" if it gets all completions in a group. The calls to an async
-        function run concurrently."""
-        return "async" if self.is_async else "batched" if self.is_batched else ""
-
     def call_with_lists(self, lists: dict[str, Any]) -> Any:
         """Call the function as TRL does. Discard what the function passes to ``log_extra`` and ``log_metric``."""
         if missing := [name for name in self.needs if name not in lists]:
@@ -112,54 +106,49 @@ def user_function(path: str, target: Any) -> UserFunction:
         signature = inspect.signature(target)
     except (TypeError, ValueError):  # written in C without a signature
         return UserFunction(target, (), is_batched=False, is_async=is_async)
-    if _is_trl(path, signature):
-        names, needs = tuple(signature.parameters), _needed_columns(signature)
-        return UserFunction(target, names, is_batched=True, is_async=is_async, needs=needs, is_trl=True)
-    names = _named(signature)
+    given = f"path={path!r} has the signature {signature}"
+    is_trl = _is_trl(given, signature)
+    names = tuple(signature.parameters) if is_trl else _named(signature)
     if names is not None:
-        if ("completion" in names) == ("completions" in names):
-            raise ValueError(
-                f"path={path!r} has the signature {signature}, but a reward takes either completion or completions; use {_EXPECTED}"
-            )
-        is_batched, needs = "completions" in names, _needed_columns(signature)
-        return UserFunction(target, names, is_batched=is_batched, is_async=is_async, needs=needs)
+        is_batched = is_trl or "completions" in names
+        needs = frozenset(_required(signature) - {"prompt", "completion", "metadata", *_TRL_LISTS, *_TRL_OTHERS})
+        if not is_trl and is_batched == ("completion" in names):
+            raise ValueError(f"{given}, but a reward takes either completion or completions; use {_EXPECTED}")
+        return UserFunction(target, names, is_batched=is_batched, is_async=is_async, needs=needs, is_trl=is_trl)
     try:
         signature.bind("", "", "", {})
     except TypeError as error:
         raise ValueError(
-            f"path={path!r} has the signature {signature}, but its argument names are not among {', '.join(ARGUMENTS)} and completions, "
-            f"and it cannot be called with four arguments either ({error}); use {_EXPECTED}"
+            f"{given}, but its argument names are not among {', '.join(ARGUMENTS)} and completions, and it cannot be called with four "
+            f"arguments either ({error}); use {_EXPECTED}"
         ) from None
     third = [each for each in signature.parameters.values() if each.kind is not each.VAR_POSITIONAL][2:3]
     needs = frozenset({"answer"} if third and third[0].default is inspect.Parameter.empty else ())
     return UserFunction(target, (), is_batched=False, is_async=is_async, needs=needs)
 
 
-def _is_trl(path: str, signature: inspect.Signature) -> bool:
-    """Return whether to call the function as TRL does. Refuse an ambiguous signature."""
+def _is_trl(given: str, signature: inspect.Signature) -> bool:
+    """Return whether to call the function as TRL does. Refuse an ambiguous signature, which ``given`` names."""
     parameters = signature.parameters.values()
     takes_all = any(each.kind is each.VAR_KEYWORD for each in parameters)
-    required, names = _required(signature), set(signature.parameters)
+    names = set(signature.parameters)
     trl_only = sorted(names & {*_TRL_LISTS} - {"completions"})
     if trl_only and not takes_all:
         raise ValueError(
-            f"path={path!r} has the signature {signature}: {trl_only[0]} is an argument of TRL, and TRL passes further arguments by "
-            f"name; add **kwargs, or use {_EXPECTED}"
+            f"{given}: {trl_only[0]} is an argument of TRL, and TRL passes further arguments by name; add **kwargs, or use {_EXPECTED}"
         )
     if not takes_all or not (names & {*_TRL_LISTS} or len(names) == 1):
         return False
     if native := sorted(names & {"prompt", "completion", "metadata"}):
         raise ValueError(
-            f"path={path!r} has the signature {signature}, which is ambiguous: a function with **kwargs is called with lists, as in TRL, "
-            f"but TRL has no {native[0]}. Remove **kwargs, or remove {native[0]} (each column of the row is a separate list)"
+            f"{given}, which is ambiguous: a function with **kwargs is called with lists, as in TRL, but TRL has no {native[0]}. Remove "
+            f"**kwargs, or remove {native[0]} (each column of the row is a separate list)"
         )
     if positional := [each.name for each in parameters if each.kind is each.POSITIONAL_ONLY]:
+        raise ValueError(f"{given}: {positional[0]} is before a /, but TRL passes arguments by name; remove the /")
+    if "trainer_state" in _required(signature):
         raise ValueError(
-            f"path={path!r} has the signature {signature}: {positional[0]} is before a /, but TRL passes arguments by name; remove the /"
-        )
-    if "trainer_state" in required:
-        raise ValueError(
-            f"path={path!r} has a required argument trainer_state, but rewards are not told the run's progress, "
+            f"{given} with a required argument trainer_state, but rewards are not told the run's progress, "
             "because they also score stored completions again and the completions of evaluations; remove the argument"
         )
     return True
@@ -169,11 +158,6 @@ def _required(signature: inspect.Signature) -> set[str]:
     variable = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
     parameters = signature.parameters.values()
     return {each.name for each in parameters if each.default is each.empty and each.kind not in variable}
-
-
-def _needed_columns(signature: inspect.Signature) -> frozenset[str]:
-    """Return the columns that a row must have for a function that takes arguments by name."""
-    return frozenset(_required(signature) - {"prompt", "completion", "metadata", *_TRL_LISTS, *_TRL_OTHERS})
 
 
 def _named(signature: inspect.Signature) -> tuple[str, ...] | None:

@@ -10,9 +10,9 @@ This module imports only the standard library, because a worker is replaced when
 
 from __future__ import annotations
 
+import math
 import os
 import sys
-import traceback
 from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
@@ -20,30 +20,18 @@ from functools import partial
 from typing import Any, Literal
 
 from rollcall.base.redact import guard_streams, remember
-from rollcall.process.child import MAX_WHY, cut
+from rollcall.process.child import MAX_WHY, cut, user_error
 from rollcall.process.debug.child import ChildLine
 from rollcall.process.pause import patient_loop, running_s
 from rollcall.reward import user_function
-from rollcall.reward.confine import Confinement, confine, limit_cpu, unlimit_cpu
+from rollcall.reward.confine import Confinement, confine, limit_cpu
 from rollcall.reward.functions import RewardFunction, build_function, check_score
 from rollcall.reward.user_function import UserFunction, check_scores
 
 MAX_ANSWER_BYTES = 1 << 20
 ASYNC_GRACE_S = 1.0  # an async call stops at its own limit; after this extra time, its process is killed
-_MIN_WHY = 100  # each completion's error message keeps at least this many characters, however large the group is
 # Tracebacks leave out frames in these files, because they do not help the author of a reward.
 _OWN_FILES = (__file__, user_function.__file__)
-
-
-@dataclass(frozen=True, slots=True)
-class Setup:
-    """The argument of a worker's first call."""
-
-    specs: dict[int, dict[str, Any]]  # index in the run file's list -> the reward's fields
-    sys_path: list[str]  # the parent's sys.path, so the worker can import the same modules
-    confinement: Confinement
-    folder: str  # private to this worker
-    post_mortem: bool = False  # whether an exception in the user's function opens the debugger
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +56,7 @@ class Ready:
 class About:
     """How a user's function is called."""
 
-    kind: str  # "batched" or "async" if it takes groups, empty if it takes single completions
+    kind: str  # empty if it gets one completion at a time; "batched" or "async" (called concurrently) if it gets a whole group
     needs: list[str]  # required columns
     trl: list[str]  # for a TRL-style function, the arguments that it names
 
@@ -89,31 +77,33 @@ class RewardResult:
 
 class RewardWorker:
     def __init__(self, line_fd: int) -> None:
-        self._cpu_s = 0.0  # CPU limit for the current item; 0 if there is none yet
+        self._cpu_s = math.inf  # CPU limit for the current item
         self._line = ChildLine(line_fd, of="reward", around=self._without_cpu_limit)
         self._loaded: dict[int, RewardFunction | UserFunction] = {}
-        self._setup: Setup
         self._runner: Any = None  # keeps one event loop for async functions, so that their open connections stay usable
 
-    def load(self, setup: Setup) -> dict[str, Any]:
-        """Load the rewards. Return ``Ready``. Raise ValueError if a reward cannot be loaded."""
+    def load(
+        self, specs: dict[int, dict[str, Any]], limits: Confinement, sys_path: list[str], folder: str, post_mortem: bool
+    ) -> dict[str, Any]:
+        """Load the rewards in ``specs`` (index in the run file's list -> the reward's fields). Return ``Ready``. Raise ValueError if a reward
+        cannot be loaded. ``sys_path`` is the parent's, so the worker can import the same modules. ``folder`` is private to this worker.
+        With ``post_mortem``, an exception in the user's function opens the debugger."""
         # User code may print its environment variables, and its output does not pass through the parent's streams.
-        remember(os.environ.get(name, "") for name in setup.confinement.env)
+        remember(os.environ.get(name, "") for name in limits.env)
         guard_streams()
-        sys.path.extend(entry for entry in setup.sys_path if entry not in sys.path)
-        self._setup = setup
-        in_force = confine(setup.confinement, folder=setup.folder, readable=sys.path)
+        sys.path.extend(entry for entry in sys_path if entry not in sys.path)
+        self._memory_mb, self._post_mortem = limits.memory_mb, post_mortem
+        in_force = confine(limits, folder=folder, readable=sys.path)
         sys.breakpointhook = self._line.stop
-        for index, spec in setup.specs.items():
+        functions: dict[int, About] = {}
+        for index, spec in specs.items():
             try:
-                self._loaded[index] = build_function(spec)
+                self._loaded[index] = one = build_function(spec)
             except ValueError as error:
                 raise ValueError(f"reward.{index}.{error}") from None
-        functions = {
-            index: About(one.kind, sorted(one.needs), list(one.names) if one.is_trl else [])
-            for index, one in self._loaded.items()
-            if isinstance(one, UserFunction)
-        }
+            if isinstance(one, UserFunction):
+                kind = "async" if one.is_async else "batched" if one.is_batched else ""
+                functions[index] = About(kind, sorted(one.needs), list(one.names) if one.is_trl else [])
         return asdict(Ready(in_force, functions))
 
     def score(self, items: list[tuple[Item, float]]) -> Iterator[list[dict[str, Any]]]:
@@ -134,7 +124,7 @@ class RewardWorker:
             results = self._batch(lambda: self._run(work()), len(given), is_trl=function.is_trl)
         else:
             results = self._run(self._together(function, item, limit_s=limit_s))
-        longest = max(_MIN_WHY, MAX_WHY // max(len(given), 1))
+        longest = max(100, MAX_WHY // max(len(given), 1))  # a message stays readable, however large the group is
         return [replace(one, why=cut(one.why, longest)) for one in results]
 
     def _batch(self, call: Callable[[], Any], count: int, *, is_trl: bool = False) -> list[RewardResult]:
@@ -172,27 +162,19 @@ class RewardWorker:
         elapsed_s = running_s() - since_s
         if isinstance(error, _LateError):
             return RewardResult(0.0, "hung", str(error), elapsed_s)
-        frames = error.__traceback__
-        while frames is not None and frames.tb_frame.f_code.co_filename in _OWN_FILES:
-            frames = frames.tb_next
-        if self._setup.post_mortem and frames is not None:
+        frames, why = user_error(error, own_files=_OWN_FILES, memory_mb=self._memory_mb)
+        if self._post_mortem and frames is not None:
             self._line.examine(error.with_traceback(frames))
-        if isinstance(error, MemoryError):
-            error = MemoryError(
-                f"{error} (this process is limited to memory_mb={self._setup.confinement.memory_mb})".strip()
-            )
-        why = "".join(traceback.format_exception(type(error), error, frames))
         return RewardResult(0.0, "raised", cut(why), elapsed_s)
 
     @contextmanager
     def _without_cpu_limit(self) -> Iterator[None]:
         """Suspend the CPU limit while the debugger prompt is open."""
-        unlimit_cpu()
+        limit_cpu(math.inf)
         try:
             yield
         finally:
-            if self._cpu_s:
-                limit_cpu(self._cpu_s)
+            limit_cpu(self._cpu_s)
 
     def _run(self, work: Coroutine[Any, Any, Any]) -> Any:
         import asyncio

@@ -102,10 +102,9 @@ class Run:
     @property
     def samples(self) -> Table:
         """Completions that the run saved for reading: the first groups at each checkpoint (``train``) and each evaluation (``val``)."""
-        columns: dict[str, list[Any]] = {"step": [], "split": []}
-        columns |= {name: [] for name in _SAMPLE_COLUMNS}
+        columns: dict[str, list[Any]] = {name: [] for name in ("step", "split", *_SAMPLE_COLUMNS)}
         folder = self.dir / "samples"
-        paths = folder.iterdir() if folder.is_dir() else ()
+        paths = folder.iterdir() if folder.is_dir() else ()  # glob would hide an unreadable folder
         named = [(int(found[2]), found[1], path) for path in paths if (found := _SAMPLES.fullmatch(path.name))]
         for step, split, path in sorted(named):
             # Not splitlines: a completion may contain a separator that JSON does not escape, such as U+2028.
@@ -133,7 +132,7 @@ class Run:
     @property
     def checkpoints(self) -> list[SavedCheckpoint]:
         """The checkpoints on disk, oldest first. Reading this property verifies the checksum of every file."""
-        found = self._reader.checkpoints()
+        found = store_of(self.dir).inspect()
         return [SavedCheckpoint(step=one.step, path=one.path, problem=one.reason) for one in found]
 
     @property
@@ -190,9 +189,8 @@ def train(
     cluster = resolved.cluster
     # A single slot needs no cluster, and neither does a finished run.
     if cluster is not None and cluster.num_slots > 1 and not (resolved.run.dir / "summary.json").exists():
-        find_cluster(
-            ray_address=cluster.ray_address
-        ).knock()  # if the cluster does not answer, fail before loading torch
+        # If the cluster does not answer, fail before loading torch.
+        find_cluster(ray_address=cluster.ray_address).knock()
 
     def work() -> dict[str, Any]:
         if not quiet:
@@ -257,8 +255,7 @@ def read_config(source: Source, *, overrides: Sequence[str] = (), changes: Mappi
     if defaults and REDACTED in file.read_text(errors="replace"):
         raise ConfigError(
             f"{file} contains no secrets (they are written as {REDACTED}), so the run cannot continue from it; give the run file that "
-            "you "
-            "started the run with"
+            "you started the run with"
         )
     return load_config(file, list(overrides), defaults=defaults, changes=changes)
 

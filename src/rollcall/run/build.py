@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import shutil
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -34,7 +35,7 @@ from rollcall.learner.learner import Learner
 from rollcall.loop.data.load import PromptSet, load_prompts
 from rollcall.loop.samples import ScoreSamples
 from rollcall.model.adapter import Adapter, add_to_weights
-from rollcall.model.decoder import Decoder, has_compiler
+from rollcall.model.decoder import Decoder
 from rollcall.model.files import resolve_model
 from rollcall.model.load import (
     WholeOnly,
@@ -59,8 +60,6 @@ from rollcall.run.origin import refuse_changed_rows
 
 POLICY = "policy"  # the name of the run's adapter in its engine
 NUM_REWARD_WORKERS = 2
-
-
 LocalEngine = NativeEngine | VllmEngine
 
 
@@ -106,8 +105,7 @@ def _warn_of_rows(train: PromptSet, val: PromptSet | None, tokenizer: Any, *, ma
     if lost := unknown_characters(first.text, first.token_ids, tokenizer):
         warn(
             f"{first.id}: the tokenizer has no tokens for {', '.join(map(repr, lost[:8]))} in the prompt {first.text[:40]!r}, so the "
-            "model "
-            "does not see them; use another model, or prompts that its tokenizer can encode"
+            "model does not see them; use another model, or prompts that its tokenizer can encode"
         )
     texts = {prompt.text for prompt in train.prompts}
     if num_alike := len(texts) - len({prompt.token_ids.tobytes() for prompt in train.prompts}):
@@ -121,8 +119,7 @@ def _warn_of_rows(train: PromptSet, val: PromptSet | None, tokenizer: Any, *, ma
     if num_repeats := len(train.prompts) - len(texts):
         warn(
             f"data.train={train.source}: {num_repeats:,} of its {counted(len(train.prompts), 'prompt')} {are(num_repeats)} the same as "
-            "an "
-            "earlier one; remove the duplicates unless you want them"
+            "an earlier one; remove the duplicates unless you want them"
         )
     if val is not None and (num_shared := sum(prompt.text in texts for prompt in val.prompts)):
         warn(
@@ -199,7 +196,7 @@ def build_adapter(config: Config, model: Any, *, device: torch.device) -> Adapte
 
 def check_compiler(key: str) -> None:
     """Raise an error if torch cannot compile for this CPU, rather than fail at the first call."""
-    if not has_compiler():
+    if shutil.which(os.environ.get("CXX", "g++")) is None:
         raise ConfigError(
             f"on a CPU, {key}: true needs a C++ compiler, but {os.environ.get('CXX', 'g++')!r} was not found; install g++, set CXX to "
             f"another compiler, or leave the key out"
@@ -265,8 +262,7 @@ def _engine_sentence(model: Any, why: str) -> str:
     weights = sum(tensor.numel() * tensor.element_size() for tensor in model.parameters())
     return (
         f"the KV cache of the native engine does not fit ({why}); the model's weights take {size(weights)}, and the learner's state may "
-        "be in "
-        "memory too. Lower rollout.kv_memory_fraction or rollout.kv_tokens, or place rollout on slots without an actor"
+        "be in memory too. Lower rollout.kv_memory_fraction or rollout.kv_tokens, or place rollout on slots without an actor"
     )
 
 
@@ -305,30 +301,29 @@ def load_sampler(
             add_to_weights(model, adapter.named_tensors(), gain=lora.gain)
         return model
 
-    def sampler(model: Any, engine: LocalEngine) -> Sampler:
-        stops = stop_token_ids(tokenizer, model.config, model.generation_config, rollout=rollout)
-        return Sampler(model=model, engine=engine, stop_token_ids=stops)
-
+    unread: Stored | None = None
     if rollout.engine == "native":
         model = load(device)
-        return sampler(model, build_engine(rollout, model, tokenizer))
-    model = outline_causal_lm(path, dtype=dtype, trust_remote_code=trust)
-    try:
-        if lora is not None:
-            raise WholeOnly("an adapter is added to the weights")
-        unread = open_unread(path, model)
-    except WholeOnly:  # the whole model is in this process until vLLM has it
-        model = load(torch.device("cpu"))
-        engine = build_engine(rollout, model, tokenizer, device=device)
-        return sampler(model.to("meta"), engine)
+    else:
+        model = outline_causal_lm(path, dtype=dtype, trust_remote_code=trust)
+        try:
+            if lora is not None:
+                raise WholeOnly("an adapter is added to the weights")
+            unread = open_unread(path, model)
+        except WholeOnly:  # the whole model is in this process until vLLM has it
+            model = load(torch.device("cpu"))
     engine = build_engine(rollout, model, tokenizer, device=device)
-    assert isinstance(engine, VllmEngine)
-    try:
-        engine.load_weights(0, each_tensor(model, unread, path=path))
-    except BaseException:
-        engine.close()
-        raise
-    return sampler(model, engine)
+    if unread is not None:
+        assert isinstance(engine, VllmEngine)
+        try:
+            engine.load_weights(0, each_tensor(model, unread, path=path))
+        except BaseException:
+            engine.close()
+            raise
+    elif rollout.engine == "vllm":
+        model.to("meta")
+    stops = stop_token_ids(tokenizer, model.config, model.generation_config, rollout=rollout)
+    return Sampler(model=model, engine=engine, stop_token_ids=stops)
 
 
 def judges_of(rewards: Sequence[Reward]) -> Sequence[Reward]:
@@ -349,10 +344,8 @@ def build_scorers(
     """Build the scorers for training and for evaluation. They are the same unless all rewards come from models (``judges_of``). ``score``
     is the policy's scoring function; ``models`` maps a reward model's position in the run file to its function. The scorers are closed
     together with ``owned``."""
-    functions = dict(models)
-    for index, reward in enumerate(rewards):
-        if reward.type == "self_certainty":
-            functions[index] = partial(_self_certainty, score)
+    own = {index: partial(_self_certainty, score) for index, one in enumerate(rewards) if one.type == "self_certainty"}
+    functions: dict[int, ModelRewardFunction] = {**models, **own}
     scorer = owned.enter_context(Scorer(rewards, num_workers=num_workers, model_rewards=functions))
     if len(functions) < len(rewards):
         return scorer, scorer

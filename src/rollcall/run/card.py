@@ -7,7 +7,7 @@ memory, first by the plan's estimate and then by a measured pass. All ranks of a
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -20,14 +20,12 @@ from rollcall.config import Config
 from rollcall.learner.fit import passes_of, sizes_of
 from rollcall.learner.learner import Critic, Learner
 from rollcall.learner.measure import Rows, measured
-from rollcall.learner.packing import Fit
 from rollcall.model.decoder import Decoder
 from rollcall.plan.activations import Recompute
 from rollcall.plan.choose import (
     KV_BLOCK,
     NO_KV,
     SAFE,
-    Choice,
     EngineNeeds,
     KvNeed,
     Line,
@@ -106,17 +104,25 @@ def _size(learner: Learner | Critic, *, config: Config, kv: KvNeed, rows: Rows) 
 
     if "auto" not in (section.tokens_per_microbatch, section.activation_checkpointing):
         return estimate(fit.recompute).peak(fit.tokens)
-    first = _agreed(learner, choose(section, room=room, passes=estimate, longest=longest, kv=kv))
+
+    def agree(passes: Callable[[Recompute], Needs]) -> None:
+        """Set ``fit`` to a size that works on all ranks of the gang."""
+        choice = choose(section, room=room, passes=passes, longest=longest, kv=kv)
+        fit.agree(body.gang.gather([choice.tokens, choice.recompute]))
+
+    agree(estimate)
+    first = fit.recompute
     line = _together(learner, measured(learner, rows)) if section.tokens_per_microbatch == "auto" else None
 
     def known(recompute: Recompute) -> Needs:
-        return line if line is not None and recompute == first.recompute else estimate(recompute)
+        return line if line is not None and recompute == first else estimate(recompute)
 
     if line is not None:
-        _agreed(learner, choose(section, room=room, passes=known, longest=longest, kv=kv))
+        agree(known)
     needed = known(fit.recompute).peak(fit.tokens)
     if body.gang.rank == 0:
-        say(_chosen(fit, line, room=room))
+        by = f"measured: {size(line.fixed)} plus {size(int(line.per_token))} per token" if line else "by estimate"
+        say(f"{fit.name}: {fit.tokens} tokens in a micro-batch{fit.recompute.sentence} ({by}; {size(room)} were free)")
         about = on_microbatch(
             config,
             fit.name,
@@ -129,13 +135,6 @@ def _size(learner: Learner | Critic, *, config: Config, kv: KvNeed, rows: Rows) 
         if about is not None and section.tokens_per_microbatch == "auto":
             warn(about)
     return needed
-
-
-def _agreed(learner: Learner | Critic, choice: Choice) -> Choice:
-    """Set the learner's ``fit`` to a size that works on all ranks of the gang."""
-    fit = learner.fit
-    fit.agree([(tokens, again) for tokens, again in learner.body.gang.gather([choice.tokens, choice.recompute])])
-    return Choice(tokens=fit.tokens, recompute=fit.recompute)
 
 
 def _together(learner: Learner | Critic, line: Line | None) -> Line | None:
@@ -151,11 +150,6 @@ def _together(learner: Learner | Critic, line: Line | None) -> Line | None:
     return Line(fixed=max(fixed for fixed, _ in lines), per_token=max(per_token for _, per_token in lines))
 
 
-def _chosen(fit: Fit, line: Line | None, *, room: int) -> str:
-    by = "by estimate" if line is None else f"measured: {size(line.fixed)} plus {size(int(line.per_token))} per token"
-    return f"{fit.name}: {fit.tokens} tokens in a micro-batch{fit.recompute.sentence} ({by}; {size(room)} were free)"
-
-
 def _kv_tokens(engine: EngineNeeds, *, device: torch.device, needs: Sequence[int]) -> int:
     """Return how many KV tokens fit next to the learners. The engine and the learners use their working memory in turn, but CUDA graphs
     keep theirs."""
@@ -164,8 +158,7 @@ def _kv_tokens(engine: EngineNeeds, *, device: torch.device, needs: Sequence[int
     tokens = max(1, engine.open_kv.of(room) // (engine.kv_per_token * KV_BLOCK)) * KV_BLOCK
     say(f"KV cache: {tokens} tokens, {size(tokens * engine.kv_per_token)} (auto)")
     num_engines = 1 if config.cluster is None else len(plan_for(config, config.cluster).processes[Role.ROLLOUT])
-    per_token = engine.kv_per_token
-    about = on_kv(config, tokens=tokens, longest=engine.longest, per_token=per_token, num_engines=num_engines)
+    about = on_kv(config, tokens=tokens, longest=engine.longest, per_token=engine.kv_per_token, num_engines=num_engines)
     if about is not None:
         warn(about)
     return tokens

@@ -43,9 +43,8 @@ class _Link:
     new: list[Request] = field(default_factory=list)
     cancelled: list[str] = field(default_factory=list)
     ended_sessions: list[str] = field(default_factory=list)
-    calls: dict[int, Any] = field(
-        default_factory=dict
-    )  # call number -> call, in the order in which the process handles them
+    # call number -> call, in the order in which the process handles them
+    calls: dict[int, Any] = field(default_factory=dict)
     last_cancelling: int = -1  # the last call that sent cancellations
     recalled: set[str] = field(default_factory=set)  # the requests that those calls cancelled
     num_preemptions: int = 0  # as last reported by the process
@@ -275,9 +274,8 @@ class Engines:
                 self._num_tokens += len(completion.token_ids)
                 maker = self._router.finish(request_id)
                 done = self._forget(request_id)
-                if (
-                    request_id in link.recalled
-                ):  # it finished before the recall reached the worker, which has since received it again
+                # If it finished before a recall reached the worker, the worker has since received it again.
+                if request_id in link.recalled:
                     link.cancel([request_id])
                 if not done.cancelled():
                     done.set_result(Made(completion=completion, worker=maker))
@@ -323,7 +321,9 @@ class Engines:
         self._renewing.add(renewing)
         renewing.add_done_callback(self._renewing.discard)
         if not self._router.num_workers and self._alone is None:
-            self._alone = loop.call_later(self._wait_s, self._give_up)
+            why = f"no rollout process is left, and none came back within {self._wait_s:g} s"
+            none_left = WorkerLostError(why, role="rollout", ranks=range(len(self._workers)), node_ranks=[])
+            self._alone = loop.call_later(self._wait_s, self._fail, none_left)
 
     async def _renew(self, worker: int) -> None:
         assert self._replace is not None
@@ -334,25 +334,13 @@ class Engines:
         else:
             self._new_ones.add(worker)
 
-    def _give_up(self) -> None:
-        self._fail(
-            WorkerLostError(
-                f"no rollout process is left, and none came back within {self._wait_s:g} s",
-                role="rollout",
-                ranks=range(len(self._workers)),
-                node_ranks=[],
-            )
-        )
-
     # Weights
 
     async def _push(self, version: int) -> None:
         while True:
             new = set(self._new_ones)
-            if new:
-                self._weights.invite_again()
             try:
-                await in_thread(self._weights.push, version, without=self._away - new)
+                await in_thread(self._weights.push, version, without=self._away - new, has_new=bool(new))
             except WorkerLostError as error:
                 await self._lose_receivers(error)
                 continue

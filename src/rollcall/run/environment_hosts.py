@@ -21,12 +21,10 @@ from rollcall.environments.protocol import Environments
 from rollcall.nodes.address import is_own, own_address
 from rollcall.nodes.door import new_secret
 from rollcall.plan.placement import Role
-from rollcall.process.groups.cluster import VirtualCluster
 from rollcall.process.groups.group import WorkerBuilder, WorkerGroup
 from rollcall.process.groups.reachable import About, be_reachable
 from rollcall.run.team import Site, Spares
 
-PURPOSES = {"listen": "to start the environment"}
 WAIT_S = 360.0  # how long to wait if no process is left; a taskset's server has 300 s to start
 
 
@@ -37,9 +35,7 @@ class EnvironmentWorker:
         self._section = section
         self._chat_template = chat_template
         self._run_dir = run_dir
-        if Path(
-            folder
-        ).is_dir():  # the folder where the run was started; a job's process already runs in its own folder
+        if Path(folder).is_dir():  # where the run was started; a job's process already runs in its own folder
             os.chdir(folder)
 
     def listen(self, address: str, rank: int, name: str, secret: str) -> HostPlace | str:
@@ -69,17 +65,12 @@ class EnvironmentHosts:
         section, elastic = self._section, self._trainer.elastic
         if isinstance(section, Driven):
             refuse_without_packages()
+        worker, run_dir = f"{__name__}.EnvironmentWorker", str(self._run_dir.resolve())
         self.group = self._site.start(
-            WorkerBuilder(
-                "rollcall.run.environment_hosts.EnvironmentWorker",
-                section,
-                chat_template=chat_template,
-                folder=os.getcwd(),
-                run_dir=str(self._run_dir.resolve()),
-            ),
+            WorkerBuilder(worker, section, chat_template=chat_template, folder=os.getcwd(), run_dir=run_dir),
             self._site.plan.environments,
             name=str(Role.ENVIRONMENT),
-            purposes=PURPOSES,
+            purposes={"listen": "to start the environment"},
             env={name: os.environ[name] for name in section.env if name in os.environ},
             takes_slots=False,
         )
@@ -98,8 +89,11 @@ class EnvironmentHosts:
         )
         if not isinstance(section, Driven):
             return hosted
-        address = _endpoint_address(self._site.cluster, toward=places[0].address)
-        return AgentEnvironments(section, chat_template=chat_template, programs=hosted, address=address)
+        routed = own_address(toward=places[0].address, node_ip=None, interface=None)
+        known = [node.address for node in self._site.cluster.nodes if node.address and is_own(node.address)]
+        # If this node has no slots in the cluster, its address on the route to the hosts is used.
+        address = routed if routed in known or not known else known[0]
+        return AgentEnvironments(section, programs=hosted, address=address)
 
     def _listen(self, ranks: Sequence[int]) -> list[HostPlace]:
         """Start these ranks' environments in parallel, because each may take a long time to start."""
@@ -112,11 +106,3 @@ class EnvironmentHosts:
             if isinstance(answer, str):
                 raise ConfigError(f"node {spec.node.node_rank}: {answer}")
         return [answer for answer in answers if not isinstance(answer, str)]
-
-
-def _endpoint_address(cluster: VirtualCluster, *, toward: str) -> str:
-    """Return this node's address in the cluster. If this node has no slots in the cluster, return its address on the route to
-    ``toward``."""
-    routed = own_address(toward=toward, node_ip=None, interface=None)
-    known = [node.address for node in cluster.nodes if node.address and is_own(node.address)]
-    return routed if routed in known or not known else known[0]

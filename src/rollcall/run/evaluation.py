@@ -33,17 +33,9 @@ from rollcall.observe.headline import Headline, headline_of
 from rollcall.observe.samples import sample_rows
 from rollcall.reward.model import load_reward_models
 from rollcall.reward.scorer import Failure, Scorer, columns_needed
-from rollcall.run.build import (
-    NUM_REWARD_WORKERS,
-    build_environments,
-    judges_of,
-    load_sampler,
-    open_model,
-)
+from rollcall.run.build import NUM_REWARD_WORKERS, build_environments, judges_of, load_sampler, open_model
 
 GIVEN = "given by model.path"
-
-OnProgress = Callable[[int, int], None]  # number of finished prompts, number of all prompts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,16 +114,14 @@ def plan_evaluation(
                 f"{target} is a model directory or a checkpoint, which does not name any data; add --data FILE"
             )
         # Replace the keys of the embedded run file that do not fit another model, other rows and longer answers.
-        file, defaults = (
-            None,
-            {
-                "run.name": target.name,
-                "model.path": str(target),
-                "data.train": data,
-                "data.max_prompt_tokens": DataSection.model_fields["max_prompt_tokens"].default,
-                "rollout.max_response_tokens": 512,
-            },
-        )
+        file = None
+        defaults: dict[str, Any] = {
+            "run.name": target.name,
+            "model.path": str(target),
+            "data.train": data,
+            "data.max_prompt_tokens": DataSection.model_fields["max_prompt_tokens"].default,
+            "rollout.max_response_tokens": 512,
+        }
     else:
         file, defaults = run_file_of(target, what="a run file, or the directory of a run or of a model")
     load = partial(load_config, file, overrides, defaults=defaults)
@@ -148,31 +138,25 @@ def plan_evaluation(
     return plan_model(config, origin=GIVEN if sets_model(overrides, changes or {}) else None)
 
 
-def run_evaluation(plan: ModelPlan, *, on_progress: OnProgress) -> EvalReport:
+def run_evaluation(plan: ModelPlan, *, on_progress: Callable[[int, int], None]) -> EvalReport:
+    """Evaluate the model. ``on_progress`` gets the number of finished prompts and of all prompts."""
     refuse_few_files()
     config = plan.config
     started = time.perf_counter()
     path, tokenizer = open_model(config, plan.model_path, origin=plan.origin)
     rewards = judges_of(config.reward)
-    assert config.data.val is not None, "plan_evaluation refuses a run without data"
-    prompts = load_prompts(
-        config.data.val,
-        data=config.data,
-        tokenizer=tokenizer,
-        split="val",
-        limit=config.eval.max_prompts,
-        needs=columns_needed(rewards),
-    )
+    data, limit, needs = config.data, config.eval.max_prompts, columns_needed(rewards)
+    assert data.val is not None, "plan_evaluation refuses a run without data"
+    prompts = load_prompts(data.val, data=data, tokenizer=tokenizer, split="val", limit=limit, needs=needs)
     sampler = load_sampler(config.model, config.rollout, path, tokenizer, lora=plan.lora)
     room = sampler.engine.max_positions - max(len(prompt.token_ids) for prompt in prompts.prompts)
     # No completion can go past the model's last position. If there is no room for even one token, the engine refuses the prompt.
     longest = max(1, min(config.rollout.max_response_tokens, room))
-    temperature = config.eval.temperature
-    sampling = sampling_of(config.rollout, sampler.stop_token_ids, temperature=temperature, max_tokens=longest)
-    each = config.eval.samples_per_prompt
+    section = config.eval
+    sampling = sampling_of(config.rollout, sampler.stop_token_ids, temperature=section.temperature, max_tokens=longest)
     say(
-        f"answering {counted(len(prompts.prompts), 'prompt')}, {counted(each, 'completion')} each, of at most "
-        f"{sampling.max_tokens:,} tokens (rollout.max_response_tokens)"
+        f"answering {counted(len(prompts.prompts), 'prompt')}, {counted(section.samples_per_prompt, 'completion')} each, "
+        f"of at most {sampling.max_tokens:,} tokens (rollout.max_response_tokens)"
     )
     device = resolve_device(config.model.device)
     models = load_reward_models(rewards, device=device, trust_remote_code=config.model.trust_remote_code)
@@ -197,7 +181,7 @@ def run_evaluation(plan: ModelPlan, *, on_progress: OnProgress) -> EvalReport:
                 rollouts = Rollouts(engine=engine, rewards=Rewards(), player=player)
                 found = evaluate(
                     prompts.prompts,
-                    section=config.eval,
+                    section=section,
                     make_group=make_group,
                     scorer=scorer,
                     sampling=sampling,
@@ -234,9 +218,8 @@ def plan_model(config: Config, *, origin: str | None) -> ModelPlan:
         lora = None
     elif origin == GIVEN:
         raise ConfigError(
-            f"model.path={path} is given, but model.lora.path={lora.path} is an adapter for the run's own model; add model.lora=null "
-            "to leave the "
-            "adapter out, or evaluate the model in place of the run"
+            f"model.path={path} is given, but model.lora.path={lora.path} is an adapter for the run's own model; add model.lora=null to "
+            "leave the adapter out, or evaluate the model in place of the run"
         )
     return ModelPlan(config=config, model_path=path, origin=words, lora=lora)
 

@@ -10,17 +10,8 @@ from __future__ import annotations
 import ctypes
 import os
 
-# From malloc.h and mman.h.
-_TRIM_THRESHOLD, _TOP_PAD, _MMAP_MAX, _ARENA_MAX = -1, -2, -4, -8
-_MADV_HUGEPAGE = 14
-_SETTINGS = (
-    (_ARENA_MAX, 1),  # other threads' arenas cannot contain blocks beyond 64 MiB
-    (_MMAP_MAX, 0),  # large blocks come from the heap too
-    (_TRIM_THRESHOLD, -1),  # never trim the heap
-    (_TOP_PAD, 64 << 20),  # grow the heap by this much
-)
+_MADV_HUGEPAGE = 14  # from mman.h
 LARGE_PAGE = 2 << 20
-LARGE_SHARE = 4  # a quarter of the machine's memory may use huge pages
 
 
 def keep_freed_memory() -> None:
@@ -28,19 +19,18 @@ def keep_freed_memory() -> None:
     libc = ctypes.CDLL(None)
     if not hasattr(libc, "mallopt"):
         return
-    for setting, value in _SETTINGS:
-        libc.mallopt(setting, value)
-    _ask_for_large_pages(libc)
-
-
-def _ask_for_large_pages(libc: ctypes.CDLL) -> None:
-    """Ask for huge pages in the unused part of the heap. The heap is extended first, because each later extension would need another
-    request; the kernel provides the memory only when it is used. If the kernel has no huge pages, or limits the size of the process,
-    nothing changes."""
+    # The settings have these numbers in malloc.h.
+    libc.mallopt(-8, 1)  # M_ARENA_MAX: other threads' arenas cannot contain blocks beyond 64 MiB
+    libc.mallopt(-4, 0)  # M_MMAP_MAX: large blocks come from the heap too
+    libc.mallopt(-1, -1)  # M_TRIM_THRESHOLD: never trim the heap
+    libc.mallopt(-2, 64 << 20)  # M_TOP_PAD: grow the heap by this much
+    # Ask for huge pages in the unused part of the heap. The heap is extended first, because each later extension would need another
+    # request; the kernel provides the memory only when it is used. If the kernel has no huge pages, or limits the size of the process,
+    # nothing changes.
     libc.malloc.restype, libc.malloc.argtypes = ctypes.c_void_p, [ctypes.c_size_t]
     libc.free.restype, libc.free.argtypes = None, [ctypes.c_void_p]
     libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
-    size = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // LARGE_SHARE
+    size = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 4  # of the machine's memory
     block = libc.malloc(size)
     if not block:
         return

@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from contextlib import ExitStack, suppress
 from functools import partial
-from pathlib import Path
 
 from rollcall.base.errors import PlacementError, SizesUnknown
 from rollcall.base.types import Completion, Floats, Prompt, Sample
@@ -18,15 +17,13 @@ from rollcall.base.wait import say
 from rollcall.base.words import counted
 from rollcall.checkpoint.saving import saving_of
 from rollcall.config import Config
-from rollcall.config.sections import ElasticSection
 from rollcall.learner.learner import TokenScores
 from rollcall.learner.optimizer import optimizer_class
 from rollcall.loop.workers import Workers
 from rollcall.model.tokenizers import refuse_other_tokenizers, tokenizer_mark
-from rollcall.nodes.cluster import Cluster
 from rollcall.plan.judge import indivisible, workable_plan
 from rollcall.plan.memory import read_sizes
-from rollcall.plan.placement import TRAINED, Plan, PlannedProcess, Role, roles_in_parts, roles_together, shrink
+from rollcall.plan.placement import TRAINED, PlannedProcess, Role, roles_in_parts, roles_together, shrink
 from rollcall.process.groups.backend import Backend
 from rollcall.process.groups.cluster import VirtualCluster
 from rollcall.process.groups.group import WorkerBuilder, WorkerGroup
@@ -48,8 +45,7 @@ class RemoteLearner:
         if self._rescores:
             scores = self.score(samples)
             samples = [sample.with_(old_logprobs=row.logprobs) for sample, row in zip(samples, scores, strict=True)]
-        results = self._team.call_role(Role.ACTOR, "update", list(samples))
-        metrics, self.num_tokens_trained = results[0]
+        metrics, self.num_tokens_trained = self._team.call_role(Role.ACTOR, "update", list(samples))[0]
         return metrics
 
     def score(self, samples: Sequence[Sample]) -> list[TokenScores]:
@@ -79,14 +75,23 @@ def build_workers_on_cluster(config: Config, *, backend: Backend | None) -> Work
         from rollcall.process.ray.reserve import RayBackend  # imported late: nodes that share only a folder need no Ray
 
         backend = RayBackend(joined)
-    kept = _nodes_there(plan, joined, elastic=config.trainer.elastic)
-    section = config.cluster
+    section, kept = config.cluster, list(range(plan.num_nodes))
+    if (elastic := config.trainer.elastic) is not None:
+        from rollcall.process.ray.reserve import wait_for_nodes
+
+        kept = wait_for_nodes(joined, plan.num_nodes, fewest=elastic.min_nodes, wait_s=elastic.wait_s)
     if len(kept) < plan.num_nodes:
         section = shrink(section, plan, kept=kept)
         plan = workable_plan(config, section)
     inputs = load_inputs(config)
     in_parts = roles_in_parts(config, plan)
-    _refuse_impossible(config, plan, in_parts, model_path=inputs.model_path)
+    # Refuse what the model or its optimizers do not support, before any process is started.
+    with suppress(SizesUnknown):  # the processes refuse such an architecture by name
+        if problems := indivisible(plan, read_sizes(inputs.model_path)):
+            raise PlacementError("; ".join(problems))
+    for role in TRAINED:
+        if role in plan.processes:
+            optimizer_class(getattr(config, role.value), name=role.value, in_parts=role in in_parts)
     say(f"placing {counted(len(plan.all_processes), 'process')} on {counted(plan.num_nodes, 'node')}")
     cluster = VirtualCluster(
         list(plan.slots_per_node),
@@ -122,7 +127,7 @@ def _fill(
         ),
         wait_s=config.trainer.elastic.wait_s if config.trainer.elastic else WAIT_S,
     )
-    learner = RemoteLearner(team, rescores=config.rescores)
+    learner = RemoteLearner(team, rescores=config.algorithm.rescores(config.actor))
     models = {index: partial(_reward, team, index) for index, one in enumerate(config.reward) if one.type == "model"}
     scorer, eval_scorer = build_scorers(config.reward, score=learner.score, models=models, owned=owned)
     groups: list[tuple[WorkerGroup, Sequence[PlannedProcess]]] = [(team.group, processes)]
@@ -136,9 +141,6 @@ def _fill(
     else:
         environments = build_environments(section, tokenizer, *rows)
     missing_nodes = frozenset(range(config.cluster.num_nodes)) - frozenset(site.kept)
-
-    def export(directory: Path) -> None:
-        team.call_role(Role.ACTOR, "export", directory.resolve())
 
     for each in spares:
         owned.callback(each.close)
@@ -162,7 +164,7 @@ def _fill(
             processes=sorted({worker for role in TRAINED for worker in team.members.get(role, ())}),
             in_parts=config.model.lora is None and not in_parts.isdisjoint(TRAINED),
         ),
-        export=export,
+        export=lambda directory: team.call_role(Role.ACTOR, "export", directory.resolve()),
         owned=owned.pop_all(),
         is_remote=True,
         look=partial(look_at, groups, missing_nodes=missing_nodes, on_ray=on_ray),
@@ -183,10 +185,8 @@ def _start(config: Config, site: Site, *, inputs: Inputs, in_parts: frozenset[Ro
     members = {role: [place[process.slots] for process in plan.processes[role]] for role in plan.meshes}
     team = Team(group=group, members=members, together=roles_together(config, plan))
     meetings = team.meetings()
-    built = [
-        group.run_single_worker_single_data("build", worker, process.ranks, meetings)
-        for worker, process in enumerate(processes)
-    ]
+    run = group.run_single_worker_single_data
+    built = [run("build", worker, process.ranks, meetings) for worker, process in enumerate(processes)]
     facts: list[Facts] = group.get_all_worker_results(built)
     marks = {
         f"{process.kind} on node {one['node_rank']}": fact.tokenizer
@@ -196,15 +196,6 @@ def _start(config: Config, site: Site, *, inputs: Inputs, in_parts: frozenset[Ro
     return team, facts[0]
 
 
-def _nodes_there(plan: Plan, cluster: Cluster | None, *, elastic: ElasticSection | None) -> list[int]:
-    """Return the ranks of the nodes that have joined, if the run is elastic; otherwise all ranks."""
-    if elastic is None:
-        return list(range(plan.num_nodes))
-    from rollcall.process.ray.reserve import wait_for_nodes
-
-    return wait_for_nodes(cluster, plan.num_nodes, fewest=elastic.min_nodes, wait_s=elastic.wait_s)
-
-
 def _regrow(missing_nodes: Collection[int]) -> str | None:
     if not missing_nodes:
         return None
@@ -212,18 +203,6 @@ def _regrow(missing_nodes: Collection[int]) -> str | None:
 
     back = sorted({node.rank for node in ranked_nodes()}.intersection(missing_nodes))
     return f"node {', '.join(map(str, back))} is back" if back else None
-
-
-def _refuse_impossible(config: Config, plan: Plan, in_parts: Collection[Role], *, model_path: str) -> None:
-    """Refuse what the model or its optimizers do not support, before any process is started."""
-    problems: list[str] = []
-    with suppress(SizesUnknown):  # the processes refuse such an architecture by name
-        problems = indivisible(plan, read_sizes(model_path))
-    if problems:
-        raise PlacementError("; ".join(problems))
-    for role in TRAINED:
-        if role in plan.processes:
-            optimizer_class(getattr(config, role.value), name=role.value, in_parts=role in in_parts)
 
 
 def _reward(team: Team, index: int, prompt: Prompt, completions: tuple[Completion, ...]) -> list[float]:

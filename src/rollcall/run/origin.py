@@ -17,8 +17,6 @@ import numpy as np
 from rollcall.base.atomic import write_atomic
 from rollcall.base.errors import CheckpointError, ModelFilesError
 from rollcall.base.patience import persist
-from rollcall.base.types import Prompt
-from rollcall.base.version import __version__
 from rollcall.base.words import ANOTHER_RUN, are, counted
 from rollcall.checkpoint.run_dir import has_begun
 from rollcall.config import Config
@@ -70,30 +68,14 @@ def refuse_changed_rows(run_dir: Path, split: str, prompts: PromptSet, *, limit:
         )
 
 
-def note_rows(run_dir: Path, train: PromptSet, val: PromptSet | None, *, limit: int | None) -> None:
-    """Record the run's rows. ``limit`` is the limit on ``val``."""
-
-    def rows() -> dict[str, Any]:
-        sets = {"train": (train, None)} | ({} if val is None else {"val": (val, limit)})
-        return {
-            split: {"rows": _identities(prompts).tobytes().hex(), "limit": most}
-            for split, (prompts, most) in sets.items()
-        }
-
-    _note(run_dir, ROWS, rows)
-
-
 def _identities(prompts: PromptSet) -> np.ndarray:
-    """Return an 8-byte hash for each row."""
-    return np.frombuffer(b"".join(map(_identity, prompts.prompts)), dtype="<u8")
-
-
-def _identity(prompt: Prompt) -> bytes:
-    """Hash everything that a run reads from a row."""
-    read = [prompt.id, prompt.text, prompt.answer, prompt.metadata]
-    digest = blake2b(json.dumps(read, sort_keys=True, default=str).encode(), digest_size=8)
-    digest.update(prompt.token_ids.tobytes())
-    return digest.digest()
+    """Return for each row an 8-byte hash of everything that a run reads from it."""
+    hashes = bytearray()
+    for prompt in prompts.prompts:
+        read = [prompt.id, prompt.text, prompt.answer, prompt.metadata]
+        text = json.dumps(read, sort_keys=True, default=str).encode()
+        hashes += blake2b(text + prompt.token_ids.tobytes(), digest_size=8).digest()
+    return np.frombuffer(hashes, dtype="<u8")
 
 
 def _read_rows(found: Any, split: str) -> tuple[np.ndarray, int | None]:
@@ -132,23 +114,18 @@ def base_of(learner: Learner, tokenizer: Any) -> dict[str, Any]:
     model, body = learner.model, learner.body
     weights = learner.base_identities if learner.adapter else base_identities(body.base_tensors(), dtype=body.dtype)
     stops = stop_token_ids(tokenizer, model.config, model.generation_config)
-    template = json.dumps(tokenizer.chat_template, default=str).encode()
     return {
         "base": weights,
         "config": {**used_of(model.config), "eos_token_id": list(stops)},
         "tokenizer": tokenizer_mark(tokenizer),
-        "chat template": blake2b(template, digest_size=8).hexdigest(),
+        "chat template": blake2b(json.dumps(tokenizer.chat_template, default=str).encode(), digest_size=8).hexdigest(),
     }
 
 
 def refuse_changed_base(run_dir: Path, now: Mapping[str, Any], *, path: str) -> None:
     """Raise an error if the base model, or other weights that the run uses, changed since the run began. ``now`` is the result of
     ``base_of`` for the model at ``path``, with the result of ``sampled_weights`` as "samples"."""
-    before = _noted(
-        run_dir,
-        BASE,
-        lambda found: {"samples": {}, **found, **{part: found[part] for part in now if part != "samples"}},
-    )
+    before = _noted(run_dir, BASE, lambda found: {part: found[part] for part in now})
     if before is None:
         return
     weights = {} if is_adapter(path) else before["base"]
@@ -162,13 +139,8 @@ def refuse_changed_base(run_dir: Path, now: Mapping[str, Any], *, path: str) -> 
     if changes:
         raise ModelFilesError(
             f"model.path={path} is not the model that the run in {run_dir} began with ({'; '.join(changes)}): restore the original "
-            "model, or "
-            f"start another run with this one: {ANOTHER_RUN}"
+            f"model, or start another run with this one: {ANOTHER_RUN}"
         )
-
-
-def note_base(run_dir: Path, found: Mapping[str, Any]) -> None:
-    _note(run_dir, BASE, lambda: found)
 
 
 # The user's code
@@ -201,10 +173,6 @@ def changed_code(run_dir: Path, now: Mapping[str, Mapping[str, str]]) -> list[st
                 f"is a mistake, stop the run, and restore the code or {ANOTHER_RUN}"
             )
     return changes
-
-
-def note_code(run_dir: Path, found: Mapping[str, Any]) -> None:
-    _write(run_dir / CODE, found)
 
 
 def _modules(name: str) -> dict[str, str]:
@@ -251,10 +219,25 @@ def _imports(source: bytes, name: str, *, is_package: bool) -> Iterator[str]:
 # Files
 
 
-def _note(run_dir: Path, name: str, facts: Callable[[], Mapping[str, Any]]) -> None:
-    """Write a record if the run has not begun yet."""
+def note_origin(
+    run_dir: Path,
+    *,
+    train: PromptSet,
+    val: PromptSet | None,
+    limit: int | None,
+    base: Mapping[str, Any],
+    code: Mapping[str, Any],
+) -> None:
+    """Record the run's code and, if the run has not begun yet, its rows and its model. ``limit`` is the limit on ``val``."""
     if not has_begun(run_dir):
-        _write(run_dir / name, facts())
+        sets = {"train": (train, None)} | ({} if val is None else {"val": (val, limit)})
+        rows = {
+            split: {"rows": _identities(prompts).tobytes().hex(), "limit": most}
+            for split, (prompts, most) in sets.items()
+        }
+        _write(run_dir / ROWS, rows)
+        _write(run_dir / BASE, base)
+    _write(run_dir / CODE, code)
 
 
 def _write(path: Path, facts: Mapping[str, Any]) -> None:
@@ -267,19 +250,13 @@ def _noted(run_dir: Path, name: str, read: Callable[[Any], T]) -> T | None:
     path = run_dir / name
     if not has_begun(run_dir):
         return None
-    earlier = (
-        f"a version of Rollcall before {__version__} began this run; finish the run with that version, or {ANOTHER_RUN}"
-    )
     try:
         found = json.loads(read_small(path, most=1 << 31))
         if found["format"] < FORMAT:
-            raise CheckpointError(f"{path} has format {found['format']}: {earlier}")
+            raise ValueError(f"its format is {found['format']}, but this version needs {FORMAT}")
         return read(found)
-    except FileNotFoundError:
-        raise CheckpointError(f"{run_dir} has no {name}: {earlier}") from None
-    except CheckpointError:
-        raise
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise CheckpointError(
-            f"{path} is damaged ({type(error).__name__}: {error}); restore the file, or {ANOTHER_RUN}"
+            f"{path} is missing, damaged or from an earlier version of Rollcall ({type(error).__name__}: {error}); restore the file, "
+            f"finish the run with that version, or {ANOTHER_RUN}"
         ) from None

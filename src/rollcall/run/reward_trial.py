@@ -20,7 +20,6 @@ from rollcall.config import Config
 from rollcall.config.rewards import AskedReward
 from rollcall.reward.scorer import Failure, Scorer, columns_needed
 
-SAMPLE_TEXT = "Let me think about it. I do not know the answer."
 ANSWER, EMPTY, SAMPLE = "its answer", "empty", "a text"
 _NEED_THE_POLICY = ("self_certainty", "environment")
 
@@ -85,9 +84,8 @@ def try_run(config: Config, *, num_rows: int) -> Trial:
     tokenizer = load_tokenizer(path, chat_template=model.chat_template, trust_remote_code=model.trust_remote_code)
     needs = columns_needed(config.reward)
     found = load_prompts(data.train, data=data, tokenizer=tokenizer, limit=num_rows, needs=needs)
-    if (
-        config.cluster is None and config.environment is not None
-    ):  # on a cluster, the environment may be installed only on the nodes
+    # On a cluster, the environment may be installed only on the nodes.
+    if config.cluster is None and config.environment is not None:
         from rollcall.run.build import build_environments
 
         environments = build_environments(config.environment, tokenizer, found)
@@ -120,15 +118,11 @@ def try_rewards(config: Config, prompts: list[Prompt]) -> Trial:
     return replace(try_rewards(config.model_copy(update={"reward": others}), prompts), left_out=[*left_out, *readers])
 
 
-def completions_for(prompt: Prompt) -> list[tuple[str, str]]:
-    """Return the kinds and texts of the completions to try for a row. For a row without an answer, the first of the three is missing."""
-    found = [(ANSWER, prompt.answer)] if prompt.answer.strip() else []
-    return [*found, (EMPTY, ""), (SAMPLE, SAMPLE_TEXT)]
-
-
 def _score(scorer: Scorer, prompt: Prompt) -> list[Scored]:
     """Score the completions as one group, because some rewards compare the completions of a group."""
-    texts = completions_for(prompt)
+    texts = [(EMPTY, ""), (SAMPLE, "Let me think about it. I do not know the answer.")]
+    if prompt.answer.strip():
+        texts.insert(0, (ANSWER, prompt.answer))
     completions = tuple(Completion.given(np.zeros(1, dtype=np.int32), text=text) for _, text in texts)
     started = time.perf_counter()
     scores = asyncio.run(scorer.score(prompt, completions))

@@ -88,11 +88,10 @@ class Router:
         self._weights: Mapping[int, float] = {0: 1.0}
         self._num_given: dict[int, int] = {}  # number of batches by pool
         self._batches: dict[str, Batch] = {}  # by request
-        self._open: dict[str, Batch] = {}  # by group; batches that are still queued
+        self._open: dict[str | None, Batch] = {}  # by group, never None; batches that are still queued
         self._arrivals = itertools.count()
-        self._sessions: dict[
-            str, list[int]
-        ] = {}  # session -> the workers that its requests were sent to, the most recent one last
+        # session -> the workers that its requests were sent to, the most recent one last
+        self._sessions: dict[str, list[int]] = {}
         self._seats: dict[int, RolloutWorker] = {}  # workers that can get requests
         self._by_node = node_weights is not None
         if node_weights is not None:
@@ -114,8 +113,7 @@ class Router:
 
     def add(self, request: Request) -> None:
         """Queue a request with its group, otherwise on its session's node, otherwise on the node that is furthest behind its share."""
-        batch = self._open.get(request.group) if request.group is not None else None
-        if batch is None:
+        if (batch := self._open.get(request.group)) is None:
             homes = [rank for rank in self._weights if self._pools[rank].home(request.session) is not None]
             pool, arrival = self._pools[self._next_pool(homes)], next(self._arrivals)
             batch = Batch(order=(request.order, arrival), session=request.session, pool=pool)
@@ -141,7 +139,7 @@ class Router:
         out: list[tuple[int, list[Request]]] = []
         for seat, batch in [given for pool in self._pools.values() for given in pool.hand_out(version)]:
             requests = list(batch.requests.values())
-            self._close(requests[0])
+            self._open.pop(requests[0].group, None)  # later requests of the group get another batch
             out.append((seat.worker, requests))
         return out
 
@@ -168,14 +166,9 @@ class Router:
             batch.seat.load -= 1
         if not batch.requests:
             if batch.seat is None:
-                self._close(request)
+                self._open.pop(request.group, None)
             else:
                 del batch.seat.given[batch]
-
-    def _close(self, request: Request) -> None:
-        """Close the batch to further requests from the group."""
-        if request.group is not None:
-            self._open.pop(request.group, None)
 
     def note_waiting(self, worker: int, num_waiting: int) -> None:
         """Record how many of its completions a worker has not started."""

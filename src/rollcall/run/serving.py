@@ -23,7 +23,7 @@ from rollcall.config import load_config
 from rollcall.engine.protocol import Engine, Refused, Request, Sampling
 from rollcall.engine.ticker import Ticker
 from rollcall.environments.conversation import Conversations
-from rollcall.environments.endpoint import Caller, Endpoint, EndpointServer, Open, Served, call_format_of, in_loop
+from rollcall.environments.endpoint import Caller, Endpoint, EndpointServer, Open, in_loop
 from rollcall.environments.histories import Histories
 from rollcall.loop.group_maker import sampling_of
 from rollcall.nodes.http_server import listen
@@ -68,22 +68,21 @@ def serve(plan: ModelPlan, *, host: str, port: int, key: str | None, show: Calla
     path, tokenizer = open_model(config, plan.model_path, origin=plan.origin)
     sampler = load_sampler(config.model, config.rollout, path, tokenizer, lora=plan.lora)
     with closing(sampler.engine) as engine:
-        served = Served(
-            name=config.run.name, max_model_len=engine.max_positions, vocabulary=sampler.model.config.vocab_size
-        )
-        rules = Open(model=config.run.name, default=sampling_of(config.rollout, sampler.stop_token_ids))
+        name, num_positions = config.run.name, engine.max_positions
+        rules = Open(model=name, default=sampling_of(config.rollout, sampler.stop_token_ids))
 
         async def work() -> None:
             failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
             ticker = Ticker(engine, max_running=config.rollout.max_running)
             caller = open_caller(ticker, rules, tokenizer=tokenizer, failed=failed)
             used = key or secrets.token_urlsafe(32)
-            call_format = call_format_of(tokenizer.chat_template)
-            app = Endpoint({used: caller}, served=served, tokenizer=tokenizer, call_format=call_format)
+            vocabulary = sampler.model.config.vocab_size
+            app = Endpoint(
+                {used: caller}, name=name, max_model_len=num_positions, vocabulary=vocabulary, tokenizer=tokenizer
+            )
             server = EndpointServer(app, host=host, listener=listener)
             say(
-                f"serving {served.name!r} with {served.max_model_len:,} positions; stop with Ctrl-C. The address"
-                f"{'' if key else ' and the key'}:"
+                f"serving {name!r} with {num_positions:,} positions; stop with Ctrl-C. The address{'' if key else ' and the key'}:"
             )
             show(f"{server.address}/v1")
             if not key:
@@ -100,8 +99,7 @@ def serve(plan: ModelPlan, *, host: str, port: int, key: str | None, show: Calla
 def open_caller(engine: Engine, rules: Open, *, tokenizer: Any, failed: asyncio.Future[None]) -> Caller:
     """Build the function with which a server in this event loop calls the engine. It uses a copy of the tokenizer, because the engine
     uses the original in another thread. If the engine stops with an error, the error is set on ``failed``."""
-    own = copy.deepcopy(tokenizer)
-    histories = Histories(Conversations(own), name="serve", max_kept=4_000_000)
+    histories = Histories(Conversations(copy.deepcopy(tokenizer)), name="serve", max_kept=4_000_000)
     numbers = itertools.count()
 
     async def sample(prompt_ids: Ints, *, seed: int, sampling: Sampling, session: str) -> Completion:
@@ -119,5 +117,4 @@ def open_caller(engine: Engine, rules: Open, *, tokenizer: Any, failed: asyncio.
                 failed.set_exception(error)
             raise
 
-    here = asyncio.get_running_loop()
-    return Caller(rules=rules, histories=histories, sample=in_loop(sample, here))
+    return Caller(rules=rules, histories=histories, sample=in_loop(sample, asyncio.get_running_loop()))

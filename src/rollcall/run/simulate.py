@@ -36,10 +36,7 @@ SHAPE = dict(
     hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=8, num_key_value_heads=8,
     max_position_embeddings=64, tie_word_embeddings=False, rms_norm_eps=1e-6,
 )  # fmt: skip
-PROCESS_GIB, NODE_GIB = (
-    0.4,
-    0.3,
-)  # measured resident memory of a worker with torch and the tiny model, and of a node's own processes
+PROCESS_GIB, NODE_GIB = 0.4, 0.3  # measured: a worker with torch and the tiny model, and a node's own processes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,15 +60,21 @@ def simulate(config: Config) -> Verdict:
             "the run file has no cluster section, so there is no placement to rehearse; `rollcall train` runs it"
         )
     plan = workable_plan(config, config.cluster)
-    _refuse_too_large(plan)
+    num_processes = len(plan.all_processes)
+    needed = num_processes * PROCESS_GIB + plan.num_nodes * NODE_GIB
+    available = psutil.virtual_memory().available / 2**30
+    if needed > available:
+        raise ClusterError(
+            f"{plan.num_nodes} nodes with {num_processes} processes need about {needed:.0f} GiB on one machine, but only "
+            f"{available:.0f} GiB are free; rehearse fewer nodes (cluster.num_nodes=..., with a matching placement), and check the full "
+            "run with `rollcall plan`"
+        )
     if config.rollout.engine == "vllm":
         say("rollout.engine=vllm is replaced by the native engine in the rehearsal")
     started = time.monotonic()
     summary: dict[str, Any] | None = None
     why = None
-    with tempfile.TemporaryDirectory(
-        prefix="rc-sim-", dir="/tmp"
-    ) as folder:  # a short path, because socket paths are limited
+    with tempfile.TemporaryDirectory(prefix="rc-sim-", dir="/tmp") as folder:  # short, because socket paths are limited
         root = Path(folder)
         with _nodes(plan, root):
             say(f"running {STEPS} steps of {config.algorithm.name} with a tiny model")
@@ -84,7 +87,7 @@ def simulate(config: Config) -> Verdict:
         why=why,
         num_nodes=plan.num_nodes,
         num_slots=len(plan.slots),
-        num_processes=len(plan.all_processes),
+        num_processes=num_processes,
         roles={str(role): plan.world_size(role) for role in plan.roles},
         steps=summary["steps"] if summary else 0,
         seconds=time.monotonic() - started,
@@ -94,9 +97,8 @@ def simulate(config: Config) -> Verdict:
 
 def rehearsed(config: Config, root: Path, *, model: Path, reward_model: Path | None) -> Config:
     """Return a config with a small model, small data and few steps, but the same placement."""
-    unit = math.lcm(
-        config.actor.minibatches, config.critic.minibatches
-    )  # the number of minibatches must divide the number of prompts
+    # The number of minibatches must divide the number of prompts.
+    unit = math.lcm(config.actor.minibatches, config.critic.minibatches)
     document = config.model_dump(mode="json")
     document["run"] |= {"name": NAME, "dir": str(root / "run")}
     document["cluster"] |= {"accelerator": "cpu", "ray_address": None}  # the rehearsal has its own nodes
@@ -121,15 +123,9 @@ def rehearsed(config: Config, root: Path, *, model: Path, reward_model: Path | N
         [{"type": "model", "path": str(reward_model)}] if reward_model else []
     )
     if config.environment is not None:
-        document["environment"] = {
-            "type": "step",
-            "path": "rollcall.environments.packages:Echo",
-            "max_turns": 2,
-        }
+        document["environment"] = {"type": "step", "path": "rollcall.environments.packages:Echo", "max_turns": 2}
         document["reward"].append({"type": "environment"})
-    document["trainer"] |= {
-        "steps": STEPS, "eval_every": 0, "save_every": STEPS, "loggers": [], "num_threads": 1
-    }  # fmt: skip
+    document["trainer"] |= {"steps": STEPS, "eval_every": 0, "save_every": STEPS, "loggers": [], "num_threads": 1}
     return parse_config(document)
 
 
@@ -191,15 +187,3 @@ def make_tiny_model(directory: Path, *, is_reward: bool = False) -> Path:
     model.save_pretrained(directory)
     tokenizer.save_pretrained(directory)
     return directory
-
-
-def _refuse_too_large(plan: Plan) -> None:
-    num_processes = len(plan.all_processes)
-    needed = num_processes * PROCESS_GIB + plan.num_nodes * NODE_GIB
-    available = psutil.virtual_memory().available / 2**30
-    if needed > available:
-        raise ClusterError(
-            f"{plan.num_nodes} nodes with {num_processes} processes need about {needed:.0f} GiB on one machine, but only "
-            f"{available:.0f} GiB are free; rehearse fewer nodes (cluster.num_nodes=..., with a matching placement), and check the full "
-            "run with `rollcall plan`"
-        )

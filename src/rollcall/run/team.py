@@ -142,20 +142,16 @@ class Team:
             return self.call_role(role, method, list(samples))[0]
         workers = self.members[role]
         units = units_of(attempts_of(samples).tolist())
-        costs = [
-            sum(len(samples[index].prompt_ids) + len(samples[index].response_ids) for index in unit) for unit in units
-        ]
+        lengths = [len(sample.prompt_ids) + len(sample.response_ids) for sample in samples]
+        costs = [sum(lengths[index] for index in unit) for unit in units]
         shares = balance(units, costs, size=len(workers))
         busy = [(worker, share) for worker, share in zip(workers, shares, strict=True) if share]
-        futures = [
-            self.group.run_single_worker_single_data(method, worker, [samples[index] for index in share])
-            for worker, share in busy
-        ]
-        results: list[Any] = [None] * len(samples)
+        run = self.group.run_single_worker_single_data
+        futures = [run(method, worker, [samples[index] for index in share]) for worker, share in busy]
+        results: dict[int, Any] = {}
         for (_, share), part in zip(busy, self.group.get_all_worker_results(futures), strict=True):
-            for index, value in zip(share, part, strict=True):
-                results[index] = value
-        return results
+            results.update(zip(share, part, strict=True))
+        return [results[index] for index in range(len(samples))]
 
 
 def look_at(

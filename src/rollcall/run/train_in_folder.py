@@ -15,8 +15,6 @@ from rollcall.base.wait import say
 from rollcall.config import Config, parse_config
 from rollcall.loop.phases import Bounds
 
-PLACEMENT = {"actor": 0, "rollout": "all"}
-
 
 def train_as_master(
     config: Config,
@@ -45,16 +43,14 @@ def serve_as_worker(folder: Path, *, rank: int, num_nodes: int, options: Mapping
     """Serve as node ``rank`` until the master has finished the run. Raises if the options differ from the master's."""
     if not 0 < rank < num_nodes:
         raise ConfigError(
-            f"--worker {rank} with --num-nodes {num_nodes} is not a worker; node 0 is the master, the workers are 1 to "
-            f"{num_nodes - 1}"
+            f"--worker {rank} with --num-nodes {num_nodes} is not a worker; node 0 is the master, the workers are 1 to {num_nodes - 1}"
         )
     from rollcall.process.debug.here import serve
     from rollcall.process.debug.stopped import has_terminal
     from rollcall.process.groups.folder.worker import FolderWorker
 
-    if (
-        has_terminal()
-    ):  # without a terminal nobody could attach, because nodes that share only a folder cannot reach each other
+    # Without a terminal nobody could attach, because nodes that share only a folder cannot reach each other.
+    if has_terminal():
         serve()
     FolderWorker(folder, rank=rank, num_nodes=num_nodes, options=options).run()
 
@@ -81,7 +77,8 @@ def with_folder(config: Config, folder: Path, *, num_nodes: int, rank_weights: S
         "num_gpus_per_node": 1,
         "accelerator": "cpu",  # the slot is logical: its worker can use the whole node
         "nodes": None,
-        "component_placement": PLACEMENT | ({"critic": 0} if config.algorithm.name == "ppo" else {}),
+        "component_placement": {"actor": 0, "rollout": "all"}
+        | ({"critic": 0} if config.algorithm.name == "ppo" else {}),
         "node_weights": None if rank_weights is None else list(rank_weights),
     }
     if config.cluster is not None:
@@ -107,8 +104,7 @@ def _shared_dir(run_dir: Path, folder: Path) -> Path:
     if folder.is_relative_to(run_dir) or there[0].stat().st_dev != there[1].stat().st_dev:
         raise ConfigError(
             f"run.dir={run_dir} must be on the file system of --log-path {folder}, because the nodes share nothing else, and must not "
-            "contain "
-            f"that folder; use run.dir={folder / 'run'}"
+            f"contain that folder; use run.dir={folder / 'run'}"
         )
     return run_dir
 

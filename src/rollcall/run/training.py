@@ -22,7 +22,7 @@ from rollcall.base.process_table import refuse_few_files
 from rollcall.base.redact import redact
 from rollcall.base.stop import Stopped, heeded
 from rollcall.base.wait import in_silence, on_stdout, say, speaking, warn
-from rollcall.base.words import counted
+from rollcall.base.words import are, counted
 from rollcall.checkpoint.exported import finished_summary
 from rollcall.checkpoint.run_dir import (
     RUN_FILE,
@@ -60,20 +60,11 @@ from rollcall.process.debug.here import post_mortem, serve
 from rollcall.process.groups.backend import Backend
 from rollcall.process.groups.reachable import About, reachable
 from rollcall.run.local import build_workers
-from rollcall.run.origin import (
-    changed_code,
-    code_of,
-    note_base,
-    note_code,
-    note_rows,
-    refuse_changed_base,
-    sampled_weights,
-)
+from rollcall.run.origin import changed_code, code_of, note_origin, refuse_changed_base, sampled_weights
 from rollcall.view.curves import learning_curve
 from rollcall.view.growing import MetricsTable
 from rollcall.view.summary import build_summary, finished, say_result, trained, write_summary
 
-TOKENIZER = "tokenizer.json"  # in a run directory
 FAILURE = ("reward", "kind", "prompt", "completion", "why")  # fields of a reward failure in the summary
 
 
@@ -106,9 +97,8 @@ def train(
         # Without a cluster, this process has all roles.
         roles = () if _has_slots(config) else tuple(sorted(map(str, needed_roles(config))))
         about = About(title=CONTROLLER, roles=(CONTROLLER, *roles), run=str(config.run.dir.resolve()))
-        run = _Run(config, bounds, lease, backend, callbacks or Callbacks(), is_bare)
         with unless_begun(config.run.dir, old=old), reachable(about), _examining():
-            return run.finish(quiet=quiet)
+            return _Run(config, bounds, lease, backend, callbacks or Callbacks(), is_bare).finish(quiet=quiet)
 
 
 @contextmanager
@@ -133,9 +123,8 @@ class _Run:
     backend: Backend | None
     callbacks: Callbacks
     is_bare: bool
-    smaller: dict[str, int] = field(
-        default_factory=dict
-    )  # section -> tokens per micro-batch, after a larger one did not fit
+    # section -> tokens per micro-batch, after a larger one did not fit
+    smaller: dict[str, int] = field(default_factory=dict)
 
     def finish(self, *, quiet: bool) -> dict[str, Any]:
         """Train to the end, in as many attempts as needed. Returns the summary."""
@@ -143,11 +132,10 @@ class _Run:
         config, run_dir, trainer = self.config, self.config.run.dir, self.config.trainer
         check_loggers(config)
         changes: list[Change] = []
-        if (
-            has_begun(run_dir) or not (run_dir / RUN_FILE).exists()
-        ):  # a failed start may have left another run's file in the directory
+        begun = has_begun(run_dir)
+        if begun or not (run_dir / RUN_FILE).exists():  # a failed start may have left another run's file
             changes = changes_on_resume(config, run_dir)  # refuses impossible changes before anything is loaded
-        if not has_begun(run_dir):
+        if not begun:
             refuse_changing_base(config)
         store = CheckpointStore(
             run_dir / "checkpoints", keep_last=trainer.keep_last, keep_best=trainer.keep_best, guard=self.lease.check
@@ -180,13 +168,18 @@ class _Run:
                 from rollcall.view.page_process import serving_page
 
                 opened.enter_context(serving_page(run_dir, tell=say))
-            with _marking_failure(run_dir):
+            try:
                 controller, number = run_attempts(
                     lambda number: (self._attempt(store, console, number=number), number),
                     budget=Budget(most=trainer.max_restarts, window_s=trainer.restart_window_s),
                     reached=lambda: max((path.name for path in store.dir.glob("step-*")), default=""),
                     note=self._note_end,
                 )
+            except Exception as error:
+                # If the lease is lost, another controller writes the events.
+                if (run_dir / EVENTS).exists() and not any(isinstance(one, LeaseLostError) for one in causes(error)):
+                    _mark(run_dir, RUN_FAILED, MarkKind.FAULT, reason=error)
+                raise
             summary = build_summary(
                 MetricsTable(run_dir),
                 seconds=time.perf_counter() - started,
@@ -213,11 +206,10 @@ class _Run:
 
     def _build(self) -> Workers:
         """Build all roles, in this process or on the cluster's slots. Reduced sizes apply only here, not in the run file."""
-        smaller = {
-            name: getattr(self.config, name).model_copy(update={"tokens_per_microbatch": tokens})
-            for name, tokens in self.smaller.items()
-        }
-        config = self.config.model_copy(update=smaller)
+        config = self.config
+        for name, tokens in self.smaller.items():
+            section = getattr(config, name).model_copy(update={"tokens_per_microbatch": tokens})
+            config = config.model_copy(update={name: section})
         if not _has_slots(config):
             return build_workers(config, is_bare=self.is_bare)
         from rollcall.run.on_cluster import build_workers_on_cluster
@@ -263,10 +255,9 @@ class _Run:
             console.phase(None)
             # Not earlier, because a refused run file must not replace this directory's run file.
             _claim(config, run_dir, continued=(run_dir / "journal").exists())
-            _keep_tokenizer(workers.tokenizer, run_dir / TOKENIZER)
-            note_rows(run_dir, workers.train, workers.val, limit=config.eval.max_prompts)
-            note_base(run_dir, base)
-            note_code(run_dir, code)
+            _keep_tokenizer(workers.tokenizer, run_dir / "tokenizer.json")
+            limit = config.eval.max_prompts
+            note_origin(run_dir, train=workers.train, val=workers.val, limit=limit, base=base, code=code)
             sinks = make_sinks(config, run_dir, resume.step if resume else None)
             for sink in sinks:
                 opened.callback(sink.close)
@@ -278,7 +269,10 @@ class _Run:
             kind = MarkKind.RECOVERY if number > 1 else MarkKind.NOTE
             events.mark(Mark(time.time(), f"attempt {number} begins", kind, None, f"from step {start_step}"))
             _say_changes(events, changes, step=start_step, code=other_code)
-            _say_where(run_dir, start_step, journal)
+            if start_step or journal.steps():
+                ahead = sum(len(journal.read(step)) for step in journal.steps() if step > start_step)
+                groups = counted(ahead, "finished group")
+                say(f"resuming {run_dir} from step {start_step}; {groups} {are(ahead)} waiting in the journal")
             controller = Controller(
                 config,
                 workers,
@@ -308,17 +302,6 @@ class _Run:
 def _has_slots(config: Config) -> bool:
     """Whether the run needs processes in addition to this one."""
     return config.cluster is not None and config.cluster.num_slots > 1
-
-
-@contextmanager
-def _marking_failure(run_dir: Path) -> Iterator[None]:
-    """If the block raises, record in the events why the run ended, unless another controller has taken over the run."""
-    try:
-        yield
-    except Exception as error:
-        if (run_dir / EVENTS).exists() and not any(isinstance(one, LeaseLostError) for one in causes(error)):
-            _mark(run_dir, RUN_FAILED, MarkKind.FAULT, reason=error)
-        raise
 
 
 def _mark(run_dir: Path, name: str, kind: MarkKind, *, reason: Exception) -> None:
@@ -436,24 +419,14 @@ def _say_changes(events: Events, changes: list[Change], *, step: int, code: list
         events.mark(Mark(time.time(), "code changed", MarkKind.NOTE, None, line))
     if not changes:
         return
-    lines = [f"  {change}" for change in changes]
     meaning = (
         "groups in the journal were generated with the old values; steps after the checkpoint are trained with the new values, and the "
         "learning rate may differ where it depends on them"
     )
-    say("\n".join(["settings that this resume changes:", *lines, meaning]))
+    say("\n".join(["settings that this resume changes:", *(f"  {change}" for change in changes), meaning]))
     events.write(
         {"resumed_at_step": step, "changed": {change.key: [change.before, change.after] for change in changes}}
     )
-
-
-def _say_where(run_dir: Path, start_step: int, journal: Journal) -> None:
-    if start_step or journal.steps():
-        ahead = sum(len(journal.read(step)) for step in journal.steps() if step > start_step)
-        say(
-            f"resuming {run_dir} from step {start_step}; {counted(ahead, 'finished group')} "
-            f"{'is' if ahead == 1 else 'are'} waiting in the journal"
-        )
 
 
 def _journaled_failures(directory: Path, *, shown: list[dict[str, str]]) -> list[dict[str, str]]:

@@ -38,12 +38,13 @@ class WeightSync:
         self._invitations: Mapping[str, list[Invitation]] = {}  # by receiver: an invitation from each sender
         self._broken_off: list[Any] = []
 
-    def push(self, version: int, *, without: Collection[int] = ()) -> None:
-        """Send this version to every process with a policy, except those in ``without``. Returns when all have it."""
+    def push(self, version: int, *, without: Collection[int] = (), has_new: bool = False) -> None:
+        """Send this version to every process with a policy, except those in ``without``. Returns when all have it. With ``has_new``, one
+        of the receivers is a new process, so all are invited again."""
         group, actors = self._team.group, self._team.members[Role.ACTOR]
         names = {worker: name for worker, name in self._names().items() if worker not in without}
         apart = {worker: name for worker, name in names.items() if worker not in actors}
-        if apart != self._invited:
+        if has_new or apart != self._invited:
             self._invite(apart)
         # Call all actor processes, because each may have a part of what the first one sends.
         futures = group.run_some_workers_single_data("send_weights", actors, version)
@@ -76,11 +77,8 @@ class WeightSync:
                     node_ranks=[],
                 )
 
-    def invite_again(self) -> None:
-        """Make the next push invite all receivers, because one of them is a new process."""
-        self._invited = None
-
     def _invite(self, apart: dict[int, str]) -> None:
+        self._invited = None  # if this fails, some actors have new invitations
         group, actors = self._team.group, self._team.members[Role.ACTOR]
         metadata = group.worker_metadata
         futures = []
@@ -109,36 +107,27 @@ class WorkerWeights:
         self._transport: WeightTransport = transport
         self._folder = folder
         self._on_gpu = on_gpu
-        self._sender: FanOut | None = None
+        self.sender: FanOut | None = None
         self._receiver: Any = None  # receives either parts or full tensors
         self._invitations: Sequence[Invitation] = ()  # the invitations that the receiver was opened for
-
-    @property
-    def sends(self) -> bool:
-        return self._sender is not None
 
     def invite(self, receivers: Mapping[str, bool], host: str, *, name: str) -> Mapping[str, Invitation]:
         """Open a sender to these receivers. Each value says whether the receiver is on this host; ``name`` is this sender's name in
         messages."""
-        if self._sender is not None:
-            self._sender.close()
-            self._sender = None
+        if self.sender is not None:
+            self.sender.close()
+            self.sender = None
         if not receivers:
             return {}
-        self._sender = open_sender(
-            self._transport,
-            receivers=receivers,
-            name=name,
-            host=host,
-            on_gpu=self._on_gpu,
-            folder=self._folder,
+        self.sender = open_sender(
+            self._transport, receivers=receivers, name=name, host=host, on_gpu=self._on_gpu, folder=self._folder
         )
-        return self._sender.invitations
+        return self.sender.invitations
 
     def send(self, tensors: Iterable[tuple[str, Tensor]] | Parts, *, version: int) -> None:
         """Send to all invited receivers. A process without receivers only takes part in gathering the tensors."""
-        if self._sender is not None:
-            self._sender.send(tensors if isinstance(tensors, Parts) else dict(tensors), version=version)
+        if self.sender is not None:
+            self.sender.send(tensors if isinstance(tensors, Parts) else dict(tensors), version=version)
         elif not isinstance(tensors, Parts):
             for _ in tensors:
                 continue

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from functools import partial
@@ -47,14 +47,7 @@ from rollcall.nodes.meeting import Place
 from rollcall.plan.placement import Role
 from rollcall.process.groups.reachable import About, be_reachable
 from rollcall.reward.model import load_reward_models
-from rollcall.run.build import (
-    LocalEngine,
-    build_adapter,
-    build_engine,
-    build_learner,
-    set_threads,
-    tokenizer_of,
-)
+from rollcall.run.build import LocalEngine, build_adapter, build_engine, build_learner, set_threads, tokenizer_of
 from rollcall.run.card import settle
 from rollcall.run.origin import base_of
 from rollcall.run.weight_sync import WorkerWeights
@@ -160,7 +153,8 @@ class RoleWorker(Trained):
         unread = None
         if samples or not roles.isdisjoint(POLICY):
             # If the model is in parts, only this process's parts go to the device, unless its engine reads the full model.
-            model, unread = self._load(gang, Role.ACTOR, in_roles=roles, whole=samples)
+            in_parts = Role.ACTOR in roles and Role.ACTOR in self._in_parts
+            model, unread = self._load(gang, Role.ACTOR, in_parts=in_parts, whole=samples)
         else:
             model = self._outline()
         self.stop_token_ids = stop_token_ids(  # before anything else is loaded, because the run file's ids may be wrong
@@ -171,18 +165,12 @@ class RoleWorker(Trained):
         self.adapter = build_adapter(self.config, model, device=self.device) if has_policy else None
         if Role.ACTOR in roles:
             self.learner = build_learner(
-                self.config,
-                model,
-                gang=gang,
-                device=self.device,
-                mirror=is_alone,
-                unread=unread,
-                adapter=self.adapter,
+                self.config, model, gang=gang, device=self.device, mirror=is_alone, unread=unread, adapter=self.adapter
             )
             if self.learner.body.in_parts and not (samples or is_alone):
                 model.to("meta")
         if Role.CRITIC in roles:
-            critic, unread = self._load(gang, Role.CRITIC, in_roles=roles)
+            critic, unread = self._load(gang, Role.CRITIC, in_parts=Role.CRITIC in self._in_parts)
             section, algorithm = self.config.critic, self.config.algorithm
             assert isinstance(algorithm, Ppo)
             self.critic = Critic(
@@ -195,7 +183,7 @@ class RoleWorker(Trained):
                 unread=unread,
             )
         if Role.REFERENCE in roles:
-            self.reference = self._build_reference(gang, in_roles=roles)
+            self.reference = self._build_reference(gang)
         rewards = self.config.reward if Role.REWARD in roles else ()
         self.reward_models = load_reward_models(rewards, device=self.device, trust_remote_code=self.trust)
         # By now everything that stays for the whole run is loaded; the engine gets the remaining memory.
@@ -221,7 +209,7 @@ class RoleWorker(Trained):
             self.learner.body if self.learner else whole_body(model, gang=gang, context=context, adapter=self.adapter)
         )
 
-    def _build_reference(self, gang: Gang, *, in_roles: Collection[Role]) -> Reference:
+    def _build_reference(self, gang: Gang) -> Reference:
         """Build the frozen model, sharded like the actor. If the learner trains an adapter, it already contains the frozen model, which
         is then not loaded again."""
         learner, section, in_parts = self.learner, self.config.actor, Role.REFERENCE in self._in_parts
@@ -230,20 +218,17 @@ class RoleWorker(Trained):
         if plain:
             body = learner.body
         else:
-            frozen, unread = self._load(gang, Role.REFERENCE, in_roles=in_roles)
+            frozen, unread = self._load(gang, Role.REFERENCE, in_parts=in_parts)
             if in_parts:
                 body = make_body(frozen, section, gang=gang, device=self.device, frozen=True, unread=unread)
             else:
                 body = whole_body(frozen, gang=gang, context=section.context_parallel_size)
         return Reference(body=body, section=section, temperature=self.config.rollout.temperature, plain=plain)
 
-    def _load(
-        self, gang: Gang, role: Role, *, in_roles: Collection[Role], whole: bool = False
-    ) -> tuple[Any, Stored | None]:
-        """Load the model for ``role``. If the model is split over the gang, load only its outline and the location of its weights,
-        because each process later reads its own part. If the files do not allow that, the first process of the gang loads the model and
-        sends the others their parts. ``whole`` means that something in this process needs the full model."""
-        in_parts = role in self._in_parts and role in in_roles
+    def _load(self, gang: Gang, role: Role, *, in_parts: bool, whole: bool = False) -> tuple[Any, Stored | None]:
+        """Load the model for ``role``. If the model is split over the gang (``in_parts``), load only its outline and the location of its
+        weights, because each process later reads its own part. If the files do not allow that, the first process of the gang loads the
+        model and sends the others their parts. ``whole`` means that something in this process needs the full model."""
         outline = self._outline() if in_parts and not whole else None
         unread, why = None, None
         if outline is not None:
@@ -354,7 +339,7 @@ class RoleWorker(Trained):
             # Gather first, because the whole gang takes part in it. If a receiver is lost, only the sending below fails.
             if self._gathers:
                 self._pass_on(version)
-            if self._weights.sends:
+            if self._weights.sender is not None:
                 self._weights.send(self._own_parts(), version=version)
         else:
             self._weights.send(self._whole_policy(), version=version)
@@ -374,22 +359,16 @@ class RoleWorker(Trained):
     def _own_parts(self) -> Parts:
         """Return the part of the policy that this process sends."""
         assert self.learner is not None
-        body = self.learner.body
+        body, named = self.learner.body, self.learner.body.named
         if self._sent_blocks is None:
-            self._sent_blocks = [(name, block) for name in body.named for block in body.layout(name).blocks(own=True)]
-        return Parts(
-            [
-                SentBlock(
-                    name=block.name,
-                    start=block.start,
-                    whole=block.whole,
-                    dtype=body.dtype,
-                    values=block.of(body.named[name]),
-                )
-                for name, block in self._sent_blocks
-            ],
-            device=body.device,
-        )
+            self._sent_blocks = [(name, block) for name in named for block in body.layout(name).blocks(own=True)]
+        sent = [
+            SentBlock(
+                name=block.name, start=block.start, whole=block.whole, dtype=body.dtype, values=block.of(named[name])
+            )
+            for name, block in self._sent_blocks
+        ]
+        return Parts(sent, device=body.device)
 
     def _whole_policy(self) -> Iterator[tuple[str, Tensor]]:
         """Yield all trained weights. If the learner only has parts, also copy them to the engine's model in this process."""

@@ -6,6 +6,7 @@ import hashlib
 import json
 import math
 import os
+import re
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -24,6 +25,7 @@ from rollcall.base.errors import ConfigError
 from rollcall.base.redact import redact
 from rollcall.base.types import Group
 from rollcall.checkpoint.run_dir import is_run
+from rollcall.checkpoint.store import store_of
 from rollcall.config import public_dump
 from rollcall.view import curves, samples
 from rollcall.view.compare import differing_settings
@@ -33,8 +35,6 @@ from rollcall.view.processes import show_cluster, show_marks, show_timeline
 from rollcall.view.reader import RunReader
 from rollcall.view.summary import no_signal
 
-MOST_CURVES = 100
-MOST_RUNS = 12  # per request
 LOOK_EVERY_S = 3.0  # time between two searches for new runs in a folder
 READ_S = 2.0  # longest time to read a growing file before answering
 INDEX_S = 1.0  # longest time to index the journal before answering
@@ -58,8 +58,8 @@ class ShownRuns:
         self._is_one = is_one
         for path in self._given if not is_one else []:
             if not path.is_dir():
-                problem = f"{path} is a file" if path.exists() else f"{path} does not exist"
-                raise ConfigError(f"{problem}; pass a run directory (run.dir), or a folder of runs")
+                problem = "is a file" if path.exists() else "does not exist"
+                raise ConfigError(f"{path} {problem}; pass a run directory (run.dir), or a folder of runs")
         self._lock = threading.Lock()
         self._found: dict[str, ShownRun] = {}
         self._looked = float("-inf")
@@ -82,11 +82,9 @@ class ShownRuns:
         real = Path(os.path.realpath(path))
         for found in [real] if self._is_one else islice(_runs_below(real, depth=3), 1000):
             name = real.name if found == real else found.relative_to(real).as_posix()
-            mark = hashlib.blake2b(os.fsencode(found), digest_size=3).hexdigest()
-            plain = "".join(
-                char if char.isascii() and (char.isalnum() or char in "._-") else "-" for char in found.name
-            )
             name = name.encode("utf-8", errors="replace").decode()
+            mark = hashlib.blake2b(os.fsencode(found), digest_size=3).hexdigest()
+            plain = re.sub(r"[^A-Za-z0-9._-]", "-", found.name)
             yield ShownRun(id=f"{plain}~{mark}", name=name, dir=found)
 
 
@@ -114,7 +112,7 @@ class Ask(BaseModel):
     name: list[str] = []
     seen: str = ""
     axis: Literal["step", "time"] = "step"
-    points: Annotated[int, Field(ge=2, le=curves.MOST_POINTS)] = 600
+    points: Annotated[int, Field(ge=2, le=4000)] = 600
     smooth: Annotated[Number, Field(ge=0, le=0.999)] = 0.0
     low: Number | None = None
     high: Number | None = None
@@ -134,9 +132,8 @@ class Ask(BaseModel):
     @classmethod
     def of(cls, query: QueryParams) -> Ask:
         given = {key: value for key, value in query.items() if value}
-        return cls.model_validate(
-            {**given, "run": query.getlist("run")[:MOST_RUNS], "name": query.getlist("name")[:MOST_CURVES]}
-        )
+        lists = {"run": query.getlist("run")[:12], "name": query.getlist("name")[:100]}  # the most per request
+        return cls.model_validate(given | lists)
 
 
 class WatchedRun(RunReader):
@@ -151,14 +148,10 @@ class WatchedRun(RunReader):
 
     @property
     def index(self) -> JournalIndex:
-        """The journal's index, created when it is first used."""
+        """The journal's index, created when it is first used. With the lock, because requests run in several threads."""
         with self._making:
             self._index = self._index or JournalIndex(self.dir)
             return self._index
-
-    def public_config(self) -> dict[str, Any] | None:
-        """Return the run file without its secrets, or None if it cannot be read."""
-        return None if (config := self.config) is None else public_dump(config)
 
     def sizes(self) -> dict[str, int]:
         """Return the sizes of journal, checkpoints and model, cached for 30 s, because adding up a large folder takes a while."""
@@ -187,19 +180,6 @@ class WatchedRun(RunReader):
             "version": self.metrics.version,
         }
 
-    def kept_checkpoints(self) -> list[dict[str, Any]]:
-        """Return the kept checkpoints. Checks them only by manifest and file sizes."""
-        return [
-            {
-                "step": one.step,
-                "score": one.score,
-                "bytes": _folder_bytes(one.path),
-                "saved_s": one.path.stat().st_mtime,
-                "whole": not one.reason,
-            }
-            for one in self.checkpoints(checksums=False)
-        ]
-
 
 class Api:
     def __init__(self, places: ShownRuns) -> None:
@@ -217,8 +197,7 @@ class Api:
     def runs(self, ask: Ask | None) -> Any:
         rows = []
         for place in self._places.all():
-            row = self.run(place.id).row()
-            rows.append({"id": place.id, "name": place.name, "dir": str(place.dir), **row})
+            rows.append({"id": place.id, "name": place.name, "dir": str(place.dir), **self.run(place.id).row()})
         return {"runs": rows, "now_s": time.time()}
 
     def metrics(self, ask: Ask) -> Any:
@@ -250,16 +229,13 @@ class Api:
     def difference(self, ask: Ask) -> Any:
         """Return the run file keys whose values differ between these runs, and each run's row in the list of runs."""
         runs = [self.run(id) for id in ask.run]
-        dumps = [one.public_config() for one in runs]
+        saved = [one.saved_config() for one in runs]
+        dumps = [None if config is None else public_dump(config) for config, _ in saved]
         settings = [
             {"key": key, "values": [_shown(value, dump) for value, dump in zip(values, dumps, strict=True)]}
             for key, values in differing_settings(dumps).items()
         ]
-        return {
-            "settings": settings,
-            "problems": [one.config_problem for one in runs],
-            "rows": [one.row() for one in runs],
-        }
+        return {"settings": settings, "problems": [why for _, why in saved], "rows": [one.row() for one in runs]}
 
     def groups(self, ask: Ask) -> Any:
         """Return a page of groups."""
@@ -270,9 +246,7 @@ class Api:
             step, draw = map(int, ask.after.split(".")) if ask.after else (1 << 60, 0)
             found = samples.search(run.dir, run.index, ask.search, only=ask.only, after=(step, draw), limit=ask.limit)
             return {**answer, **found._asdict()}
-        found = run.index.find(
-            **ask.model_dump(include={"step", "prompt", "only", "sort", "limit", "offset"}),
-        )
+        found = run.index.find(**ask.model_dump(include={"step", "prompt", "only", "sort", "limit", "offset"}))
         index["groups"] = found.groups
         rows = [{**row._asdict(), "text": samples.preview(run.dir, row)} for row in found.rows]
         return {**answer, "rows": rows, "total": found.total}
@@ -314,13 +288,19 @@ class Api:
 
     def cluster(self, ask: Ask) -> Any:
         run = self.run(ask.run[0])
-        about = {
-            "state": run.state().word,
-            "sizes": run.sizes(),
-            "checkpoints": run.kept_checkpoints(),
-            "now_s": time.time(),
-        }
-        return {**show_cluster(run.dir, run.config, marks=run.events.marks()), **about}
+        checkpoints = [
+            {
+                "step": one.step,
+                "score": one.score,
+                "bytes": _folder_bytes(one.path),
+                "saved_s": one.path.stat().st_mtime,
+                "whole": not one.reason,
+            }
+            for one in store_of(run.dir).inspect(checksums=False)
+        ]
+        shown = show_cluster(run.dir, run.config, marks=run.events.marks())
+        about = {"state": run.state().word, "sizes": run.sizes(), "checkpoints": checkpoints, "now_s": time.time()}
+        return {**shown, **about}
 
 
 ADDRESSES = (

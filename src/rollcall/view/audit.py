@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from rollcall.base.append_file import lines_end, parse_row
 from rollcall.base.journal import ATTEMPTS, StepFile, inspect, is_trained_row
@@ -22,12 +23,10 @@ from rollcall.loop.supply import Cursor
 from rollcall.view.reader import RunReader
 
 TRAINED = "trained.jsonl"
-LINE_FILES = (f"journal/{TRAINED}", "metrics.jsonl", "events.jsonl")
 FARTHEST = 10_000  # how many draws a run can leave out for each trained or journaled draw
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Torn:
+class Torn(NamedTuple):
     path: Path
     why: str
 
@@ -63,12 +62,9 @@ class Audit:
 
 def audit(run_dir: Path) -> Audit:
     run_dir = Path(run_dir)
-    if not run_dir.is_dir():
-        raise ValueError(f"{run_dir} is not a directory; pass the directory of a run (run.dir)")
     if not (run_dir / "journal").is_dir():
-        raise ValueError(
-            f"{run_dir} has no journal, so it is not a run directory; pass the directory of a run (run.dir)"
-        )
+        why = "has no journal, so it is not a run directory" if run_dir.is_dir() else "is not a directory"
+        raise ValueError(f"{run_dir} {why}; pass the directory of a run (run.dir)")
     files = inspect(run_dir / "journal")
     attempts = inspect(run_dir / "journal", ATTEMPTS)
     records = Counter(draw for file in files for draw in file.draws)
@@ -76,10 +72,7 @@ def audit(run_dir: Path) -> Audit:
     rows = [json.loads(line) for line, good in judge_file(run_dir / "journal" / TRAINED) if good]
     trained = tuple((row["step"], row["draws"]) for row in rows)
     # A step that was trained again after a crash has several rows.
-    steps_of: dict[int, set[int]] = {}
-    for step, draws in trained:
-        for draw in draws:
-            steps_of.setdefault(draw, set()).add(step)
+    steps_of = Counter(draw for _, draw in {(step, draw) for step, draws in trained for draw in draws})
     repeats = {draw for _, draws in trained for draw, count in Counter(draws).items() if count > 1}
     checkpoints = tuple(store_of(run_dir).inspect())
     return Audit(
@@ -88,7 +81,7 @@ def audit(run_dir: Path) -> Audit:
         groups={file.step: len(set(file.draws)) for file in files},
         steps=len({step for step, _ in trained}),
         skipped=tuple(sorted(_skipped(run_dir, set(steps_of), set(records), checkpoints))),
-        trained_twice=tuple(sorted(repeats | {draw for draw, steps in steps_of.items() if len(steps) > 1})),
+        trained_twice=tuple(sorted(repeats | {draw for draw, num_steps in steps_of.items() if num_steps > 1})),
         regenerated=tuple(sorted(draw for draw, count in records.items() if count > 1)),
         remade=tuple(sorted({draw for (draw, _), count in episodes.items() if count > 1})),
         torn=tuple(find_torn(run_dir, files=[*files, *attempts], checkpoints=checkpoints)),
@@ -97,23 +90,19 @@ def audit(run_dir: Path) -> Audit:
 
 def find_torn(run_dir: Path, *, files: Sequence[StepFile], checkpoints: Sequence[Checkpoint]) -> list[Torn]:
     """Return everything that a killed write may have left incomplete."""
-    torn = [
-        Torn(
-            path=file.path, why=f"{counted(file.num_bad_bytes, 'byte')} {are(file.num_bad_bytes)} not a complete record"
-        )
-        for file in files
-        if file.num_bad_bytes
-    ]
-    for name in LINE_FILES:
-        bad = sum(not good for _, good in judge_file(run_dir / name))
-        if bad:
-            torn.append(Torn(path=run_dir / name, why=f"{counted(bad, 'line')} {are(bad)} incomplete"))
-    torn += [Torn(path=state.path, why=state.reason) for state in checkpoints if state.reason]
+    bad_bytes = [(file.path, file.num_bad_bytes) for file in files if file.num_bad_bytes]
+    torn = [Torn(path, f"{counted(num, 'byte')} {are(num)} not a complete record") for path, num in bad_bytes]
+    for name in (f"journal/{TRAINED}", "metrics.jsonl", "events.jsonl"):
+        if bad := sum(not good for _, good in judge_file(run_dir / name)):
+            torn.append(Torn(run_dir / name, f"{counted(bad, 'line')} {are(bad)} incomplete"))
+    torn += [Torn(state.path, state.reason) for state in checkpoints if state.reason]
     torn += [
-        Torn(path=path, why="left over from a write that was killed")
+        Torn(path, "left over from a write that was killed")
         for folder in (run_dir, *(run_dir / name for name in ("checkpoints", *ATOMIC_FOLDERS)))
         for path in (sorted(folder.iterdir()) if folder.is_dir() else [])
-        if path.name.startswith((".tmp-", ".trash-")) or _is_superseded(path)
+        if path.name.startswith((".tmp-", ".trash-"))
+        # An old checkpoint that was replaced. If nothing has replaced it, it is still the current checkpoint.
+        or (path.name.startswith(".old-") and path.with_name(path.name.removeprefix(".old-")).exists())
     ]
     return torn
 
@@ -129,11 +118,6 @@ def judge_file(path: Path) -> list[tuple[bytes, bool]]:
     rows = [(line + b"\n", parse_row(line)) for line in data[:end].split(b"\n")[:-1]]
     judged = [(line, row is not None and (path.name != TRAINED or is_trained_row(row))) for line, row in rows]
     return judged + ([(data[end:], False)] if end < len(data) else [])
-
-
-def _is_superseded(path: Path) -> bool:
-    """Whether this is an old checkpoint that was replaced. If nothing has replaced it, it is still the current checkpoint."""
-    return path.name.startswith(".old-") and path.with_name(path.name.removeprefix(".old-")).exists()
 
 
 def _skipped(run_dir: Path, trained: set[int], journaled: set[int], checkpoints: Sequence[Checkpoint]) -> set[int]:
@@ -158,5 +142,4 @@ def _skipped(run_dir: Path, trained: set[int], journaled: set[int], checkpoints:
     if not whole:
         return set()
     cursor = Cursor.of(whole[-1].state, where=str(whole[-1].path))
-    known = journaled | set(cursor.pending)
-    return {draw for draw in missing - known if draw < cursor.next_draw}
+    return {draw for draw in missing - journaled - set(cursor.pending) if draw < cursor.next_draw}

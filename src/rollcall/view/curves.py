@@ -16,8 +16,6 @@ from rollcall.base.wait import warn
 from rollcall.observe.metrics import METRICS
 from rollcall.view.growing import MetricsTable, Numbers
 
-MOST_POINTS = 4000
-
 # In the page's order. A metric belongs to the best match: an exact name, or the longest prefix.
 GROUPS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("Accuracy", ("eval/accuracy", "eval/pass_at_k", "train/accuracy", "eval/graded_fraction")),
@@ -57,27 +55,14 @@ def describe(names: Sequence[str]) -> list[dict[str, Any]]:
     shown = []
     for name in sorted(names, key=lambda name: (group_of(name), name)):
         group, _ = group_of(name)
-        about = METRICS.get(name) or METRICS.get(f"{name.partition('/')[0]}/<part>")
-        shown.append(
-            {
-                "name": name,
-                "group": GROUPS[group][0] if group < len(GROUPS) else "Other",
-                "unit": about.unit if about else "",
-                "meaning": about.meaning if about else "",
-            }
-        )
+        unit, meaning = METRICS.get(name) or METRICS.get(f"{name.partition('/')[0]}/<part>") or ("", "")
+        label = GROUPS[group][0] if group < len(GROUPS) else "Other"
+        shown.append({"name": name, "group": label, "unit": unit, "meaning": meaning})
     return shown
 
 
 def curve(
-    table: MetricsTable,
-    name: str,
-    *,
-    axis: str = "step",
-    points: int = 600,
-    smooth: float = 0.0,
-    low: float | None = None,
-    high: float | None = None,
+    table: MetricsTable, name: str, *, axis: str, points: int, smooth: float, low: float | None, high: float | None
 ) -> dict[str, Any]:
     """Return ``x`` and ``y`` between ``low`` and ``high``. With ``smooth``, also return the smoothed values as ``even``."""
     steps, times, values = table.column(name)

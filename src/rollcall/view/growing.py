@@ -28,8 +28,10 @@ class GrowingFile(ABC):
     """A file to which lines are appended. If it is replaced or gets shorter, it is read from the start. ``read_s`` bounds the time of one
     ``refresh``; the next one reads the rest of a long file."""
 
-    def __init__(self, path: Path, *, read_s: float = math.inf) -> None:
-        self._path, self._read_s = path, read_s
+    NAME: str  # in the run directory
+
+    def __init__(self, run_dir: Path, *, read_s: float = math.inf) -> None:
+        self._path, self._read_s = run_dir / self.NAME, read_s
         self._lock = threading.RLock()
         self._file: tuple[int, int] | None = None  # its device and inode
         self._head = b""
@@ -80,8 +82,7 @@ class GrowingFile(ABC):
 class EventLog(GrowingFile):
     """The marks and the last phase in a run's events."""
 
-    def __init__(self, run_dir: Path, *, read_s: float = math.inf) -> None:
-        super().__init__(run_dir / EVENTS, read_s=read_s)
+    NAME = EVENTS
 
     def _forget(self) -> None:
         self._marks: list[Mark] = []
@@ -102,10 +103,9 @@ class EventLog(GrowingFile):
 
 
 class TrainedDraws(GrowingFile):
-    """Finds the step that trained on a draw, from ``journal/trained.jsonl``."""
+    """Finds the step that trained on a draw."""
 
-    def __init__(self, run_dir: Path, *, read_s: float = math.inf) -> None:
-        super().__init__(run_dir / "journal" / "trained.jsonl", read_s=read_s)
+    NAME = "journal/trained.jsonl"
 
     def _forget(self) -> None:
         self._step_of: dict[int, int] = {}
@@ -129,11 +129,10 @@ class _Column:
 
 
 class MetricsTable(GrowingFile):
-    """``metrics.jsonl`` as columns. A resumed run rewrites the file, which is then read again."""
+    """The metrics as columns. A resumed run rewrites the file, which is then read again."""
 
-    def __init__(self, run_dir: Path, *, read_s: float = math.inf) -> None:
-        self.version = 0  # changes with every row
-        super().__init__(run_dir / "metrics.jsonl", read_s=read_s)
+    NAME = "metrics.jsonl"
+    version = 0  # changes with every row
 
     def _forget(self) -> None:
         self.version += 1

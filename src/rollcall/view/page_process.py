@@ -112,9 +112,8 @@ def serving_page(run_dir: Path, *, tell: Callable[[str], None]) -> Iterator[None
             tell(line.rstrip())
         if child.wait() and not is_over.is_set():
             record.unlink(missing_ok=True)  # nothing is listening on its port any longer
-            warn(
-                f"the process that serves the page of {run_dir} exited with status {child.returncode}; the run continues without it"
-            )
+            what = f"the process that serves the page of {run_dir}"
+            warn(f"{what} exited with status {child.returncode}; the run continues without it")
 
     threading.Thread(target=listen, name="page", daemon=True).start()
     try:

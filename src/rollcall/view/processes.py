@@ -59,12 +59,11 @@ def _show_mark(mark: Mark) -> dict[str, Any]:
 
 def show_marks(marks: Sequence[Mark], table: MetricsTable, *, axis: str) -> list[dict[str, Any]]:
     """Return faults and recoveries with their position on the curves' axis, as a time or as the step at that time."""
-    found = [mark for mark in marks if mark.kind != MarkKind.NOTE][-MOST_MARKS:]
     steps, times, _ = table.column("step")
     known = np.isfinite(times)
     steps, times = steps[known], times[known]
     shown = []
-    for mark in found:
+    for mark in [mark for mark in marks if mark.kind != MarkKind.NOTE][-MOST_MARKS:]:
         at = float(np.interp(mark.at_s, times, steps)) if len(times) else 0.0
         shown.append({**_show_mark(mark), "x": mark.at_s if axis == "time" else round(at, 2)})
     return shown
@@ -114,11 +113,6 @@ def _with_workers(nodes: dict[int, list[dict[str, Any]]], workers: list[dict[str
         addresses[node] = worker["address"] or addresses.get(node, "")
         for slot in worker["slots"]:
             slots.setdefault((node, slot), {"slot": slot, "roles": []})["lane"] = worker["lane"]
-    return [
-        {
-            "node": node,
-            "address": addresses.get(node, ""),
-            "slots": [slots[place] for place in sorted(slots) if place[0] == node],
-        }
-        for node in sorted({*nodes, *(node for node, _ in slots)})
-    ]
+    numbers = sorted({*nodes, *(node for node, _ in slots)})
+    own = {node: [slots[place] for place in sorted(slots) if place[0] == node] for node in numbers}
+    return [{"node": node, "address": addresses.get(node, ""), "slots": found} for node, found in own.items()]

@@ -10,7 +10,7 @@ import math
 import threading
 import time
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,6 @@ from rollcall.base.errors import ConfigError
 from rollcall.base.lease import WATCH_S, Heartbeat, Holder, read_holder
 from rollcall.base.redact import redact
 from rollcall.checkpoint.run_dir import RUN_FILE, is_run, read_summary
-from rollcall.checkpoint.store import Checkpoint, store_of
 from rollcall.config import Config, load_saved_run
 from rollcall.config.yaml import read_yaml
 from rollcall.observe.events import EVENTS, Mark, PhaseEvent
@@ -52,21 +51,18 @@ class RunReader:
 
     @property
     def config(self) -> Config | None:
-        """The settings of the run's last start, or None if they cannot be read (``config_problem`` says why)."""
-        return self._read_config()[0]
-
-    @property
-    def config_problem(self) -> str:
-        return self._read_config()[1]
+        """The settings of the run's last start, or None if they cannot be read."""
+        return self.saved_config()[0]
 
     def read_config(self) -> Config:
         """Return the settings, or raise an error that says why they cannot be read."""
-        config, problem = self._read_config()
+        config, problem = self.saved_config()
         if config is None:
             raise ConfigError(f"{problem}\nOnly this file contains the settings of the run, so restore the file first")
         return config
 
-    def _read_config(self) -> tuple[Config | None, str]:
+    def saved_config(self) -> tuple[Config | None, str]:
+        """Return the settings, or None and the reason why they cannot be read."""
         path = self.dir / RUN_FILE
         with self._lock:
             try:
@@ -92,11 +88,6 @@ class RunReader:
         """The run's number of steps, or None if the run file cannot be read."""
         steps = self.setting("trainer", "steps")
         return steps if is_count(steps) else None
-
-    @property
-    def prompts_per_step(self) -> int | None:
-        count = self.setting("data", "prompts_per_step")
-        return count if is_count(count) else None
 
     def setting(self, section: str, key: str) -> Any:
         """Return one key of the saved run file, or None if it cannot be read. Other parts of the file may be damaged."""
@@ -139,11 +130,7 @@ class RunReader:
             return _at_work(phase)
         if alive is None:
             doing = _at_work(phase)
-            return RunState(
-                word="waiting",
-                text=f"{doing.text}; held by {holder}; checking whether it is alive",
-                since_s=doing.since_s,
-            )
+            return replace(doing, word="waiting", text=f"{doing.text}; held by {holder}; checking whether it is alive")
         return self._ended(phase, mark)
 
     def _ended(self, phase: PhaseEvent | None, mark: Mark | None) -> RunState:
@@ -160,11 +147,9 @@ class RunReader:
         if phase.end_s is None:
             return RunState(word="killed", text=f"its controller ended during {where}", since_s=phase.start_s)
         if phase.result is not None and phase.result.startswith("failed: ") and "Cancelled" not in phase.result:
-            why = phase.result.removeprefix("failed: ")
-            return RunState(word="failed", text=f"{why} during {where}", since_s=at_s)
-        return RunState(
-            word="stopped", text=f"stopped after step {step}; the same command continues the run", since_s=at_s
-        )
+            return RunState(word="failed", text=f"{phase.result.removeprefix('failed: ')} during {where}", since_s=at_s)
+        text = f"stopped after step {step}; the same command continues the run"
+        return RunState(word="stopped", text=text, since_s=at_s)
 
     def standing(self, state: RunState) -> dict[str, Any]:
         """Return the run's progress. The time left is only known while ``state`` is running."""
@@ -176,8 +161,7 @@ class RunReader:
         summary, step = read_summary(self.dir), self.step
         if summary is not None and summary["steps"] >= step:  # otherwise the run was trained further after it finished
             return summary
-        name = None if self.config is None else self.config.run.name
-        return build_summary(self.metrics, resume_step=step, run=name)
+        return build_summary(self.metrics, resume_step=step, run=None if self.config is None else self.config.run.name)
 
     def moved_s(self) -> float | None:
         """Return the time of the run's last write."""
@@ -186,10 +170,6 @@ class RunReader:
             with suppress(OSError):
                 moved.append((self.dir / name).stat().st_mtime)
         return max(moved, default=None)
-
-    def checkpoints(self, *, checksums: bool = True) -> list[Checkpoint]:
-        """Return the kept checkpoints, oldest first. ``checksums`` reads every byte, which is slow."""
-        return store_of(self.dir).inspect(checksums=checksums)
 
 
 def open_run(run_dir: Path) -> RunReader:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from rollcall.base.append_file import is_count
 from rollcall.base.atomic import fsync, write_atomic
 from rollcall.base.journal import ATTEMPTS, GROUPS, whole_records
 from rollcall.base.lease import WATCH_S, Holder, hold
@@ -25,10 +26,8 @@ from rollcall.view.reader import RunReader, RunState, holder_as_json
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunReport:
-    run_dir: Path
+    run: RunReader
     audit: Audit
-    num_steps: int | None  # of the whole run; None if the run file cannot be read
-    prompts_per_step: int | None
     holder: Holder | None
     state: RunState
 
@@ -60,18 +59,17 @@ class RunReport:
             lines = [f"refuse: {holder} holds the run directory and is running"]
         else:
             lines = [f"watch {holder} for {WATCH_S:g} s, take over if its counter does not move, refuse if it does"]
-        if self.num_steps is not None and self.start_step >= self.num_steps:
-            has_model = (self.run_dir / "model").exists()
-            done = "the model is in model/" if has_model else "write the model"
-            return [*lines, f"find {all_of(self.num_steps, 'step')} trained; {done}"]
+        num_steps, prompts_per_step = self.run.num_steps, self.run.setting("data", "prompts_per_step")
+        if num_steps is not None and self.start_step >= num_steps:
+            done = "the model is in model/" if (self.run.dir / "model").exists() else "write the model"
+            return [*lines, f"find {all_of(num_steps, 'step')} trained; {done}"]
         lines.append(f"start from {'the checkpoint of step ' + str(self.start_step) if self.last else 'the beginning'}")
         if self.replayed:
-            lines.append(
-                f"train {span(self.replayed[0], self.replayed[-1])} again, on the same groups and with the same result"
-            )
+            steps = span(self.replayed[0], self.replayed[-1])
+            lines.append(f"train {steps} again, on the same groups and with the same result")
         for step, count in self.groups.items():
             if step not in self.replayed:
-                missing = (self.prompts_per_step or count) - count
+                missing = prompts_per_step - count if is_count(prompts_per_step) else 0
                 rest = f", generate the other {missing}" if missing > 0 else ""
                 lines.append(f"take {counted(count, 'finished group')} of step {step} from the journal{rest}")
         if self.audit.torn:
@@ -80,12 +78,12 @@ class RunReport:
 
     def as_json(self) -> dict[str, Any]:
         return {
-            "run_dir": str(self.run_dir),
+            "run_dir": str(self.run.dir),
             "checkpoints": [
-                {"step": one.step, "whole": not one.reason, "why": one.reason} for one in self.audit.checkpoints
+                {"step": at.step, "whole": not at.reason, "why": at.reason} for at in self.audit.checkpoints
             ],
             "last_checkpoint": self.last.step if self.last else None,
-            "steps": self.num_steps,
+            "steps": self.run.num_steps,
             "finished_groups": self.groups,
             "replayed": self.replayed,
             "torn": [{"path": str(one.path), "why": one.why} for one in self.audit.torn],
@@ -97,14 +95,7 @@ class RunReport:
 
 def look(run_dir: Path) -> RunReport:
     run = RunReader(run_dir)
-    return RunReport(
-        run_dir=run.dir,
-        audit=audit(run.dir),
-        num_steps=run.num_steps,
-        prompts_per_step=run.prompts_per_step,
-        holder=run.holder(),
-        state=run.state(),
-    )
+    return RunReport(run=run, audit=audit(run.dir), holder=run.holder(), state=run.state())
 
 
 def repair(run_dir: Path) -> list[Path]:

@@ -27,8 +27,6 @@ from rollcall.view.journal_index import FOLDER, GroupRow, JournalIndex
 
 SHORT = 280  # characters of each text in a list
 LONG = 20_000  # characters of each text in a group
-MOST_HELD_OUT = 200
-_HELD_OUT = re.compile(r"val-(\d{6,12})\.jsonl")
 
 
 class NoGroupError(LookupError):
@@ -125,15 +123,10 @@ def read_group(root: Path, index: JournalIndex, *, step: int, draw: int) -> Grou
 
 
 def _groups_in(path: Path, *, start: int) -> Iterator[Group]:
-    try:
-        with path.open("rb") as file:
-            for _, payload in stream_records(file, start=start, end=path.stat().st_size):
-                try:
-                    yield decode(payload)
-                except NOT_A_GROUP:
-                    pass  # skip a record from another program, as the journal does
-    except OSError:
-        return
+    with suppress(OSError), path.open("rb") as file:
+        for _, payload in stream_records(file, start=start, end=path.stat().st_size):
+            with suppress(*NOT_A_GROUP):  # skip a record from another program, as the journal does
+                yield decode(payload)
 
 
 def show_group(group: Group, *, config: Config | None, trained_in: int | None) -> dict[str, Any]:
@@ -243,9 +236,8 @@ class Vocabulary:
         from tokenizers import Tokenizer
 
         self._tokenizer = Tokenizer.from_buffer(data)
-        self._special = {
-            number for number, token in self._tokenizer.get_added_tokens_decoder().items() if token.special
-        }
+        added = self._tokenizer.get_added_tokens_decoder()
+        self._special = {number for number, token in added.items() if token.special}
 
     def texts(self, ids: list[int]) -> list[str]:
         """Return each token's text. If several tokens form one character, only the last of them gets the text."""
@@ -341,7 +333,7 @@ def _text_of(ids: list[int], vocabulary: Vocabulary | None) -> dict[str, Any]:
 
 
 def held_out_steps(root: Path) -> list[int]:
-    found = (_HELD_OUT.fullmatch(path.name) for path in (root / "samples").glob("val-*"))
+    found = (re.fullmatch(r"val-(\d{6,12})\.jsonl", path.name) for path in (root / "samples").glob("val-*"))
     return sorted(int(match[1]) for match in found if match)
 
 
@@ -361,7 +353,7 @@ def show_held_out(root: Path, *, step: int, needle: str) -> list[dict[str, Any]]
         numbers = {name: row.get(name) for name in ("reward", "num_tokens")}
         numbers = {name: value if isinstance(value, int | float) else None for name, value in numbers.items()}
         rows.append({**texts, **numbers, "finish": _text(row.get("finish")), "said": said})
-        if len(rows) == MOST_HELD_OUT:
+        if len(rows) == 200:  # the most that the page shows
             break
     return rows
 

@@ -20,6 +20,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from importlib.resources import files
 from pathlib import Path
+from typing import Any
 
 from starlette.applications import Starlette
 from starlette.datastructures import Headers, MutableHeaders
@@ -73,8 +74,7 @@ def make_app(places: ShownRuns, *, keys: Keys, on_open: Callable[[], None] = lam
     return Guard(app, keys=keys, on_open=on_open)
 
 
-def _refused(request: Request, error: Exception) -> Response:
-    assert isinstance(error, HTTPException)
+def _refused(request: Request, error: Any) -> Response:
     return as_json({"error": "there is nothing at this address"}, status=error.status_code)
 
 
@@ -103,9 +103,8 @@ class Guard:
         if len(hosts) != 1 or not LOOPBACK.fullmatch(hosts[0]):
             answer = _page(421, "This server answers only to 127.0.0.1 and localhost.")
         elif (answer := self._opened(scope)) is None and not self._is_known(Request(scope)):
-            answer = _page(
-                401, "Open this page with the newest address that Rollcall printed. Each address works once."
-            )
+            how = "Open this page with the newest address that Rollcall printed. Each address works once."
+            answer = _page(401, how)
 
         async def with_headers(message: Message) -> None:
             if message["type"] == "http.response.start":
@@ -145,8 +144,7 @@ class PageServer:
         self._socket = listen(HOST, port)
         self.port: int = self._socket.getsockname()[1]
         self.on_open: Callable[[], None] = lambda: None
-        app = make_app(places, keys=self.keys, on_open=lambda: self.on_open())
-        self._server = http_server(app)
+        self._server = http_server(make_app(places, keys=self.keys, on_open=lambda: self.on_open()))
 
     def new_address(self) -> str:
         return f"http://{HOST}:{self.port}{OPEN}{self.keys.new()}"
@@ -186,9 +184,8 @@ def main(run_dir: Path) -> None:
         try:
             record.write(run_dir)
         except OSError as error:
-            warn(
-                f"{run_dir / PAGE_FILE} cannot be written ({error.strerror}), so `rollcall tunnel` cannot find the page"
-            )
+            why = f"{run_dir / PAGE_FILE} cannot be written ({error.strerror})"
+            warn(f"{why}, so `rollcall tunnel` cannot find the page")
 
     def watch() -> None:
         sys.stdin.read()  # until the controller exits

@@ -72,9 +72,8 @@ def write_summary(path: Path, summary: dict[str, Any]) -> None:
 
 
 def _course(values: list[float]) -> dict[str, float | None]:
-    return dict(
-        zip(("first", "last", "best"), (values[0], values[-1], max(values)) if values else (None,) * 3, strict=True)
-    )
+    first, last, best = (values[0], values[-1], max(values)) if values else (None, None, None)
+    return {"first": first, "last": last, "best": best}
 
 
 def _or_none(of: Callable[[list[float]], float], values: list[float]) -> float | None:
@@ -119,10 +118,8 @@ def _no_signal(run_dir: Path, summary: dict[str, Any]) -> str | None:
     words = no_signal(summary["no_signal"])
     if words is None:
         return None
-    return (
-        f"{words}. {ADVICE}. {run_dir / 'samples'} contains answers with their rewards, and `rollcall reward test "
-        f"{run_dir / 'run.yaml'}` tries the reward"
-    )
+    answers = f"{run_dir / 'samples'} contains answers with their rewards"
+    return f"{words}. {ADVICE}. {answers}, and `rollcall reward test {run_dir / 'run.yaml'}` tries the reward"
 
 
 def finished(run_dir: Path, summary: dict[str, Any]) -> str:
@@ -143,13 +140,11 @@ def interrupted(run_dir: Path, *, num_steps: int, by: str, fresh: bool) -> str:
     same = "the same command without --fresh continues the run" if fresh else "the same command continues the run"
     if metrics.step == saved:
         return f"stopped by {by} after step {saved} of {num_steps}, which is saved; {same}"
-    kept = (
-        "every finished group" if saved is None else f"a checkpoint of step {saved} and every group finished since then"
-    )
-    return (
-        f"stopped by {by} after step {metrics.step} of {num_steps}; {run_dir} contains {kept}; "
-        f"{same}, and so does `rollcall train {run_dir}`"
-    )
+    kept = "every finished group"
+    if saved is not None:
+        kept = f"a checkpoint of step {saved} and every group finished since then"
+    how = f"{same}, and so does `rollcall train {run_dir}`"
+    return f"stopped by {by} after step {metrics.step} of {num_steps}; {run_dir} contains {kept}; {how}"
 
 
 def say_result(run_dir: Path, summary: dict[str, Any], curve: Path | None) -> None:
@@ -187,7 +182,7 @@ def standing(metrics: MetricsTable, *, num_steps: int | None, holder: Holder | N
         "reward": so_far["reward_mean"]["last"],
         "headline": {"metric": headline.metric, "words": headline.words, **so_far["eval"][headline.key]},
         "step_s": so_far["step_s"],
-        "left_s": None if holder is None else _left_s(metrics, num_steps=num_steps, since=_since(holder)),
+        "left_s": None if holder is None else _left_s(metrics, num_steps=num_steps, holder=holder),
         "no_signal": so_far["no_signal"],
         "episodes": _episodes(metrics),
     }
@@ -230,8 +225,12 @@ def _in_words(episodes: Mapping[str, float]) -> str:
     return f"{', '.join(counts)} each; {', '.join(ends)}"
 
 
-def _left_s(metrics: MetricsTable, *, num_steps: int | None, since: float) -> float | None:
+def _left_s(metrics: MetricsTable, *, num_steps: int | None, holder: Holder) -> float | None:
     """Estimate the time left from recent steps of the current process. Ignores its first step, which includes the warm-up."""
+    try:  # the start of the process, on the same clock as its metrics
+        since = datetime.strptime(holder.since, "%Y-%m-%d %H:%M:%S UTC").replace(tzinfo=UTC).timestamp()
+    except ValueError:
+        since = 0.0
     steps, times, _ = metrics.column("time/step_s")
     recent = set(steps[times >= since][1:][-STEPS_COUNTED:].tolist())
     if not recent or num_steps is None or steps[-1] >= num_steps:
@@ -241,11 +240,3 @@ def _left_s(metrics: MetricsTable, *, num_steps: int | None, since: float) -> fl
         at, _, seconds = metrics.column(f"time/{part}_s")
         spent_s += sum(value for step, value in zip(at.tolist(), seconds.tolist(), strict=True) if step in recent)
     return max(0.0, spent_s / len(recent) * (num_steps - float(steps[-1])) - (time.time() - float(times[-1])))
-
-
-def _since(holder: Holder) -> float:
-    """Return the time at which the holder took the directory, on the same clock as its metrics; 0 if this is not known."""
-    try:
-        return datetime.strptime(holder.since, "%Y-%m-%d %H:%M:%S UTC").replace(tzinfo=UTC).timestamp()
-    except ValueError:
-        return 0.0

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from hashlib import blake2b
 from importlib import metadata
 from pathlib import Path
@@ -17,13 +18,11 @@ from rollcall.model.stored.files import StoredError
 from rollcall.model.stored.find import ADAPTER_CONFIG, PROBE, checkpoint_of
 from rollcall.model.stored.tensors import DType, Stored
 
-# Suffixes of config files. The only subfolder that is copied is that of the additional templates.
+# Suffixes of config files
 CONFIG_ENDS = (".json", ".txt", ".model", ".jinja", ".tiktoken", ".py")
 NOT_COPIED = (
     "model.safetensors.index.json", "pytorch_model.bin.index.json", "verified.json", "README.md", ADAPTER_CONFIG,
 )  # fmt: skip
-TEMPLATES = "additional_chat_templates/*.jinja"
-_HUB_NAME = re.compile(r"[\w][\w.-]*(/[\w][\w.-]*)?")
 
 
 def not_of_a_model(folder: Path) -> Path | None:
@@ -46,7 +45,8 @@ def copy_config_files(stored: Stored, folder: Path, out: Path, *, dtype: DType |
     The probe is copied only from the folder with the weights, because the probe of another model would not match.
     """
     own = () if stored.folder is None else stored.folder.glob(PROBE)
-    others = (path for path in (*folder.iterdir(), *folder.glob(TEMPLATES)) if path.name != PROBE)
+    templates = folder.glob("additional_chat_templates/*.jinja")  # in the only subfolder that is copied
+    others = (path for path in (*folder.iterdir(), *templates) if path.name != PROBE)
     for path in sorted((*own, *others)):
         if not path.is_file() or path.suffix not in CONFIG_ENDS or path.name in NOT_COPIED:
             continue
@@ -60,18 +60,12 @@ def copy_config_files(stored: Stored, folder: Path, out: Path, *, dtype: DType |
         if path.name == "config.json":
             data = _config(data, path, dtype=dtype)
         if path.name == PROBE and folder != stored.folder:
-            data = _free_config_files(data)
+            # The user chose other config files, so only the log-probs must match: drop the config files' checksums.
+            with suppress(ValueError, TypeError, RecursionError):  # the next reader reports the error
+                data = json.dumps({**json.loads(data), "beside": {}}, indent=1).encode()
         target = out / (path.relative_to(folder) if path.is_relative_to(folder) else path.name)
         target.parent.mkdir(exist_ok=True)
         target.write_bytes(data)
-
-
-def _free_config_files(data: bytes) -> bytes:
-    """Drop the config file checksums from the probe, because the user chose other config files. Only the log-probs must match then."""
-    try:
-        return json.dumps({**json.loads(data), "beside": {}}, indent=1).encode()
-    except (ValueError, TypeError, RecursionError):
-        return data  # the next reader reports the error
 
 
 def _config(data: bytes, path: Path, *, dtype: DType | None) -> bytes:
@@ -95,7 +89,7 @@ def is_hub_name(name: str) -> bool:
     >>> is_hub_name("Qwen/Qwen3-0.6B"), is_hub_name("/data/models/qwen"), is_hub_name("../qwen")
     (True, False, False)
     """
-    return _HUB_NAME.fullmatch(name) is not None and not Path(name).exists()
+    return re.fullmatch(r"[\w][\w.-]*(/[\w][\w.-]*)?", name) is not None and not Path(name).exists()
 
 
 def run_facts(stored: Stored) -> dict[str, str]:
@@ -117,8 +111,8 @@ def run_facts(stored: Stored) -> dict[str, str]:
         found |= {
             str(key): f"{value:.4g}"
             for key, value in scores.items()
-            if isinstance(value, float)
-            or (isinstance(value, int) and abs(value) < 10**15)  # larger integers cannot be formatted like this
+            # Larger integers cannot be formatted like this.
+            if isinstance(value, float) or (isinstance(value, int) and abs(value) < 10**15)
         }
     return found
 
@@ -128,25 +122,17 @@ def _run_file(origin: Path) -> dict[str, Any]:
     path = origin.absolute()
     if (checkpoint := checkpoint_of(path)) is not None:
         path = checkpoint.parent.parent if checkpoint.parent.name == "checkpoints" else checkpoint
-    elif (
-        path.name == "model" and (path.parent / "metrics.jsonl").is_file()
-    ):  # otherwise run.yaml may belong to something else
-        path = path.parent
+    elif path.name == "model" and (path.parent / "metrics.jsonl").is_file():
+        path = path.parent  # without metrics, run.yaml may belong to something else
     try:
         fields = read_yaml(path / "run.yaml", what="run file")
-        sections = {key: value for key, value in fields.items() if isinstance(value, dict)}
+        return {key: value for key, value in fields.items() if isinstance(value, dict)}
     except (OSError, ValueError, AttributeError, RecursionError):
         return {}
-    return sections
 
 
 def card(
-    stored: Stored,
-    *,
-    num_parameters: int,
-    dtypes: Sequence[DType],
-    facts: Mapping[str, str],
-    notes: Sequence[str],
+    stored: Stored, *, num_parameters: int, dtypes: Sequence[DType], facts: Mapping[str, str], notes: Sequence[str]
 ) -> str:
     ours = "algorithm" in facts or stored.kind in ("checkpoint", "sharded checkpoint")
     versions = {"rollcall": __version__, **{name: metadata.version(name) for name in ("torch", "transformers")}}

@@ -10,7 +10,7 @@ import os
 import shutil
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from concurrent.futures import FIRST_COMPLETED, CancelledError, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
@@ -30,7 +30,7 @@ from rollcall.model.files import read_model_config
 from rollcall.model.stored.files import StoredError, file_checksum
 from rollcall.model.stored.find import adapter_folder, checkpoint_of, read_manifest
 from rollcall.model.stored.open import open_stored
-from rollcall.model.stored.outline import ROTARY, Outline, known_outline, outline_of
+from rollcall.model.stored.outline import ROTARY, known_outline, outline_of
 from rollcall.model.stored.safetensors import INDEX, open_model_dir
 from rollcall.model.stored.tensors import DTYPES as KINDS
 from rollcall.model.stored.tensors import Stored, other_tensors, refuse_whole_numbers
@@ -167,14 +167,11 @@ def _copy_all(plan: MergePlan, staging: Staging, *, continued: int, progress: Ca
 
 def _refuse_target(out: Path, stored: Stored, folder: Path) -> None:
     if out.exists() and (not out.is_dir() or (any(out.iterdir()) and not (out / "config.json").is_file())):
-        raise StoredError(
-            f"{out} exists and is not a model directory; choose another --out, or remove this one yourself"
-        )
+        raise StoredError(f"{out} exists and is not a model directory; choose another --out, or remove it yourself")
     if out.is_dir() and (other := not_of_a_model(out)) is not None:
         raise StoredError(
             f"{out} contains {other.relative_to(out)}, which is not part of a model and would be deleted; choose another --out, or "
-            "remove it "
-            "yourself"
+            "remove it yourself"
         )
     target = out.resolve()
     for path in (folder, *stored.files):
@@ -184,8 +181,7 @@ def _refuse_target(out: Path, stored: Stored, folder: Path) -> None:
 
 def _notes(stored: Stored, plan: MergePlan) -> list[str]:
     notes = []
-    checked = stored.kind == ADAPTED or all(unit.file.blake2b or unit.records for unit in plan.units)
-    if not checked:
+    if stored.kind != ADAPTED and not all(unit.file.blake2b or unit.records for unit in plan.units):
         notes.append("the files have no checksums, so a changed byte in them would not be noticed")
     if stored.facts.get("has_critic"):
         notes.append("the critic is not part of the model; it stays in the checkpoint")
@@ -197,13 +193,11 @@ def select(stored: Stored, folder: Path) -> tuple[list[str], list[str]]:
     if adapter := next((name for name in stored.tensors if any(part in name for part in ADAPTERS)), None):
         raise StoredError(
             f"{stored.origin} contains an adapter ({adapter}) in addition to a model; merge the adapter into its model first, with "
-            "peft's "
-            "merge_and_unload"
+            "peft's merge_and_unload"
         )
     try:
-        fields = read_model_config(
-            folder / "config.json"
-        )  # checked first, because transformers would build any number of layers
+        # Checked first, because transformers would build any number of layers
+        fields = read_model_config(folder / "config.json")
     except ModelFilesError as error:
         raise StoredError(str(error)) from None
     outline = known_outline(fields) or outline_of(folder)
@@ -214,9 +208,7 @@ def select(stored: Stored, folder: Path) -> tuple[list[str], list[str]]:
     others = [name for name in stored.tensors if name not in outline.shapes]
     heads = [name for name in others if name.startswith(VALUE_HEADS)]
     rotary = [name for name in others if name.endswith(ROTARY)]
-    copies = {
-        name: source for name, source in outline.tied.items() if name in stored.tensors and source in stored.tensors
-    }
+    copies = {name: source for name, source in outline.tied.items() if {name, source} <= stored.tensors.keys()}
     for name, source in copies.items():
         if not stored.are_equal(name, source):
             raise StoredError(
@@ -224,23 +216,18 @@ def select(stored: Stored, folder: Path) -> tuple[list[str], list[str]]:
                 "tie_word_embeddings in config.json, or use files from the same model"
             )
     names = [name for name in stored.tensors if name not in {*copies, *heads, *rotary}]
-    _refuse_others(stored, outline, names, folder=folder)
+    wanted = {name: shape for name, shape in outline.shapes.items() if name not in outline.tied}
+    # A tied tensor may be stored under either name.
+    there = {outline.tied.get(name, name): stored.tensors[name].shape for name in names}
+    if faults := other_tensors(wanted=wanted, found=there):
+        both = f"{stored.origin} does not match {folder / 'config.json'}"
+        raise StoredError(f"{both}: {faults}. Use files from the same model")
     if "quantization_config" not in fields:
         refuse_whole_numbers(stored.types, names, origin=stored.origin)
     notes = [f"{head} is a value head, not part of the model, and was left out" for head in heads]
     if rotary:
         notes.append(f"{rotary[0]} was left out, because the model computes it when it is loaded")
     return names, notes
-
-
-def _refuse_others(stored: Stored, outline: Outline, names: Sequence[str], *, folder: Path) -> None:
-    wanted = {name: shape for name, shape in outline.shapes.items() if name not in outline.tied}
-    # A tied tensor may be stored under either name.
-    there = {outline.tied.get(name, name): stored.tensors[name].shape for name in names}
-    if faults := other_tensors(wanted=wanted, found=there):
-        raise StoredError(
-            f"{stored.origin} does not match {folder / 'config.json'}: {faults}. Use files from the same model"
-        )
 
 
 @contextmanager
@@ -254,8 +241,7 @@ def whole_model(source: Path, *, out: Path) -> Iterator[Stored | None]:
     import torch
     from safetensors.torch import save_file
 
-    from rollcall.base.errors import ModelFilesError
-    from rollcall.model.load import ModelError, bases_of, load_causal_lm, outline_causal_lm
+    from rollcall.model.load import bases_of, load_causal_lm, outline_causal_lm
 
     space = out.with_name(f".adapter-{out.name}")  # left behind by a killed merge, and used again by the next one
     with locked(space, out):
@@ -264,9 +250,8 @@ def whole_model(source: Path, *, out: Path) -> Iterator[Stored | None]:
             for base in bases_of(folder, where=str(source)):
                 model = Path(base).expanduser()
                 if model.is_dir() and model.resolve().is_relative_to(out.resolve()):
-                    raise StoredError(
-                        f"{out} contains {base}, the adapter's model, which the merge reads; choose another --out"
-                    )
+                    what = f"{base}, the adapter's model, which the merge reads"
+                    raise StoredError(f"{out} contains {what}; choose another --out")
             calm_transformers()
             say(f"adding the adapter in {folder} to its model")
             dtype = outline_causal_lm(str(folder), dtype=torch.float32).config.dtype or torch.float32
@@ -280,7 +265,7 @@ def whole_model(source: Path, *, out: Path) -> Iterator[Stored | None]:
             checkpoint = checkpoint_of(source)
             facts = {} if checkpoint is None else read_manifest(checkpoint).facts
             yield replace(stored, origin=str(source), folder=folder, kind=ADAPTED, facts=facts)
-        except (ModelError, ModelFilesError) as error:
+        except ModelFilesError as error:
             raise StoredError(str(error)) from None
         finally:
             shutil.rmtree(space, ignore_errors=True)
@@ -293,7 +278,5 @@ def _refuse_changed(folder: Path) -> None:
         return
     for name, file in read_manifest(checkpoint).files.items():
         if name.startswith("model/") and (not file.path.is_file() or file_checksum(file.path) != file.blake2b):
-            raise StoredError(
-                f"{file} has changed since it was written (its checksum differs); copy it again from its source, or use another "
-                "checkpoint"
-            )
+            advice = "copy it again from its source, or use another checkpoint"
+            raise StoredError(f"{file} has changed since it was written (its checksum differs); {advice}")

@@ -61,8 +61,7 @@ class Unit:
 
     @property
     def name(self) -> str:
-        begin = min((copy.begin for copy in self.copies), default=0)
-        return f"{self.file.path}:{begin}"
+        return f"{self.file.path}:{min((copy.begin for copy in self.copies), default=0)}"
 
     @property
     def num_bytes(self) -> int:
@@ -256,25 +255,26 @@ class _Checks:
         assert not self._records, "a record was not read to its end"
 
     def _changed(self, what: str) -> StoredError:
-        return StoredError(
-            f"{self._file}: {what} changed since it was written (its checksum differs); copy it again from its source, or use "
-            "another checkpoint"
-        )
+        advice = "copy it again from its source, or use another checkpoint"
+        return StoredError(f"{self._file}: {what} changed since it was written (its checksum differs); {advice}")
 
 
 def _write(copy: Copy, data: memoryview, at: int, outs: Sequence[int]) -> None:
     """Write the bytes of a piece that begin at offset ``at`` in the stored file."""
     behind = at - copy.begin
     if behind % copy.stored.itemsize or len(data) % copy.stored.itemsize:
-        raise StoredError(
-            f"{copy.piece.file}: two tensors overlap at byte {at:,} in the middle of an element, so the file is damaged; restore it"
-        )
+        where = f"at byte {at:,} in the middle of an element"
+        raise StoredError(f"{copy.piece.file}: two tensors overlap {where}, so the file is damaged; restore it")
     first = behind // copy.stored.itemsize
     if copy.written != copy.stored:
         data = _converted(data, copy)
     width = copy.written.itemsize
     fd = outs[copy.file]
-    outer = _outer(copy)
+    # For each index of the first ``outer`` dimensions, the rest of the piece is contiguous in the full tensor.
+    dim = len(copy.shape)
+    while dim and copy.piece.shape[dim - 1] == copy.shape[dim - 1]:
+        dim -= 1
+    outer = max(dim - 1, 0)
     run = prod(copy.piece.shape[outer:])  # number of elements that are contiguous in the full tensor
     done, count = 0, len(data) // width
     while done < count:
@@ -283,15 +283,6 @@ def _write(copy: Copy, data: memoryview, at: int, outs: Sequence[int]) -> None:
         place = copy.offset + (_begin_of_run(copy, number, outer=outer) + inside) * width
         write_at(fd, data[done * width : (done + num) * width], place)
         done += num
-
-
-def _outer(copy: Copy) -> int:
-    """Return the number of leading dimensions to iterate over. For each of their indices, the rest of the piece is contiguous in the full
-    tensor."""
-    dim = len(copy.shape)
-    while dim and copy.piece.shape[dim - 1] == copy.shape[dim - 1]:
-        dim -= 1
-    return max(dim - 1, 0)
 
 
 def _begin_of_run(copy: Copy, number: int, *, outer: int) -> int:
@@ -312,8 +303,8 @@ def _converted(data: memoryview, copy: Copy) -> memoryview:
     target = copy.written.torch
     stored = torch.frombuffer(data, dtype=copy.stored.torch)
     written = stored.to(target)
-    if torch.finfo(target).max < torch.finfo(stored.dtype).max and not torch.equal(
-        stored.isfinite(), written.isfinite()
-    ):
+    # Not all float8 types know isfinite, and none of them is wider than a target.
+    narrower = torch.finfo(target).max < torch.finfo(stored.dtype).max
+    if narrower and not torch.equal(stored.isfinite(), written.isfinite()):
         raise StoredError(f"{copy.piece.file}: some weights would be infinite in {target}; use --dtype bf16 or keep")
     return written.view(torch.uint8).numpy().data

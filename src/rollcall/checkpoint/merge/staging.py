@@ -12,7 +12,7 @@ import json
 import os
 import shutil
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from rollcall.base.append_file import parse_row
@@ -54,9 +54,8 @@ class Staging:
         needed = sum(sizes.values()) - written + (64 << 20)  # plus the tokenizer, configs and file system overhead
         free = free_bytes(self._folder)
         if free is not None and free < needed:
-            raise OSError(
-                errno.ENOSPC, f"only {free / 1e9:,.2f} GB are free, and the merge needs {needed / 1e9:,.2f} GB more"
-            )
+            room = f"only {free / 1e9:,.2f} GB are free"
+            raise OSError(errno.ENOSPC, f"{room}, and the merge needs {needed / 1e9:,.2f} GB more")
         if not same:
             self.model.mkdir()
             for out in self._plan.files:
@@ -70,14 +69,9 @@ class Staging:
 
     @contextmanager
     def outs(self) -> Iterator[list[int]]:
-        fds: list[int] = []
-        try:
-            for out in self._plan.files:
-                fds.append(os.open(self.model / out.name, os.O_WRONLY))
-            yield fds
-        finally:
-            for fd in fds:
-                os.close(fd)
+        with ExitStack() as opened:
+            files = [opened.enter_context((self.model / out.name).open("r+b")) for out in self._plan.files]
+            yield [file.fileno() for file in files]
 
     def note(self, units: Sequence[Unit], outs: Sequence[int]) -> None:
         """Flush the written data to disk and record that these units are done."""

@@ -65,6 +65,5 @@ class Served:
                 continue
             outputs, inputs = getattr(decoder.layers[index], field).shape
             inner = len(self.adapters) * len(modules) * self._rank
-            like = decoder.embed
-            made[field] = LowRank(a=like.new_zeros(inner, inputs), b=like.new_zeros(outputs, inner))
+            made[field] = LowRank(a=decoder.embed.new_zeros(inner, inputs), b=decoder.embed.new_zeros(outputs, inner))
         return LayerAdapter(**{field: made.get(field) for field in MODULES}, gain=1.0, dropout=0.0)

@@ -27,12 +27,12 @@ from rollcall.base.words import size
 from rollcall.engine.native.adapters import BASE, Served
 from rollcall.engine.native.runner import Chunk, Runner
 from rollcall.engine.protocol import Refused, Request
-from rollcall.engine.sequence import Sequence, check_fits, cut_at_stop_string, note_version, take_ended
+from rollcall.engine.sequence import BaseCore, Sequence
 from rollcall.model.adapter import Adapter
 from rollcall.model.decoder import Decoder
 
 
-class NativeEngine:
+class NativeEngine(BaseCore):
     def __init__(
         self,
         model: nn.Module,
@@ -52,7 +52,6 @@ class NativeEngine:
         self.served = Served(decoder, adapters) if adapters else None
         if self.served is not None:
             decoder = replace(decoder, adapter_of=self.served.adapter_of)
-        self.tokenizer = tokenizer
         self.runner: Runner
         if decoder.device.type == "cuda":
             from rollcall.engine.native.paged import PagedRunner
@@ -69,44 +68,22 @@ class NativeEngine:
             from rollcall.engine.native.rows import RowRunner
 
             self.runner = RowRunner(
-                decoder,
-                max_running=max_running,
-                kv_tokens=kv_tokens,
-                compile=compile,
-                served=self.served,
+                decoder, max_running=max_running, kv_tokens=kv_tokens, compile=compile, served=self.served
             )
         self._weight_bytes = sum(each.numel() * each.element_size() for each in decoder.named_tensors().values())
-        self.max_positions = decoder.max_positions
-        self.vocabulary = len(decoder.embed)
-        self.version = 0
-        self.num_preemptions = 0
+        room, vocabulary = self.runner.room, len(decoder.embed)
+        super().__init__(tokenizer, max_positions=decoder.max_positions, room=room, vocabulary=vocabulary)
         self._waiting: list[Sequence] = []  # sorted by order
         self._running: list[Sequence] = []
         self._started = 0  # steps of the newest chunk in progress; 0 if there is none
-        self._requests: dict[str, Sequence] = {}  # sequences that have not been returned yet
-        self._ended: list[Sequence] = []  # the sequences among these that have ended
-        self._num_submitted = 0
-
-    @property
-    def num_unfinished(self) -> int:
-        return len(self._requests)
 
     @property
     def num_waiting(self) -> int:
         return len(self._waiting)
 
     def submit(self, request: Request) -> None:
-        check_fits(
-            request,
-            running=self._requests,
-            max_positions=self.max_positions,
-            room=self.runner.room,
-            vocabulary=self.vocabulary,
-        )
         self._check_adapter(request)
-        sequence = self._requests[request.id] = Sequence(request=request, number=self._num_submitted)
-        self._num_submitted += 1
-        self._wait(sequence)
+        self._wait(self._accept(request))
 
     def step(self) -> dict[str, Completion]:
         with short_of_memory(self._sentence):
@@ -116,7 +93,7 @@ class NativeEngine:
                     self._start(self._make_room())
             if self._started:
                 self._take_in(goes_on=True)
-        return take_ended(self._ended, self._requests, self.tokenizer)
+        return self._take_ended()
 
     def _sentence(self, why: str) -> str:
         """Return the error message for running out of memory while sampling."""
@@ -229,13 +206,14 @@ class NativeEngine:
         for sequence, new_tokens, new_logprobs in zip(rows, tokens, logprobs, strict=True):
             if sequence.finish is not None:
                 continue
-            before = len(sequence.token_ids)
-            _extend(sequence, new_tokens, new_logprobs)
-            if sequence.request.sampling.stop_strings:
-                cut_at_stop_string(sequence, before, self.tokenizer)
-            note_version(sequence, self.version, len(sequence.token_ids) - before)
-            if sequence.finish is not None:
-                self._ended.append(sequence)
+            # Keep the tokens up to a stop token or the limit.
+            room = sequence.limit - sequence.length
+            if len(new_tokens) >= room:
+                new_tokens, sequence.finish = new_tokens[:room], FinishReason.LENGTH
+            ends = [new_tokens.index(stop) for stop in sequence.request.sampling.stop_token_ids if stop in new_tokens]
+            if ends:
+                new_tokens, sequence.finish = new_tokens[: min(ends) + 1], FinishReason.STOP
+            self._take_new(sequence, new_tokens, new_logprobs[: len(new_tokens)])
 
     def _remove_finished(self) -> None:
         kept = {row: sequence for row, sequence in enumerate(self._running) if _leaves_kv(sequence)}
@@ -255,16 +233,3 @@ class NativeEngine:
 
 def _leaves_kv(sequence: Sequence) -> bool:
     return sequence.request.session is not None and sequence.finish not in (None, FinishReason.ABORT)
-
-
-def _extend(sequence: Sequence, tokens: list[int], logprobs: list[float]) -> None:
-    """Append tokens up to a stop token or the limit. Record which of the two ended the sequence."""
-    stops = sequence.request.sampling.stop_token_ids
-    room = sequence.limit - sequence.length
-    if len(tokens) >= room:
-        tokens, sequence.finish = tokens[:room], FinishReason.LENGTH
-    ends = [tokens.index(stop) for stop in stops if stop in tokens]
-    if ends:
-        tokens, sequence.finish = tokens[: min(ends) + 1], FinishReason.STOP
-    sequence.token_ids += tokens
-    sequence.logprobs += logprobs[: len(tokens)]

@@ -40,12 +40,11 @@ def run_fills(
         store(index, k, v)
         if not num_fresh:
             return attend_past(index, q)
-        window = decoder.layers[index].window
         out = _attend_fresh(
             *(x[:num_fresh] for x in (q, k, v)),
             cumulative=cumulative,
             lengths=fresh,
-            window=window,
+            window=decoder.layers[index].window,
             scale=decoder.shape.scale,
         )
         return out if num_fresh == len(ids) else torch.cat((out, attend_past(index, q[num_fresh:])))
@@ -86,8 +85,7 @@ def _equal_length_runs(q: Tensor, k: Tensor, v: Tensor, lengths: list[int], *, w
         end = start + length * count
         parts = [x[start:end].view(count, length, *x.shape[1:]).transpose(1, 2) for x in (q, k, v)]
         mask = end_aligned_mask(length, length, window, q.device) if window and length > window else None
-        out = _attend(*parts, mask=mask, scale=scale)
-        outs.append(out.transpose(1, 2).reshape(length * count, -1))
+        outs.append(_attend(*parts, mask=mask, scale=scale).transpose(1, 2).reshape(length * count, -1))
         start = end
     return torch.cat(outs)
 
@@ -101,10 +99,9 @@ def attend_packed(q: Tensor, keys: Tensor, values: Tensor, fills: list[Fill], *,
         parts = zip(q.split(num_queries), keys.split(num_keys), values.split(num_keys), strict=True)
         return torch.cat([_attend_one(*part, window=window, scale=scale) for part in parts])
     cu_q, cu_k = _cumulative(num_queries, q.device), _cumulative(num_keys, q.device)
-    out = flash(
+    return flash(
         q, keys, values, cu_q=cu_q, cu_k=cu_k, max_q=max(num_queries), max_k=max(num_keys), scale=scale, window=window
-    )
-    return out.reshape(len(q), -1)
+    ).reshape(len(q), -1)
 
 
 def _attend_one(q: Tensor, keys: Tensor, values: Tensor, *, window: int, scale: float) -> Tensor:
@@ -116,9 +113,8 @@ def _attend_one(q: Tensor, keys: Tensor, values: Tensor, *, window: int, scale: 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, *, mask: Tensor | None, scale: float) -> Tensor:
     """Compute attention for q [B, H, queries, D]. Without a mask, attention is causal."""
-    grouped = q.shape[1] != k.shape[1]
     return F.scaled_dot_product_attention(
-        q, k, v, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=grouped
+        q, k, v, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
     )
 
 

@@ -17,10 +17,7 @@ import torch
 from torch import Tensor
 
 from rollcall.base.types import Ints
-from rollcall.engine.native.kept import Kept, KeptSessions
-from rollcall.engine.native.runner import Sequence
-
-HOLES = 4  # a bundle has many holes if at least one row in this many is a hole
+from rollcall.engine.native.runner import Kept, Sequence
 
 
 class Plane(NamedTuple):
@@ -86,7 +83,7 @@ class KeptRows:
     sessions."""
 
     def __init__(self) -> None:
-        self._sessions: KeptSessions[KeptRow] = KeptSessions()
+        self._sessions: dict[str | None, Kept[KeptRow]] = {}  # least recently used first
         self._holed: dict[Bundle, None] = {}  # bundles with many holes, oldest first
         self.num_tokens = 0  # memory in use, in tokens of KV
         self.longest = 0  # number of columns of the longest row kept since this was last empty
@@ -112,17 +109,18 @@ class KeptRows:
             self._add(Kept(session=row.session, ids=row.ids, kv=kv))
 
     def _add(self, kept: Kept[KeptRow]) -> None:
-        self._leave(self._sessions.put(kept))
+        self.forget(kept.session)
+        self._sessions[kept.session] = kept
 
     def take(self, sequence: Sequence) -> tuple[Kept[KeptRow], int] | None:
         """Take out the KV of the sequence's session, so that it no longer counts as kept. Return it with the number of its tokens that
         can be used. The caller must then call ``restore`` or ``put_back``."""
-        kept = self._sessions.take(sequence.request.session)
+        kept = self._sessions.pop(sequence.request.session, None)
         if kept is None:
             return None
         num_tokens = kept.num_shared(sequence)
         if not num_tokens:
-            self._leave(kept)
+            self._release(kept.kv)
             return None
         self._take_out(kept.kv, 1)
         return kept, num_tokens
@@ -131,6 +129,7 @@ class KeptRows:
         self._take_out(kept.kv, -1)
         self._add(kept)
 
+    @torch.inference_mode()
     def restore(self, returning: list[Returning], planes: list[Plane], *, home: Bundle | None = None) -> None:
         """Copy the taken KV into rows and drop it from the bundles. Other columns that are copied with it are masked or overwritten.
         ``home`` is the bundle that these planes were taken over from, if there is one."""
@@ -155,8 +154,11 @@ class KeptRows:
             self._take_out(one.kept.kv, -1)
             self._release(one.kept.kv)
 
-    def forget(self, session: str) -> None:
-        self._leave(self._sessions.take(session))
+    def forget(self, session: str | None) -> None:
+        """Drop the KV of this session, or of all sessions."""
+        for name in list(self._sessions) if session is None else [session]:
+            if name in self._sessions:
+                self._release(self._sessions.pop(name).kv)
 
     def give_way(self) -> bool:
         """Free some memory: compact a bundle with many holes, or drop the oldest session. Return False if there is nothing left to
@@ -165,20 +167,16 @@ class KeptRows:
             bundle = next(iter(self._holed))
             del self._holed[bundle]
             self.num_tokens -= bundle.num_columns * bundle.num_holes
-            _close_holes(bundle)
+            rows = sorted(bundle.rows, key=lambda row: row.index)
+            which = places([row.index for row in rows])
+            bundle.planes = [Plane(_copied(plane.tensor, which), plane.dim) for plane in bundle.planes]
+            for index, row in enumerate(rows):
+                row.index = index
             return True
-        oldest = self._sessions.take_oldest()
-        self._leave(oldest)
-        return oldest is not None
-
-    def forget_all(self) -> None:
-        self._sessions.take_all()
-        self._holed.clear()
-        self.num_tokens = self.longest = 0
-
-    def _leave(self, kept: Kept[KeptRow] | None) -> None:
-        if kept is not None:
-            self._release(kept.kv)
+        if not self._sessions:
+            return False
+        self.forget(next(iter(self._sessions)))
+        return True
 
     def _take_out(self, row: KeptRow, count: int) -> None:
         row.bundle.num_taken += count
@@ -192,7 +190,7 @@ class KeptRows:
             self.num_tokens -= bundle.num_tokens
             if not self.num_tokens:
                 self.longest = 0
-        elif HOLES * bundle.num_holes >= bundle.num_rows:
+        elif 4 * bundle.num_holes >= bundle.num_rows:  # many holes: at least one row in four
             self._holed[bundle] = None
 
 
@@ -204,14 +202,6 @@ def bundle_of_all(rows: Mapping[int, KeptRow]) -> Bundle | None:
     (bundle,) = bundles.values()
     in_place = all(place == row.index for place, row in rows.items())
     return bundle if in_place and len(bundle.rows) == len(rows) else None
-
-
-def _close_holes(bundle: Bundle) -> None:
-    rows = sorted(bundle.rows, key=lambda row: row.index)
-    which = places([row.index for row in rows])
-    bundle.planes = [Plane(_copied(plane.tensor, which), plane.dim) for plane in bundle.planes]
-    for index, row in enumerate(rows):
-        row.index = index
 
 
 def _copied(tensor: Tensor, rows: slice | Tensor) -> Tensor:

@@ -23,13 +23,14 @@ from torch import Tensor
 from rollcall.base.wait import say
 from rollcall.engine.native.adapters import Served
 from rollcall.engine.native.fill import attend_packed, run_fills, run_halved
-from rollcall.engine.native.kept import Kept, KeptSessions
 from rollcall.engine.native.runner import (
     Chunk,
     Fill,
+    Kept,
     PromptKey,
     RowState,
     Sequence,
+    in_parts,
     order_fills,
     plan_fills,
     prompt_key,
@@ -44,10 +45,6 @@ from rollcall.plan.choose import FILL_TOKENS
 from rollcall.plan.choose import KV_BLOCK as BLOCK
 
 CHUNK = 16  # steps before the results are read
-AHEAD_ROWS = (
-    4  # with fewer rows, no chunk starts ahead, because a chunk that is not needed would delay the next request
-)
-PAST = 16  # reading the keys of this many past tokens takes less memory than computing one token
 
 
 class PagedRunner:
@@ -74,12 +71,15 @@ class PagedRunner:
         shape = (layers, 2, num_blocks, BLOCK, decoder.shape.kv_heads, decoder.shape.head_dim)
         self._cache = torch.zeros(shape, dtype=decoder.dtype, device=device)
         self._pool = BlockPool(num_blocks)
+        self.room = num_blocks * BLOCK
         self._blocks: list[list[int]] = []  # per row
-        self._kept: KeptSessions[list[int]] = KeptSessions()
+        self._kept: dict[str | None, Kept[list[int]]] = {}  # by session, least recently used first
         self.num_rows = 0
         self._fill_tokens = FILL_TOKENS
-        self.ahead_from: float = AHEAD_ROWS
-        self._on_the_way: deque[_OnTheWay] = deque()
+        # With fewer rows, no chunk starts ahead, because a chunk that is not needed would delay the next request.
+        self.ahead_from: float = 4
+        # Tokens and log-probs of chunks that the GPU is computing and will copy to the host, each with the event of its copy.
+        self._on_the_way: deque[tuple[list[Tensor], torch.cuda.Event]] = deque()
 
         self._rows = RowState(max_running, served=served)
         self._served = served
@@ -97,10 +97,6 @@ class PagedRunner:
         self._graphs: dict[tuple[int, bool], torch.cuda.CUDAGraph] = {}
         self._graph_pool = torch.cuda.graph_pool_handle()
 
-    @property
-    def room(self) -> int:
-        return self._pool.num_blocks * BLOCK
-
     def steps(self, remaining: list[int]) -> int:
         """Continue until the last row ends: reading results costs a round trip, while decoding past a row's end costs almost nothing."""
         return min(CHUNK, max(remaining))
@@ -110,28 +106,23 @@ class PagedRunner:
         prefixes: dict[PromptKey, list[int]] = {}  # prompt blocks of completions that were just admitted
         copies: list[tuple[int, int]] = []
         past: dict[int, int] = {}
-        count = 0
         for row, sequence in enumerate(sequences[: self.max_running - self.num_rows], start=first):
-            kept = self._kept.take(sequence.request.session)
-            served = 0 if kept is None else self._num_served(kept, sequence)
-            if kept is not None and served:
+            kept = self._kept.pop(sequence.request.session, None)
+            if kept is not None and (served := self._num_served(kept, sequence)):
                 blocks = self._blocks_after(kept, sequence, served)
                 past[row] = served
             else:
-                self._give_back(kept)
+                if kept is not None:
+                    self._pool.give_back(kept.kv)
                 blocks = self._blocks_for(sequence, prefixes, copies)
             if blocks is None:
                 break
             self._blocks.append(blocks)
-            count += 1
-        if count == 0:
-            return 0
-        admitted = sequences[:count]
-        self.num_rows += count
-        for row, sequence in enumerate(admitted, start=first):
             self._rows.set(row, sequence)
             self._grow_tables(sequence.limit)
-        self._fill(plan_fills(admitted, first, past={row: past[row] for row in past if row < first + count}))
+        self.num_rows = len(self._blocks)
+        count = self.num_rows - first
+        self._fill(plan_fills(sequences[:count], first, past=past))
         if copies:
             source, target = torch.tensor(copies, device=self.decoder.device).unbind(1)
             self._cache[:, :, target] = self._cache[:, :, source]
@@ -161,20 +152,33 @@ class PagedRunner:
         truncates = bool((self._rows.top_p[:rows] < 1).any() or (self._rows.top_k[:rows] > 0).any())
         size = _bucket(rows, self.max_running)
         step = self._graph(size, truncates).replay if self._captures else partial(self._decode_step, size, truncates)
-        if self._on_the_way:
-            self._upload_ends()
-        else:
+        if not self._on_the_way:
             self._upload_rows()
-        self._upload_tables()
+        elif (over := self._rows.is_over(rows)).any():
+            # Limits may have been set since the running chunk began. Behind that chunk, queue an update that marks the rows at their limit.
+            self._state[1, :rows].masked_fill_(on_device(over, self.decoder.device), -1)
+        tables = np.zeros((rows, self._tables.shape[1]), dtype=np.int32)
+        for row, blocks in enumerate(self._blocks):
+            tables[row, : len(blocks)] = blocks
+        # Copy from pinned memory, so that the host does not wait for the running chunk.
+        self._tables[:rows].copy_(torch.from_numpy(tables).pin_memory(), non_blocking=True)
         self._step.zero_()
         for _ in range(steps):
             step()
         self._rows.position[:rows] = np.minimum(self._rows.position[:rows] + steps, self._rows.limit[:rows])
         self._rows.drawn[:rows] += steps
-        self._on_the_way.append(_OnTheWay.of(self._out_tokens[:steps, :rows], self._out_logprobs[:steps, :rows]))
+        made = [each[:steps, :rows] for each in (self._out_tokens, self._out_logprobs)]
+        here = [
+            torch.empty(each.shape, dtype=each.dtype, pin_memory=True).copy_(each, non_blocking=True) for each in made
+        ]
+        copied = torch.cuda.Event()
+        copied.record()
+        self._on_the_way.append((here, copied))
 
     def read(self) -> Chunk:
-        chunk = self._on_the_way.popleft().wait()
+        (tokens, logprobs), copied = self._on_the_way.popleft()
+        copied.synchronize()
+        chunk = Chunk(tokens=tokens.numpy(), logprobs=logprobs.numpy())
         self._rows.next[: self.num_rows] = chunk.tokens[-1]
         return chunk
 
@@ -192,20 +196,18 @@ class PagedRunner:
             assert session is not None
             blocks = self._blocks[row][: -(-len(ids) // BLOCK)]
             self._pool.share(blocks)
-            self._give_back(self._kept.put(Kept(session=session, ids=ids, kv=blocks)))
+            self.forget(session)
+            self._kept[session] = Kept(session=session, ids=ids, kv=blocks)
 
     def forget(self, session: str | None) -> None:
-        for kept in self._kept.take_all() if session is None else [self._kept.take(session)]:
-            self._give_back(kept)
-
-    def _give_back(self, kept: Kept[list[int]] | None) -> None:
-        if kept is not None:
-            self._pool.give_back(kept.kv)
+        for name in list(self._kept) if session is None else [session]:
+            if name in self._kept:
+                self._pool.give_back(self._kept.pop(name).kv)
 
     def _take(self, count: int) -> list[int] | None:
         """Take free blocks. If there are too few, free those of sessions. Return None if there are still not enough."""
-        while (blocks := self._pool.take(count)) is None and len(self._kept):
-            self._give_back(self._kept.take_oldest())
+        while (blocks := self._pool.take(count)) is None and self._kept:
+            self.forget(next(iter(self._kept)))
         return blocks
 
     def _num_served(self, kept: Kept[list[int]], sequence: Sequence) -> int:
@@ -222,7 +224,7 @@ class PagedRunner:
         self._pool.give_back(kept.kv[full:])  # free these first, because there may be no other free blocks
         new = self._take(total - full)
         if new is None:
-            self._kept.put(replace(kept, ids=kept.ids[:served], kv=kept.kv[:full]))
+            self._kept[kept.session] = replace(kept, ids=kept.ids[:served], kv=kept.kv[:full])
             return None
         return kept.kv[:full] + new
 
@@ -269,19 +271,11 @@ class PagedRunner:
     @torch.inference_mode()
     def _fill(self, fills: list[Fill]) -> None:
         """Compute each fill once, into the blocks of its first row. ``admit`` has already set up which rows share blocks."""
-        batch: list[Fill] = []
-        size = 0
-        for fill in order_fills(fills):
-            own = len(fill.token_ids) + fill.past // PAST
-            if batch and size + own > self._fill_tokens:
-                self._run_fitting(batch)
-                batch, size = [], 0
-            batch.append(fill)
-            size += own
-        if batch:
-            self._run_fitting(batch)
 
-    def _run_fitting(self, fills: list[Fill]) -> None:
+        def cost(fill: Fill) -> int:
+            # Reading the keys of 16 past tokens takes less memory than computing one token.
+            return len(fill.token_ids) + fill.past // 16
+
         def smaller(tokens: int) -> None:
             torch.cuda.empty_cache()
             if tokens // 2 < self._fill_tokens:
@@ -291,7 +285,8 @@ class PagedRunner:
                     f"{self._fill_tokens} at a time"
                 )
 
-        run_halved(fills, self._run_fill, smaller=smaller)
+        for part in in_parts(order_fills(fills), cost=cost, most=lambda: self._fill_tokens):
+            run_halved(part, self._run_fill, smaller=smaller)
 
     def _run_fill(self, fills: list[Fill]) -> None:
         target = self._slots([(fill.rows[0], fill.past, fill.past + len(fill.token_ids)) for fill in fills])
@@ -309,8 +304,7 @@ class PagedRunner:
             scale = self.decoder.shape.scale
             return attend_packed(q, keys[context], values[context], extending, window=window, scale=scale)
 
-        gain = self._rows.fill_gain(fills)
-        run_fills(self.decoder, fills, store, attend_past, gain=gain)
+        run_fills(self.decoder, fills, store, attend_past, gain=self._rows.fill_gain(fills))
 
     def _slots(self, parts: list[tuple[int, int, int]]) -> Tensor:
         """Return the cache slots of the tokens in these parts (row, from, to), concatenated."""
@@ -319,14 +313,6 @@ class PagedRunner:
             positions = np.arange(start, end)
             slots.append(np.array(self._blocks[row])[positions // BLOCK] * BLOCK + positions % BLOCK)
         return on_device(np.concatenate(slots), self.decoder.device)
-
-    def _upload_ends(self) -> None:
-        """Queue an update behind the running chunk. It marks the rows that are at their limit, because limits may have been set since
-        that chunk began."""
-        over = self._rows.is_over(self.num_rows)
-        if over.any():
-            ends = on_device(over, self.decoder.device)
-            self._state[1, : self.num_rows].masked_fill_(ends, -1)
 
     def _upload_rows(self) -> None:
         rows = self.num_rows
@@ -338,13 +324,6 @@ class PagedRunner:
         self._sampling.copy_(torch.from_numpy(sampling_state))
         if self._served is not None:
             self._adapter_slots.copy_(torch.from_numpy(self._rows.slot))
-
-    def _upload_tables(self) -> None:
-        tables = np.zeros((self.num_rows, self._tables.shape[1]), dtype=np.int32)
-        for row, blocks in enumerate(self._blocks):
-            tables[row, : len(blocks)] = blocks
-        # Copy from pinned memory, so that the host does not wait for the running chunk.
-        self._tables[: self.num_rows].copy_(torch.from_numpy(tables).pin_memory(), non_blocking=True)
 
     def _graph(self, size: int, truncates: bool) -> torch.cuda.CUDAGraph:
         if (size, truncates) not in self._graphs:
@@ -423,33 +402,10 @@ class _DecodeOps:
         return product(h, layer, name)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _OnTheWay:
-    """A chunk that the GPU is computing and will copy to the host."""
-
-    tokens: Tensor  # [steps, rows] on the host
-    logprobs: Tensor
-    copied: torch.cuda.Event
-
-    @classmethod
-    def of(cls, tokens: Tensor, logprobs: Tensor) -> _OnTheWay:
-        here = [torch.empty(each.shape, dtype=each.dtype, pin_memory=True) for each in (tokens, logprobs)]
-        for target, source in zip(here, (tokens, logprobs), strict=True):
-            target.copy_(source, non_blocking=True)
-        copied = torch.cuda.Event()
-        copied.record()
-        return cls(tokens=here[0], logprobs=here[1], copied=copied)
-
-    def wait(self) -> Chunk:
-        self.copied.synchronize()
-        return Chunk(tokens=self.tokens.numpy(), logprobs=self.logprobs.numpy())
-
-
 class BlockPool:
     """Counts the users of each block. A block without users is free."""
 
     def __init__(self, num_blocks: int):
-        self.num_blocks = num_blocks
         self._free = list(range(num_blocks))
         self._users = np.zeros(num_blocks, dtype=np.int64)
 
@@ -483,5 +439,4 @@ def _num_blocks(decoder: Decoder, max_running: int, kv_tokens: int | None, kv_fr
         return -(-kv_tokens // BLOCK)
     per_token = 2 * len(decoder.layers) * decoder.shape.kv_width * decoder.embed.element_size()
     memory = torch.cuda.get_device_properties(decoder.device).total_memory * kv_fraction
-    wanted = max_running * -(-decoder.max_positions // BLOCK)
-    return max(1, min(int(memory // (per_token * BLOCK)), wanted))
+    return max(1, min(int(memory // (per_token * BLOCK)), max_running * -(-decoder.max_positions // BLOCK)))

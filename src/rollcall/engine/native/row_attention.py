@@ -40,10 +40,9 @@ def attend_by_products(q: Tensor, keys: Tensor, values: Tensor, masks: Masks, sc
 
 def attend_fused(q: Tensor, keys: Tensor, values: Tensor, masks: Masks, scale: float) -> Tensor:
     mask = masks[0][1][:, None] if masks else None
-    out = F.scaled_dot_product_attention(
+    return F.scaled_dot_product_attention(
         q[:, None], keys.transpose(1, 2)[:, None], values[:, None], attn_mask=mask, scale=scale
-    )
-    return out[:, 0]
+    )[:, 0]
 
 
 ATTEND: dict[Way, AttendRows] = {"products": attend_by_products, "fused": attend_fused}

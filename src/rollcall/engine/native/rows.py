@@ -25,19 +25,9 @@ from torch import Tensor
 
 from rollcall.engine.native.adapters import Served
 from rollcall.engine.native.fill import run_fills
-from rollcall.engine.native.kept import Kept
-from rollcall.engine.native.kept_rows import (
-    Bundle,
-    KeptRow,
-    KeptRows,
-    Leaving,
-    Plane,
-    Returning,
-    bundle_of_all,
-    places,
-)
+from rollcall.engine.native.kept_rows import Bundle, KeptRow, KeptRows, Leaving, Plane, Returning, bundle_of_all, places
 from rollcall.engine.native.row_attention import ATTEND, AttendRows, hide_starts, plan_extensions
-from rollcall.engine.native.runner import Chunk, Fill, RowState, Sequence, in_parts, order_fills, plan_fills
+from rollcall.engine.native.runner import Chunk, Fill, Kept, RowState, Sequence, in_parts, order_fills, plan_fills
 from rollcall.engine.native.sampler import sample, uniforms
 from rollcall.model.attention import Way, cpu_way
 from rollcall.model.decoder import Decoder
@@ -64,6 +54,7 @@ class RowRunner:
         self._logits = compiled_logits if compile else next_logits
         self.max_running = max_running
         self.kv_tokens = kv_tokens
+        self.room = kv_tokens if kv_tokens is not None else decoder.max_positions
         self.num_rows = 0
         self._capacity = (0, 0)  # rows, columns
         self._keys = _nothing(decoder)  # per layer [rows * Hkv, D, columns]
@@ -76,10 +67,6 @@ class RowRunner:
         self._kept = KeptRows()
         self._has_sessions = False
         self._broken = np.zeros(max_running, dtype=np.bool_)  # rows that had a non-finite log-prob
-
-    @property
-    def room(self) -> int:
-        return self.kv_tokens if self.kv_tokens is not None else self.decoder.max_positions
 
     def steps(self, remaining: list[int]) -> int:
         """Stop as soon as a row must end: compute is scarce on a CPU, so no row should be decoded past its end."""
@@ -98,24 +85,27 @@ class RowRunner:
                 break
             if kept is not None:
                 taken[row] = kept
+            self._rows.set(row, sequence)
+            self.decoder.rope.grow(sequence.limit)
             count += 1
         if count == 0:
             return 0
         first, self.num_rows = self.num_rows, self.num_rows + count
         admitted = sequences[:count]
         lead = int(self._rows.position[:first].max(initial=0))
-        for row, sequence in enumerate(admitted, start=first):
-            self._rows.set(row, sequence)
-            self.decoder.rope.grow(sequence.limit)
         self._draw_uniforms(admitted, first)
         home = None if first else self._go_home(taken)
         if home is None:
             self._make_room(steps=1, live=(first, lead))
         if taken:
-            self._restore(taken, home)
+            returning = [
+                Returning(kept=kept, num_tokens=num, row=row, column=self._column - int(self._rows.position[row]))
+                for row, (kept, num) in taken.items()
+            ]
+            self._kept.restore(returning, self._planes(), home=home)
         fills = plan_fills(admitted, first, past={row: num_tokens for row, (_, num_tokens) in taken.items()})
-        if fills:
-            self._fill(fills)
+        for part in in_parts(order_fills(fills), cost=lambda fill: len(fill.token_ids), most=lambda: FILL_TOKENS):
+            self._fill(part)
         return count
 
     def reserve(self, steps: int) -> bool:
@@ -179,9 +169,8 @@ class RowRunner:
             session, ids = sequence.request.session, sequence.all_ids()[:-1]
             assert session is not None
             self._kept.forget(session)
-            past = int(self._rows.position[row])
             if not self._broken[row]:
-                leaving.append(Leaving(session=session, ids=ids, row=row, past=past))
+                leaving.append(Leaving(session=session, ids=ids, row=row, past=int(self._rows.position[row])))
         if not leaving:
             return
         longest = max(row.past for row in leaving)
@@ -195,20 +184,14 @@ class RowRunner:
         all_leave = len(leaving) == self.num_rows and 2 * self.num_rows >= self._capacity[0]
         if all_leave and self._kept.num_tokens + math.prod(self._capacity) <= room:
             self._kept.put_all(leaving, self._planes(), end=self._column)
-            self._give_away()
+            # This memory now belongs to the bundle of the rows that ended together.
+            self._keys, self._values = _nothing(self.decoder), _nothing(self.decoder)
+            self._capacity, self._column = (0, 0), 0
         else:
             self._kept.put(leaving, self._planes(), end=self._column)
 
     def forget(self, session: str | None) -> None:
-        if session is None:
-            self._kept.forget_all()
-        else:
-            self._kept.forget(session)
-
-    def _give_away(self) -> None:
-        """Drop our references to the memory: it now belongs to the bundle of the rows that ended together."""
-        self._keys, self._values = _nothing(self.decoder), _nothing(self.decoder)
-        self._capacity, self._column = (0, 0), 0
+        self._kept.forget(session)
 
     def _go_home(self, taken: dict[int, tuple[Kept[KeptRow], int]]) -> Bundle | None:
         """If exactly the rows that ended together are now resumed together, and they still fit into the memory that they had, use it
@@ -226,14 +209,6 @@ class RowRunner:
         self._keys = keys if self._way == "products" else [layer.transpose(1, 2) for layer in keys]
         self._capacity, self._column = (rows, num_columns), column
         return bundle
-
-    @torch.inference_mode()
-    def _restore(self, taken: dict[int, tuple[Kept[KeptRow], int]], home: Bundle | None) -> None:
-        returning = [
-            Returning(kept=kept, num_tokens=count, row=row, column=self._column - int(self._rows.position[row]))
-            for row, (kept, count) in taken.items()
-        ]
-        self._kept.restore(returning, self._planes(), home=home)
 
     def _planes(self) -> list[Plane]:
         shape = (self._capacity[0], self.decoder.shape.kv_heads)
@@ -303,18 +278,20 @@ class RowRunner:
         width = max(sequence.request.sampling.max_tokens for sequence in sequences)
         if width > self._uniform.shape[1]:
             self._uniform = np.pad(self._uniform, ((0, 0), (0, width - self._uniform.shape[1])))
-        seeds = torch.tensor([sequence.seed for sequence in sequences])
-        numbers = uniforms(seeds[:, None], torch.arange(width))
-        self._uniform[first : first + len(sequences), :width] = numbers.numpy()
+        seeds = torch.tensor([sequence.request.seed for sequence in sequences])
+        self._uniform[first : first + len(sequences), :width] = uniforms(seeds[:, None], torch.arange(width)).numpy()
 
     def _decode_step(self, rows: int) -> tuple[np.ndarray, np.ndarray]:
-        decoder = self.decoder
-        column, lead = self._column, int(self._rows.position[:rows].max())
-        seats, live = slice(rows * decoder.shape.kv_heads), slice(column - lead, column + 1)
-        masks = {window: self._mask(rows, lead, window) for window in {layer.window for layer in decoder.layers}}
+        decoder, heads, positions = self.decoder, self.decoder.shape.kv_heads, self._rows.position[:rows]
+        column, lead = self._column, int(positions.max())
+        seats, live = slice(rows * heads), slice(column - lead, column + 1)
+        masks: dict[int, Tensor | None] = {}
+        for window in {layer.window for layer in decoder.layers}:
+            past = positions.clip(max=window - 1) if window else positions
+            masks[window] = hide_starts((lead - past).repeat(heads), num_columns=lead + 1, way=self._way)
         step = Step(
             token_ids=torch.from_numpy(self._rows.next[:rows]),
-            positions=torch.from_numpy(self._rows.position[:rows]),
+            positions=torch.from_numpy(positions),
             keys=[keys[seats, :, live] for keys in self._keys],
             values=[values[seats, live] for values in self._values],
             masks=[masks[layer.window] for layer in decoder.layers],
@@ -339,19 +316,8 @@ class RowRunner:
         )
         return tokens.numpy(), logprobs.numpy()
 
-    def _mask(self, rows: int, lead: int, window: int) -> Tensor | None:
-        """Return the entry of ``Step.masks`` for this window."""
-        past = self._rows.position[:rows]
-        if window:
-            past = past.clip(max=window - 1)
-        return hide_starts((lead - past).repeat(self.decoder.shape.kv_heads), num_columns=lead + 1, way=self._way)
-
-    def _fill(self, fills: list[Fill]) -> None:
-        for part in in_parts(order_fills(fills), num_tokens=FILL_TOKENS):
-            self._fill_together(part)
-
     @torch.inference_mode()
-    def _fill_together(self, fills: list[Fill]) -> None:
+    def _fill(self, fills: list[Fill]) -> None:
         heads = self.decoder.shape.kv_heads
         copies = _plan_copies(fills)
 
@@ -359,9 +325,8 @@ class RowRunner:
             shape = (self._capacity[0], heads)
             keys, values = self._keys[index].unflatten(0, shape), self._values[index].unflatten(0, shape)
             for copy in copies:
-                columns = slice(
-                    self._column - copy.num_tokens, self._column
-                )  # a row's filled tokens are the last ones of its past
+                # A row's filled tokens are the last ones of its past.
+                columns = slice(self._column - copy.num_tokens, self._column)
                 keys[copy.rows, :, :, columns] = copy.of_rows(k).permute(0, 2, 3, 1)
                 values[copy.rows, :, columns] = copy.of_rows(v).transpose(1, 2)
 
@@ -380,8 +345,7 @@ class RowRunner:
                 )
             return outs[0] if len(outs) == 1 else torch.cat(outs)
 
-        gain = self._rows.fill_gain(fills)
-        run_fills(self.decoder, fills, store, attend_past, gain=gain)
+        run_fills(self.decoder, fills, store, attend_past, gain=self._rows.fill_gain(fills))
 
 
 class _Copy(NamedTuple):

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Generic, Protocol, TypeVar
 
 import numpy as np
 from torch import Tensor
@@ -12,6 +12,8 @@ from torch import Tensor
 from rollcall.base.types import Bools, Floats, Ints, Longs
 from rollcall.engine.native.adapters import Served
 from rollcall.engine.sequence import Sequence
+
+KV = TypeVar("KV")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,13 +25,11 @@ class Chunk:
 class Runner(Protocol):
     """Rows 0..n-1 are the running sequences. The engine has its own list of rows and makes every change there as well."""
 
+    room: int  # the maximum number of KV tokens that a single sequence can have
+    ahead_from: float  # with at least this many rows, the engine starts the next chunk before it reads the results of the last one
+
     def steps(self, remaining: list[int]) -> int:
         """Return how many steps to decode before the results are read. ``remaining``: how many more tokens each row may get."""
-        ...
-
-    @property
-    def room(self) -> int:
-        """The maximum number of KV tokens that a single sequence can have."""
         ...
 
     def admit(self, sequences: list[Sequence]) -> int:
@@ -38,11 +38,6 @@ class Runner(Protocol):
 
     def reserve(self, steps: int) -> bool:
         """Make room for this many more tokens in every row (not past its limit). Return whether there was room."""
-        ...
-
-    @property
-    def ahead_from(self) -> float:
-        """With at least this many rows, the engine starts the next chunk before it reads the results of the last one."""
         ...
 
     def carry(self, ended: list[int]) -> bool:
@@ -65,12 +60,29 @@ class Runner(Protocol):
 
     def keep(self, rows: dict[int, Sequence]) -> None:
         """Keep the KV of these ended rows for the next request of their session, if there is room. Running rows have priority. The caller
-        removes the rows next. ``admit`` uses the kept KV."""
+        removes the rows next. ``admit`` uses the kept KV. So sessions are sorted by when they were last used."""
         ...
 
     def forget(self, session: str | None) -> None:
         """Drop the KV kept for this session, or for all sessions."""
         ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Kept(Generic[KV]):
+    """The KV that a request left behind for the next request of its session. This is only a cache: the results are the same without it."""
+
+    session: str
+    ids: Ints  # the tokens whose KV this is
+    kv: KV
+
+    def num_shared(self, sequence: Sequence) -> int:
+        """Return how many of the sequence's tokens can use this KV: the tokens up to the first difference, but never the last token (it
+        is the next input)."""
+        ids = sequence.all_ids()[:-1]
+        length = min(len(ids), len(self.ids))
+        different = np.flatnonzero(ids[:length] != self.ids[:length])
+        return int(different[0]) if len(different) else length
 
 
 class RowState:
@@ -92,7 +104,7 @@ class RowState:
         self.position[row] = sequence.length - 1
         self.limit[row] = sequence.limit
         self.drawn[row] = len(sequence.token_ids)
-        self.seed[row] = sequence.seed
+        self.seed[row] = sequence.request.seed
         self.temperature[row] = sampling.temperature
         self.top_p[row] = sampling.top_p
         self.top_k[row] = sampling.top_k
@@ -138,18 +150,16 @@ def prompt_key(sequence: Sequence) -> PromptKey:
 def plan_fills(sequences: list[Sequence], first_row: int, *, past: Mapping[int, int]) -> list[Fill]:
     """Plan one fill per prompt for all fresh completions of that prompt, and one fill per resumed completion. ``past`` maps each row that
     already has KV to its number of tokens."""
-    shared: dict[PromptKey, list[int]] = {}
-    prompts: dict[PromptKey, Ints] = {}
+    shared: dict[PromptKey, tuple[Ints, list[int]]] = {}  # a prompt and its rows
     fills: list[Fill] = []
     for row, sequence in enumerate(sequences, start=first_row):
         if sequence.token_ids or row in past:
             start = past.get(row, 0)
             fills.append(Fill(token_ids=sequence.all_ids()[start:-1], rows=(row,), past=start))
         else:
-            key = prompt_key(sequence)
-            shared.setdefault(key, []).append(row)
-            prompts[key] = sequence.request.prompt_ids[:-1]
-    fills += [Fill(token_ids=prompts[key], rows=tuple(rows)) for key, rows in shared.items()]
+            _, rows = shared.setdefault(prompt_key(sequence), (sequence.request.prompt_ids[:-1], []))
+            rows.append(row)
+    fills += [Fill(token_ids=ids, rows=tuple(rows)) for ids, rows in shared.values()]
     return [fill for fill in fills if len(fill.token_ids)]
 
 
@@ -158,14 +168,15 @@ def order_fills(fills: list[Fill]) -> list[Fill]:
     return sorted(fills, key=lambda fill: (fill.past > 0, len(fill.token_ids)))
 
 
-def in_parts(fills: list[Fill], *, num_tokens: int) -> list[list[Fill]]:
-    """Split the fills into parts, in order. Each part has at most this many tokens, or is a single fill."""
-    parts: list[list[Fill]] = []
-    left = 0
+def in_parts(fills: list[Fill], *, cost: Callable[[Fill], int], most: Callable[[], int]) -> Iterator[list[Fill]]:
+    """Split the fills into parts, in order. Each part costs at most ``most()`` tokens, or is a single fill."""
+    part: list[Fill] = []
+    size = 0
     for fill in fills:
-        left -= len(fill.token_ids)
-        if left < 0 or not parts:
-            parts.append([])
-            left = num_tokens - len(fill.token_ids)
-        parts[-1].append(fill)
-    return parts
+        if part and size + cost(fill) > most():
+            yield part
+            part, size = [], 0
+        part.append(fill)
+        size += cost(fill)
+    if part:
+        yield part

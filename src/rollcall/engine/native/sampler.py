@@ -45,14 +45,12 @@ def invert_cdf(probs: Tensor, uniforms: Tensor) -> Tensor:
     vocabulary = probs.shape[1]
     if vocabulary <= 4 * BLOCK:
         return _first_above(probs, uniforms)
-    padded = torch.nn.functional.pad(probs, (0, -vocabulary % BLOCK))
-    blocks = padded.view(len(probs), -1, BLOCK)
+    blocks = torch.nn.functional.pad(probs, (0, -vocabulary % BLOCK)).view(len(probs), -1, BLOCK)
     sums = blocks.sum(dim=-1)
     block = _first_above(sums, uniforms * sums.sum(dim=-1))
     before = torch.where(torch.arange(sums.shape[1], device=probs.device) < block[:, None], sums, 0).sum(dim=-1)
     rest = uniforms * sums.sum(dim=-1) - before
-    chosen = blocks[torch.arange(len(probs), device=probs.device), block]
-    return block * BLOCK + _first_above(chosen, rest)
+    return block * BLOCK + _first_above(blocks[torch.arange(len(probs), device=probs.device), block], rest)
 
 
 def _first_above(weights: Tensor, thresholds: Tensor) -> Tensor:

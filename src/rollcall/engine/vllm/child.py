@@ -30,7 +30,6 @@ ANSWER_S = 300.0
 QUIT_S = 10.0
 LOG_LINES = 15
 ALIGN = 64  # bytes
-LONGEST_SOCKET_FOLDER = 60  # characters; a socket path may have 107, and vLLM's file name takes 37
 SERVER = Path(__file__).with_name("server.py")
 # These may be set for one of our own gangs, but vLLM would use them for its own processes.
 DROPPED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -43,28 +42,23 @@ class VllmError(RuntimeError):
 class Child:
     def __init__(self, python: str, *, num_threads: int):
         self.memory = SharedMemory()
-        env = child_environment(num_threads=num_threads)
-        link = LinkHere([python, str(SERVER)], env=env, fds=(self.memory.fd,))
-        self.log_tail = link.log_tail
+        link = LinkHere([python, str(SERVER)], env=child_environment(num_threads=num_threads), fds=(self.memory.fd,))
+        self.log_tail, self.pid = link.log_tail, link.pid
         # Use JSON, because the child's Python does not have our classes. Its answers are trusted.
         self._worker = Worker(link, name="vLLM", hears=JSON, answers=defaultdict(lambda: json.loads))
         self._start = self._last = self.begin("version", deadline_s=START_S)
         self._finalizer = weakref.finalize(self, self._worker.close)
 
-    @property
-    def pid(self) -> int:
-        return self._worker.pid
-
     def wait_until_ready(self) -> str:
         """Wait until vLLM has been imported, and return its version."""
         return self.result_of(self._start)
 
-    def ask(self, method: str, *, deadline_s: float = ANSWER_S, **what: Any) -> Any:
-        return self.result_of(self.begin(method, deadline_s=deadline_s, **what))
+    def ask(self, method: str, *args: Any, deadline_s: float = ANSWER_S) -> Any:
+        return self.result_of(self.begin(method, *args, deadline_s=deadline_s))
 
-    def begin(self, method: str, *, deadline_s: float = ANSWER_S, **what: Any) -> Call:
+    def begin(self, method: str, *args: Any, deadline_s: float = ANSWER_S) -> Call:
         """Start a call. Calls are answered in the order in which they were started. The caller need not read the answer."""
-        self._last = self._worker.begin(method, what, deadline_s=deadline_s)
+        self._last = self._worker.begin(method, *args, deadline_s=deadline_s)
         return self._last
 
     def result_of(self, call: Call) -> Any:
@@ -149,16 +143,14 @@ class SharedMemory:
 
 def child_environment(*, num_threads: int) -> dict[str, str]:
     kept = {name: value for name, value in os.environ.items() if name not in DROPPED}
-    if len(tempfile.gettempdir()) > LONGEST_SOCKET_FOLDER:
+    if len(tempfile.gettempdir()) > 60:  # a socket path may have 107 characters, and vLLM's file name takes 37
         kept.setdefault("VLLM_RPC_BASE_PATH", "/tmp")  # where vLLM's processes put their sockets
-    return (
-        kept
-        | {
-            "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # run the engine in the child itself, because it has only one client
-            "VLLM_NO_USAGE_STATS": "1",
-            "HF_HUB_OFFLINE": "1",  # everything that vLLM needs comes from this process
-            "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # engines on one host must not bind to the same cores
-            "OMP_NUM_THREADS": str(num_threads),
-            "VLLM_USE_FLASHINFER_SAMPLER": "0",  # it does not compute log-probs after top-k and top-p, and may need a compiler
-        }
-    )
+    return {
+        **kept,
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # run the engine in the child itself, because it has only one client
+        "VLLM_NO_USAGE_STATS": "1",
+        "HF_HUB_OFFLINE": "1",  # everything that vLLM needs comes from this process
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # engines on one host must not bind to the same cores
+        "OMP_NUM_THREADS": str(num_threads),
+        "VLLM_USE_FLASHINFER_SAMPLER": "0",  # it does not compute log-probs after top-k and top-p, and may need a compiler
+    }

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from rollcall.base.types import Completion, FinishReason
 from rollcall.config import VllmSection
 from rollcall.engine.protocol import Refused, Request
-from rollcall.engine.sequence import Sequence, check_fits, cut_at_stop_string, note_version, take_ended
+from rollcall.engine.sequence import BaseCore, Sequence
 from rollcall.engine.vllm.child import START_S, Child
 from rollcall.engine.vllm.setup import make_spec
 from rollcall.engine.weights.protocol import RefusedUpdateError
@@ -37,7 +37,7 @@ STEPS = 8  # tokens that vLLM samples for each completion per call
 LEAST_TEMPERATURE = 0.01  # vLLM raises lower temperatures to this value, except 0
 
 
-class VllmEngine:
+class VllmEngine(BaseCore):
     def __init__(
         self,
         model: nn.Module,
@@ -57,15 +57,9 @@ class VllmEngine:
         self.model = model
         self._adapter = adapter
         self._adapter_folder: tempfile.TemporaryDirectory[str] | None = None
-        self.tokenizer = tokenizer
         self.child = child
-        self.version = 0
-        self.num_preemptions = 0
-        self._requests: dict[str, Sequence] = {}  # sequences that have not been returned yet
-        self._ended: list[Sequence] = []  # the sequences among these that have ended
         self._rows: dict[str, Sequence] = {}  # sequences that vLLM has, or will get with the next steps
         self._new: list[dict[str, Any]] = []  # rows that vLLM has not seen yet
-        self._num_submitted = 0
         self._advancing: Call | None = None  # the call for the requested steps
         self._asleep: set[str] = set()
         spec = make_spec(
@@ -78,46 +72,47 @@ class VllmEngine:
             adapter=adapter,
         )
         config: Any = model.config
-        self.max_positions: int = config.max_position_embeddings
-        self.vocabulary: int = config.vocab_size
-        self.room: int = spec["kv_tokens"]
+        max_positions, vocabulary = config.max_position_embeddings, config.vocab_size
+        super().__init__(tokenizer, max_positions=max_positions, room=spec["kv_tokens"], vocabulary=vocabulary)
         self._sleeps: bool = spec["sleep"]
-        child.ask("load", spec=spec, deadline_s=START_S)
+        child.ask("load", spec, deadline_s=START_S)
         if adapter is not None:
             self._ship_adapter(adapter)
         elif not next(model.parameters()).is_meta:
             self._ship(model.named_parameters())
 
     @property
-    def num_unfinished(self) -> int:
-        return len(self._requests)
-
-    @property
     def num_waiting(self) -> int:
         return len(self._new)  # vLLM's scheduler does not report which requests it has started
 
     def submit(self, request: Request) -> None:
-        check_fits(
-            request,
-            running=self._requests,
-            max_positions=self.max_positions,
-            room=self.room,
-            vocabulary=self.vocabulary,
-        )
         if request.adapter is not None:
             raise Refused(
                 f"request {request.id!r} names the adapter {request.adapter!r}, but vLLM has only the run's adapter; leave the adapter "
                 "out, or use rollout.engine=native"
             )
-        if 0 < request.sampling.temperature < LEAST_TEMPERATURE:
+        sampling = request.sampling
+        if 0 < sampling.temperature < LEAST_TEMPERATURE:
             raise Refused(
-                f"request {request.id!r} has temperature {request.sampling.temperature}, which vLLM would silently raise to "
+                f"request {request.id!r} has temperature {sampling.temperature}, which vLLM would silently raise to "
                 f"{LEAST_TEMPERATURE}; use 0 (greedy), at least {LEAST_TEMPERATURE}, or rollout.engine=native"
             )
-        sequence = self._requests[request.id] = Sequence(request=request, number=self._num_submitted)
+        sequence = self._accept(request)
         self._rows[str(sequence.number)] = sequence
-        self._new.append(_row(sequence))
-        self._num_submitted += 1
+        self._new.append(
+            {
+                "id": str(sequence.number),
+                "prompt": request.prompt_ids.tolist(),
+                "sampling": {
+                    "seed": vllm_seed(request.seed),
+                    "temperature": sampling.temperature,
+                    "top_p": sampling.top_p,
+                    "top_k": sampling.top_k,
+                    "max_tokens": sampling.max_tokens,
+                    "stop_token_ids": list(sampling.stop_token_ids),
+                },
+            }
+        )
 
     def step(self) -> dict[str, Completion]:
         if self._rows and self._advancing is None:
@@ -127,7 +122,7 @@ class VllmEngine:
             self._advance()
         elif self._sleeps and not self._asleep:
             self.sleep()
-        return take_ended(self._ended, self._requests, self.tokenizer)
+        return self._take_ended()
 
     def abort(self, request_id: str) -> None:
         self.settle()
@@ -181,7 +176,7 @@ class VllmEngine:
             self._adapter_folder = tempfile.TemporaryDirectory(prefix="rollcall-adapter-", dir=memory)
         folder = Path(self._adapter_folder.name)
         write_adapter(folder, adapter.named_tensors(), adapter.section, base=adapter.base)
-        self.child.ask("adapt", folder=str(folder))
+        self.child.ask("adapt", str(folder))
 
     def _ship(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
         """Send the tensors part by part, so that one part is written while vLLM loads the previous one."""
@@ -192,7 +187,7 @@ class VllmEngine:
             written = self.child.memory.write(part, held=held)
             if loading is not None:
                 held = self.child.result_of(loading)["held"]
-            loading = self.child.begin("part", **written)
+            loading = self.child.begin("part", written["offset"], written["size"], written["tensors"])
             held = [*held, written["offset"]]
         if loading is not None:
             self.child.result_of(loading)
@@ -201,7 +196,7 @@ class VllmEngine:
     def _advance(self) -> None:
         self._wake("weights", "kv_cache")
         new, self._new = self._new, []
-        self._advancing = self.child.begin("advance", submit=new, steps=STEPS)
+        self._advancing = self.child.begin("advance", new, STEPS)
 
     def settle(self) -> None:
         """Wait for the requested steps, if any, and add their tokens to the sequences."""
@@ -213,16 +208,10 @@ class VllmEngine:
         cut: list[str] = []
         for name, tokens, logprobs, finish in answer["rows"]:
             sequence = self._rows[name]
-            before = len(sequence.token_ids)
-            sequence.token_ids += tokens
-            sequence.logprobs += logprobs
             if finish is not None:
                 sequence.finish = FinishReason(finish)
-            if sequence.request.sampling.stop_strings and cut_at_stop_string(sequence, before, self.tokenizer):
-                cut += [name] if finish is None else []
-            note_version(sequence, self.version, len(sequence.token_ids) - before)
-            if sequence.finish is not None:
-                self._ended.append(sequence)
+            if self._take_new(sequence, tokens, logprobs) and finish is None:
+                cut.append(name)
         self._rows = {name: sequence for name, sequence in self._rows.items() if sequence.finish is None or name in cut}
         self._drop(cut)
 
@@ -230,13 +219,13 @@ class VllmEngine:
         new = {row["id"] for row in self._new}
         self._new = [row for row in self._new if row["id"] not in rows]
         if known := [name for name in rows if name not in new]:
-            self.child.ask("abort", rows=known)
+            self.child.ask("abort", known)
         for name in rows:
             del self._rows[name]
 
     def _wake(self, *tags: str) -> None:
         if due := sorted(self._asleep.intersection(tags)):
-            self.child.ask("wake", tags=due)
+            self.child.ask("wake", due)
             self._asleep -= set(due)
 
 
@@ -252,20 +241,6 @@ def in_parts(tensors: Iterable[tuple[str, Tensor]], *, num_bytes: int) -> Iterat
             part, size = [], 0
     if part:
         yield part
-
-
-def _row(sequence: Sequence) -> dict[str, Any]:
-    sampling = sequence.request.sampling
-    return {
-        "id": str(sequence.number),
-        "prompt": sequence.request.prompt_ids.tolist(),
-        "seed": vllm_seed(sequence.seed),
-        "temperature": sampling.temperature,
-        "top_p": sampling.top_p,
-        "top_k": sampling.top_k,
-        "max_tokens": sampling.max_tokens,
-        "stop_token_ids": list(sampling.stop_token_ids),
-    }
 
 
 def vllm_seed(seed: int) -> int:

@@ -1,8 +1,8 @@
 """The vLLM process. This file is run by the Python of vLLM's own environment.
 
-It imports the standard library, torch and vLLM, but nothing from this package, so it repeats a few lines of process/child.py. It answers
-the calls of the process that started it (``child.py``) one after another. Calls and answers have the same framing and are JSON. It exits
-when its parent hangs up or dies. A call names a method:
+It imports the standard library, torch and vLLM. From this package, it imports only process/child.py and nodes/framing.py, which need
+nothing but the standard library. It answers the calls of the process that started it (``child.py``) one after another. Calls and answers
+are JSON. It exits when its parent hangs up or dies. A call names a method:
 
     version  import vLLM
     load     create an engine from a model's config, with meaningless weights until the first update
@@ -20,31 +20,34 @@ weights. So a token and all the KV that it depends on come from the same version
 
 from __future__ import annotations
 
-import faulthandler
-import fcntl
 import gc
 import json
 import mmap
 import os
 import queue
-import signal
-import struct
 import sys
 import tempfile
 import threading
-import traceback
 import weakref
 import zlib
+from pathlib import Path
+from types import ModuleType
 from typing import Any
 
-# As in nodes/framing.py: a message starts with its length, the number of its call, and its kind (a call, an answer or an error).
-LENGTH, HEAD = struct.Struct("<Q"), struct.Struct("<IB")
-DONE, RAISED = 2, 3
+# vLLM's environment does not have this package. Find it by its folder: a folder on sys.path would also offer what lies next to it, for
+# example all packages of Rollcall's own environment.
+package = ModuleType("rollcall")
+package.__path__ = [str(Path(__file__).parents[2])]
+sys.modules.setdefault("rollcall", package)
+
+from rollcall.nodes.framing import JSON, Body  # noqa: E402
+from rollcall.process import child  # noqa: E402
 
 
 class Server:
-    def __init__(self, fd: int, memory_fd: int):
-        self._fd = fd
+    hears, says = JSON, Body(lambda answer: json.dumps(answer).encode(), json.loads)  # a log-prob may be NaN
+
+    def __init__(self, memory_fd: int):
         self.memory_path = f"/proc/{os.getpid()}/fd/{memory_fd}"  # also valid in tensor-parallel processes
         self.spec: dict[str, Any] | None = None
         self.engine: Any = None
@@ -53,49 +56,21 @@ class Server:
         self.adapter: Any = None  # vLLM's LoRARequest, or None without an adapter
         self._preemptions: dict[str, int] = {}  # per running completion
 
-    def serve(self) -> None:
-        """Answer calls until the parent hangs up."""
-        while (length := self._read(LENGTH.size)) is not None:
-            message = self._read(LENGTH.unpack(length)[0])
-            if message is None:
-                break
-            number, _ = HEAD.unpack_from(message)
-            method, (arguments,) = json.loads(message[HEAD.size :])
-            try:
-                kind, answer = DONE, getattr(self, f"do_{method}")(**arguments)
-            except Exception as error:
-                kind, answer = RAISED, [type(error).__name__, str(error), traceback.format_exc()]
-            body = HEAD.pack(number, kind) + json.dumps(answer).encode()
-            data = memoryview(LENGTH.pack(len(body)) + body)
-            while data:
-                data = data[os.write(self._fd, data) :]
-        self._unload()
-
-    def _read(self, count: int) -> bytes | None:
-        """Read this many bytes, or None if the parent has hung up."""
-        found = bytearray()
-        while len(found) < count:
-            data = os.read(self._fd, min(count - len(found), 1 << 20))
-            if not data:
-                return None
-            found += data
-        return bytes(found)
-
     # Methods that a call can name
 
-    def do_version(self) -> str:
+    def version(self) -> str:
         import vllm  # type: ignore[import-not-found]
 
         return vllm.__version__
 
-    def do_load(self, spec: dict[str, Any]) -> None:
+    def load(self, spec: dict[str, Any]) -> None:
         """Create the engine. An engine with the same settings is kept, but its completions, weights and adapter become invalid."""
-        self.do_begin()
+        self.begin()
         if self.engine is not None and spec == self.spec:
             self.engine.abort_request(list(self.engine.output_processor.request_states), internal=True)
             self._forget_context()
         else:
-            self._unload()
+            self.unload()
             with tempfile.TemporaryDirectory(prefix="rollcall-vllm-") as folder:
                 with open(os.path.join(folder, "config.json"), "w") as file:
                     json.dump(spec["config"], file)
@@ -103,12 +78,12 @@ class Server:
             self.spec = spec
         self.has_weights, self.adapter = False, None
 
-    def do_advance(self, submit: list[dict[str, Any]], steps: int) -> dict[str, Any]:
+    def advance(self, submit: list[dict[str, Any]], steps: int) -> dict[str, Any]:
         if not self.has_weights:
             raise RuntimeError("no weights have been sent yet")
         for row in submit:
             prompt = {"prompt_token_ids": row["prompt"]}
-            self.engine.add_request(row["id"], prompt, sampling_params(row), lora_request=self.adapter)
+            self.engine.add_request(row["id"], prompt, sampling_params(row["sampling"]), lora_request=self.adapter)
         rows: dict[str, list[Any]] = {}  # id -> tokens, log-probs, finish
         num_preempted = 0
         for _ in range(steps):
@@ -124,16 +99,16 @@ class Server:
             num_preempted += self._count_preemptions()
         return {"rows": [[name, *row] for name, row in rows.items()], "preempted": num_preempted}
 
-    def do_abort(self, rows: list[str]) -> None:
+    def abort(self, rows: list[str]) -> None:
         self.engine.abort_request(rows)
 
-    def do_begin(self) -> None:
+    def begin(self) -> None:
         """Drop the remains of an interrupted update."""
         if self._is_changing:
             self._is_changing = False
             self.engine.collective_rpc(end_weights, args=(False,))
 
-    def do_part(self, offset: int, size: int, tensors: list[list[Any]]) -> dict[str, Any]:
+    def part(self, offset: int, size: int, tensors: list[list[Any]]) -> dict[str, Any]:
         """Load a part. Return the offsets of the parts that are still being read and whose memory must not change."""
         verify(self.memory_path, offset, size, tensors)
         if not self._is_changing:  # the engine has not been changed yet
@@ -142,7 +117,7 @@ class Server:
         held = self.engine.collective_rpc(take_weights, args=(self.memory_path, offset, size, tensors))
         return {"held": sorted({one for each in held for one in each})}
 
-    def do_end(self) -> None:
+    def end(self) -> None:
         if not self._is_changing:
             raise RuntimeError("no weights were sent for this version")
         self._is_changing = False
@@ -150,7 +125,7 @@ class Server:
         self._forget_context()
         self.has_weights = True
 
-    def do_adapt(self, folder: str) -> None:
+    def adapt(self, folder: str) -> None:
         from vllm.lora.request import LoRARequest  # type: ignore[import-not-found]
 
         # Always use the same ID, so that running completions continue with the new adapter. Their own requests must not load it again.
@@ -160,10 +135,10 @@ class Server:
         self._forget_context()
         self.has_weights = True
 
-    def do_sleep(self) -> None:
+    def sleep(self) -> None:
         self.engine.sleep(level=1)
 
-    def do_wake(self, tags: list[str]) -> None:
+    def wake(self, tags: list[str]) -> None:
         self.engine.wake_up(tags)
 
     def _forget_context(self) -> None:
@@ -178,7 +153,7 @@ class Server:
         self._preemptions = now
         return sum(count - before.get(name, 0) for name, count in now.items())
 
-    def _unload(self) -> None:
+    def unload(self) -> None:
         if self.engine is None:
             return
         from vllm.distributed import cleanup_dist_env_and_memory  # type: ignore[import-not-found]
@@ -227,17 +202,12 @@ def make_engine(spec: dict[str, Any], folder: str) -> Any:
     return LLMEngine.from_engine_args(args, usage_context=UsageContext.LLM_CLASS)
 
 
-def sampling_params(row: dict[str, Any]) -> Any:
+def sampling_params(given: dict[str, Any]) -> Any:
     from vllm import SamplingParams  # type: ignore[import-not-found]
     from vllm.sampling_params import RequestOutputKind  # type: ignore[import-not-found]
 
     return SamplingParams(
-        temperature=row["temperature"],
-        top_p=row["top_p"],
-        top_k=row["top_k"],
-        max_tokens=row["max_tokens"],
-        stop_token_ids=row["stop_token_ids"],
-        seed=row["seed"],
+        **given,
         ignore_eos=True,  # only the stop tokens end a completion
         logprobs=0,  # only for the sampled token
         detokenize=False,
@@ -250,19 +220,15 @@ def sampling_params(row: dict[str, Any]) -> Any:
 
 def verify(path: str, offset: int, size: int, tensors: list[list[Any]]) -> None:
     """Check that all bytes of a part have arrived unchanged, before the part changes anything in the engine."""
-    with open(path, "rb") as file:
-        if os.fstat(file.fileno()).st_size < offset + size:
-            raise ValueError(
-                f"torn: the memory has {os.fstat(file.fileno()).st_size} bytes of weights, but {offset + size} were sent"
-            )
-        with (
-            mmap.mmap(file.fileno(), size, access=mmap.ACCESS_READ, offset=offset) as memory,
-            memoryview(memory) as view,
-        ):
-            for name, _, _, begin, length, expected in tensors:
-                with view[begin : begin + length] as part:
-                    if zlib.crc32(part) != expected:
-                        raise ValueError(f"torn: {name} differs from what was sent")
+    with (
+        open(path, "rb") as file,
+        mmap.mmap(file.fileno(), size, access=mmap.ACCESS_READ, offset=offset) as memory,
+        memoryview(memory) as view,
+    ):
+        for name, _, _, begin, length, expected in tensors:
+            with view[begin : begin + length] as part:
+                if zlib.crc32(part) != expected:
+                    raise ValueError(f"torn: {name} differs from what was sent")
 
 
 # ``Reload`` and the three functions after it run in each process of the engine.
@@ -326,22 +292,18 @@ class Reload:
     def _run(self) -> None:
         import torch
 
+        model, loaded, load_weights = self._model, self._loaded, self._model.load_weights
+        model.load_weights = lambda weights: loaded.update(load_weights(weights)) or loaded
         try:
             if self._worker.device.type == "cuda":
                 torch.cuda.set_device(self._worker.device)  # for this thread
             with torch.no_grad():
-                self._reload()
+                self._worker.reload_weights(weights_iterator=self._stream())
         except BaseException as error:  # noqa: BLE001 - raised where the next part arrives
             self._error = error
-        self._asked.put("done")
-
-    def _reload(self) -> None:
-        model, loaded, load_weights = self._model, self._loaded, self._model.load_weights
-        model.load_weights = lambda weights: loaded.update(load_weights(weights)) or loaded
-        try:
-            self._worker.reload_weights(weights_iterator=self._stream())
         finally:
             del model.load_weights  # restore the class's own method
+        self._asked.put("done")
 
     def _stream(self) -> Any:
         import torch
@@ -377,23 +339,13 @@ def end_weights(worker: Any, is_whole: bool) -> None:
         raise RuntimeError("vLLM has not begun to load these weights")
 
 
-def end_with(lifeline_fd: int) -> None:
-    """Have the kernel kill this process and its children as soon as its parent is gone."""
-    if not hasattr(fcntl, "F_SETSIG"):  # on macOS the process exits at its next read
-        return
-    fcntl.fcntl(lifeline_fd, fcntl.F_SETOWN, -os.getpid())
-    fcntl.fcntl(lifeline_fd, fcntl.F_SETSIG, signal.SIGKILL)
-    fcntl.fcntl(lifeline_fd, fcntl.F_SETFL, fcntl.fcntl(lifeline_fd, fcntl.F_GETFL) | os.O_ASYNC)
-
-
 def main() -> None:
     socket_fd, lifeline_fd, crash_fd, memory_fd = (int(text) for text in sys.argv[1:])
-    end_with(lifeline_fd)
-    faulthandler.enable(crash_fd)
-    faulthandler.register(
-        signal.SIGUSR1, crash_fd
-    )  # the parent sends this signal to get a stack trace when the process hangs
-    Server(socket_fd, memory_fd).serve()
+    child.end_with(lifeline_fd)
+    child.dump_stacks_to(crash_fd)
+    server = Server(memory_fd)
+    child.serve(socket_fd, server)
+    server.unload()
 
 
 if __name__ == "__main__":

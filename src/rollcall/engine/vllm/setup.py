@@ -90,8 +90,10 @@ def make_spec(
             kv_tokens = min(max(CPU_KV_BYTES // token_bytes, config.max_position_embeddings), whole)
     # vLLM reserves one block for itself. A window that begins in the middle of a block needs another one.
     blocks = -(-kv_tokens // block) + 1 + bool(getattr(config, "sliding_window", None))
+    fields = json.loads(config.to_json_string(use_diff=False)) | {"architectures": [type(model).__name__]}
+    fields.pop("auto_map", None)  # without references to the model's own code
     return {
-        "config": config_fields(model),
+        "config": fields,
         # With an adapter: the path of the model, and the LoRA rank that vLLM reserves memory for.
         "model": None if adapter is None else adapter.base,
         "lora_rank": 0 if adapter is None else next(rank for rank in LORA_RANKS if rank >= adapter.section.rank),
@@ -106,13 +108,6 @@ def make_spec(
         "enforce_eager": section.enforce_eager or device.type == "cpu",  # on a CPU, compiling costs more than it saves
         "sleep": section.sleep and device.type == "cuda",
     }
-
-
-def config_fields(model: nn.Module) -> dict[str, Any]:
-    """Return the model's config.json fields, without references to the model's own code."""
-    config: Any = model.config
-    fields = json.loads(config.to_json_string(use_diff=False)) | {"architectures": [type(model).__name__]}
-    return {name: value for name, value in fields.items() if name != "auto_map"}
 
 
 def _head_dim(config: Any) -> int:

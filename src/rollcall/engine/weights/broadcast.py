@@ -21,9 +21,8 @@ from torch import Tensor
 
 from rollcall.base.errors import MissingPeerError
 from rollcall.base.wait import Wait
-from rollcall.engine.weights.carrier import Bucket, Hellos, Inlet, Outlet
-from rollcall.engine.weights.layout import BucketSize
 from rollcall.engine.weights.line import Line
+from rollcall.engine.weights.protocol import Bucket, BucketSize, Hellos, Inlet, Outlet
 from rollcall.model.checksum import checksum, copy_summed
 from rollcall.nodes.door import listen_at, new_secret
 from rollcall.nodes.meeting import MeetingServer, MeetingStore, Place, greet
@@ -93,8 +92,7 @@ class _Group:
         ``IN_FLIGHT + 2`` buckets."""
         device = bucket[0].device if self.backend == "nccl" else torch.device("cpu")
         if not self._scratch:
-            size = (IN_FLIGHT + 2, BUCKETS.num_bytes)
-            self._scratch = list(torch.empty(size, dtype=torch.uint8, device=device))
+            self._scratch = list(torch.empty((IN_FLIGHT + 2, BUCKETS.num_bytes), dtype=torch.uint8, device=device))
         self._turn = (self._turn + 1) % len(self._scratch)
         flat = self._scratch[self._turn][: sum(map(len, bucket))]
         return list(flat.split([len(span) for span in bucket]))
@@ -171,8 +169,7 @@ class BroadcastInlet(Inlet):
         def land() -> int:
             work, parts, bucket = flying.popleft()
             group.finish(work, {line.peer: line}, deadline)
-            as_is = parts is bucket
-            return checksum(bucket) if as_is else copy_summed(bucket, parts, total_of=bucket)
+            return checksum(bucket) if parts is bucket else copy_summed(bucket, parts, total_of=bucket)
 
         with _naming({line.peer: line}, deadline):
             for bucket in buckets:
@@ -195,13 +192,10 @@ def _naming(lines: Mapping[str, Line], deadline: Wait) -> Iterator[None]:
     except MissingPeerError:
         raise
     except RuntimeError as error:
-        gone = [name for name, line in lines.items() if line.is_closed()]
-        first = str(error).splitlines()[0]
-        if gone:
-            raise MissingPeerError(f"{', '.join(gone)} disconnected during a weight update ({first})") from error
-        raise MissingPeerError(
-            f"the weight broadcast with {', '.join(lines)} failed; its time limit is {deadline.timeout_s:g} s ({first})"
-        ) from error
+        gone = ", ".join(name for name, line in lines.items() if line.is_closed())
+        failed = f"the weight broadcast with {', '.join(lines)} failed; its time limit is {deadline.timeout_s:g} s"
+        why = f"{gone} disconnected during a weight update" if gone else failed
+        raise MissingPeerError(f"{why} ({str(error).splitlines()[0]})") from error
 
 
 def _address(name: tuple[Any, ...]) -> str:

@@ -20,7 +20,6 @@ from rollcall.engine.weights.protocol import RefusedUpdateError
 
 BLOCK = 1 << 16  # elements; a position in a block takes two bytes
 WHOLE = -1  # in place of a count: the tensor is sent in full
-_WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,8 +46,7 @@ def encode(layout: Layout, *, new: Sequence[Tensor], base: Sequence[Tensor]) -> 
             per_block = torch.bincount(places >> 16, minlength=_num_blocks(entry)).int()
             offsets = (places & (BLOCK - 1)).to(torch.uint16)
             parts += [per_block.view(torch.uint8), offsets.view(torch.uint8), words[places].view(torch.uint8)]
-    device = new[0].device
-    payload = torch.cat(parts) if parts else torch.empty(0, dtype=torch.uint8, device=device)
+    payload = torch.cat(parts) if parts else torch.empty(0, dtype=torch.uint8, device=new[0].device)
     return Delta(counts=counts, payload=payload)
 
 
@@ -96,7 +94,7 @@ def _changes(entry: Entry, count: int, part: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _word(entry: Entry) -> torch.dtype:
-    return _WORDS[entry.torch_dtype.itemsize]
+    return {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[entry.torch_dtype.itemsize]
 
 
 def _num_blocks(entry: Entry) -> int:

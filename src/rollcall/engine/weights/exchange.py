@@ -25,10 +25,9 @@ from rollcall.base.errors import WeightUpdateError
 from rollcall.base.wait import Wait
 from rollcall.engine.weights import delta, shared_memory
 from rollcall.engine.weights.broadcast import BroadcastInlet, BroadcastOutlet
-from rollcall.engine.weights.carrier import Inlet, Outlet, visible_gpus
-from rollcall.engine.weights.layout import Layout, Parts, Views, cut, fit, view
+from rollcall.engine.weights.layout import Layout, Parts, Views, cut, view
 from rollcall.engine.weights.line import Desk, Line, call, hear_all
-from rollcall.engine.weights.protocol import Carrying, Invitation, RefusedUpdateError, refuse_stale
+from rollcall.engine.weights.protocol import Carrying, Inlet, Invitation, Outlet, RefusedUpdateError, refuse_stale
 from rollcall.model.checksum import checksum
 
 Header = Mapping[str, Any]  # a sender's description of an update
@@ -61,14 +60,10 @@ class StreamSender:
         self._timeout_s = timeout_s
         self._changes_only = changes_only
         self._desk = Desk(sender=name, receivers=receivers, carrying=carrying, host=host, timeout_s=timeout_s)
-        self._receivers = tuple(receivers)
+        self.invitations = dict.fromkeys(receivers, self._desk.invitation)
         self._lines: dict[str, Line] = {}
         self._base: _Base | None = None
         self._is_closed = False
-
-    @property
-    def invitations(self) -> Mapping[str, Invitation]:
-        return dict.fromkeys(self._receivers, self._desk.invitation)
 
     def send(self, tensors: Mapping[str, Tensor] | Parts, *, version: int) -> None:
         if self._is_closed:
@@ -81,9 +76,8 @@ class StreamSender:
                 if self._carrying == "broadcast":
                     self._outlet = BroadcastOutlet(self._lines, hellos, views.device, deadline)
                 else:
-                    through_host = isinstance(views, Parts)
                     self._outlet = shared_memory.open_outlet(
-                        self._lines, hellos, views.device, deadline, through_host=through_host
+                        self._lines, hellos, views.device, deadline, through_host=isinstance(views, Parts)
                     )
             self._exchange(views, version=version, deadline=deadline)
         except BaseException:  # receivers must not wait for a sender that has given up
@@ -115,9 +109,12 @@ class StreamSender:
         """Make one attempt. Return the receivers that refused, each with its reason."""
         assert self._outlet is not None
         ready = hear_all(self._lines, deadline, waiting_for="first message")
-        changes = None
-        if isinstance(views, Views) and not in_full:
-            changes = self._changes(views, held=[word["version"] for word in ready.values()])
+        base = self._base
+        changes: delta.Delta | None = None
+        if base is not None and isinstance(views, Views) and not in_full:
+            all_hold_it = all(word["version"] == base.version for word in ready.values())
+            if all_hold_it and base.layout == views.layout:
+                changes = delta.encode(views.layout, new=views.flat, base=base.flat)
         self._tell(
             {
                 "version": version,
@@ -132,26 +129,19 @@ class StreamSender:
         self._tell({"step": "data"}, deadline)
         size = self._outlet.bucket_size
         buckets = views.buckets(size)
-        moved = buckets if changes is None else cut(changes.payload, size)
-        sums = self._outlet.put(moved, deadline)
+        sums = self._outlet.put(buckets if changes is None else cut(changes.payload, size), deadline)
         if changes is not None:
             sums = [checksum(bucket) for bucket in buckets]
         self._tell({"sums": sums}, deadline)
         refused = self._refusals(deadline, waiting_for="confirmation")
         if refused or not self._changes_only or isinstance(views, Parts):
             self._base = None
-        elif changes is None or self._base is None:
+        elif changes is None or base is None:
             self._base = _Base(version, views.layout, [flat.clone() for flat in views.flat])
         else:
-            delta.apply(views.layout, changes, flat=self._base.flat)
-            self._base.version = version
+            delta.apply(views.layout, changes, flat=base.flat)
+            base.version = version
         return refused
-
-    def _changes(self, views: Views, *, held: Sequence[int | None]) -> delta.Delta | None:
-        base = self._base
-        if base is None or base.layout != views.layout or any(version != base.version for version in held):
-            return None
-        return delta.encode(views.layout, new=views.flat, base=base.flat)
 
     def _refusals(self, deadline: Wait, *, waiting_for: str) -> dict[str, str]:
         answers = hear_all(self._lines, deadline, waiting_for=waiting_for)
@@ -205,7 +195,7 @@ class LineReceiver(ABC):
 
     def _join(self, deadline: Wait) -> None:
         for invitation in self._invitations:
-            about = {"device": self._device.type, "gpus": visible_gpus()}
+            about = {"device": self._device.type, "gpus": shared_memory.visible_gpus()}
             line = call(invitation, name=self.name, deadline=deadline, about=about)
             open_inlet = shared_memory.open_inlet if invitation.carrying == "shared_memory" else BroadcastInlet
             try:
@@ -262,20 +252,18 @@ class StreamReceiver(LineReceiver):
 
     def __init__(self, invitation: Invitation, *, name: str, tensors: Mapping[str, Tensor]) -> None:
         self._tensors = dict(tensors)
-        device = next(iter(self._tensors.values())).device
-        super().__init__([invitation], name=name, device=device)
-        self._views: Views | None = None
+        super().__init__([invitation], name=name, device=next(iter(self._tensors.values())).device)
 
     def receive(self, *, version: int) -> None:
         self._update(version)
 
     def _fit(self, headers: Sequence[Header]) -> None:
         (header,) = headers
-        self._views = fit(header["layout"], self._tensors)
+        Layout.parse(header["layout"]).check(self._tensors)
 
     def _apply(self, headers: Sequence[Header], deadline: Wait) -> list[list[int]]:
-        (header,), ((_, inlet),), views = headers, self._ends, self._views
-        assert views is not None
+        (header,), ((_, inlet),) = headers, self._ends
+        views = Views(self._tensors, Layout.parse(header["layout"]))
         buckets = views.buckets(inlet.bucket_size)
         counts = header["counts"]
         if counts is None:

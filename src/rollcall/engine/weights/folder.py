@@ -26,8 +26,8 @@ from torch import Tensor
 from rollcall.base.atomic import TEMPORARY, replacing
 from rollcall.base.errors import MissingPeerError
 from rollcall.base.wait import Wait
-from rollcall.engine.weights.layout import BucketSize, Entry, Layout, Views, fit, view
-from rollcall.engine.weights.protocol import Invitation, RefusedUpdateError, refuse_stale
+from rollcall.engine.weights.layout import Entry, Layout, Views, view
+from rollcall.engine.weights.protocol import BucketSize, Invitation, RefusedUpdateError, refuse_stale
 from rollcall.model.checksum import checksum
 from rollcall.model.stored.files import StoredError
 from rollcall.model.stored.safetensors import read_header, write_header
@@ -41,7 +41,6 @@ LOOK_S = 0.1
 class FolderSender:
     def __init__(self, folder: Path, *, name: str, receivers: Sequence[str], timeout_s: float) -> None:
         self._folder = folder.resolve()
-        self._receivers = tuple(receivers)
         self._invitation = Invitation(
             sender=name,
             carrying="file",
@@ -51,12 +50,9 @@ class FolderSender:
             secret=secrets.token_hex(8),
             timeout_s=timeout_s,
         )
+        self.invitations = dict.fromkeys(receivers, self._invitation)
         self._folder.mkdir(parents=True, exist_ok=True)
         self._clear()  # remove the files of a sender that was killed
-
-    @property
-    def invitations(self) -> Mapping[str, Invitation]:
-        return dict.fromkeys(self._receivers, self._invitation)
 
     def send(self, tensors: Mapping[str, Tensor], *, version: int) -> None:
         views = view(tensors)
@@ -65,7 +61,8 @@ class FolderSender:
             sums = json.dumps([checksum(bucket) for bucket in buckets])
             path = _path(self._invitation, version, number)
             with replacing(path, durable=False) as file:
-                entries = ((entry.name, entry.torch_dtype, entry.stored_shape) for entry in part.entries)
+                # Shapes in memory order.
+                entries = ((one.name, one.torch_dtype, [one.shape[dim] for dim in one.order]) for one in part.entries)
                 write_header(file, entries, metadata={"layout": views.layout.text, "sums": sums})
                 for span in (span for bucket in buckets for span in bucket):
                     file.write(span.cpu().numpy().data)
@@ -110,17 +107,22 @@ class FolderReceiver:
         """Copy one file after another into the tensors. Then compare the checksums of what arrived with those in the files."""
         due, sums, number = list[int](), list[int](), 0
         views: Views | None = None
-        while views is None or number < len(_parts_of(views)):
+        parts: list[tuple[Layout, list[list[Tensor]]]] = []
+        while views is None or number < len(parts):
             path = self._find(version, number, deadline)
             try:
                 entries, about = read_header(path)
                 layout, due_here = about["layout"], json.loads(about["sums"])
             except (StoredError, ValueError, KeyError, TypeError) as error:
                 raise RefusedUpdateError(f"{path} is not a weight file ({type(error).__name__}: {error})") from None
-            views = views or fit(layout, self._tensors)
+            if views is None:
+                sent = Layout.parse(layout)
+                sent.check(self._tensors)
+                views = Views(self._tensors, sent)
+                parts = _parts_of(views)
             with path.open("rb", buffering=0) as file:
                 file.seek(min(entry.offset for entry in entries.values()))
-                sums += [_fill(bucket, file, path=path) for bucket in _parts_of(views)[number][1]]
+                sums += [_fill(bucket, file, path=path) for bucket in parts[number][1]]
             due, number = due + due_here, number + 1
         views.write()
         if views.has_copies:
@@ -138,9 +140,7 @@ class FolderReceiver:
                     f"{self.name} did not find {path} within {deadline.timeout_s:g} s; {self._invitation.sender} should have "
                     "written it; set run.dir to a folder that all nodes share"
                 )
-            pause_s = min(
-                2 * pause_s, LOOK_S
-            )  # most files arrive within moments, but a network share must not be listed too often
+            pause_s = min(2 * pause_s, LOOK_S)  # most files come soon, but a network share must not be listed too often
         return path
 
 

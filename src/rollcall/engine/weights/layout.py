@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rollcall.engine.weights.protocol import RefusedUpdateError
+from rollcall.engine.weights.protocol import BucketSize, RefusedUpdateError
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,11 +32,6 @@ class Entry:
     @property
     def torch_dtype(self) -> torch.dtype:
         return getattr(torch, self.dtype)
-
-    @property
-    def stored_shape(self) -> list[int]:
-        """The shape in memory order."""
-        return [self.shape[dim] for dim in self.order]
 
     @property
     def num_bytes(self) -> int:
@@ -60,14 +55,6 @@ class Span:
     entry: int
     start: int
     end: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BucketSize:
-    """The bucket sizes that a transport uses."""
-
-    num_bytes: int
-    alone_from: int  # a span of at least this many bytes is a bucket by itself, so it needs no packing
 
 
 @dataclass(frozen=True)
@@ -141,15 +128,8 @@ class Views:
                 self._apart.append((tensor, copy))
                 tensor = copy
             self.flat.append(tensor.reshape(-1).view(torch.uint8))
-        self._buckets: dict[BucketSize, list[list[Tensor]]] = {}
-
-    @property
-    def device(self) -> torch.device:
-        return self.flat[0].device
-
-    @property
-    def has_copies(self) -> bool:
-        return bool(self._apart)
+        self.device = self.flat[0].device
+        self.has_copies = bool(self._apart)
 
     def read(self) -> None:
         """Update the copies from their tensors."""
@@ -162,12 +142,8 @@ class Views:
             tensor.copy_(copy)
 
     def buckets(self, size: BucketSize) -> list[list[Tensor]]:
-        if size not in self._buckets:
-            self._buckets[size] = [
-                [self.flat[span.entry][span.start : span.end] for span in bucket]
-                for bucket in self.layout.buckets(size)
-            ]
-        return self._buckets[size]
+        buckets = self.layout.buckets(size)
+        return [[self.flat[span.entry][span.start : span.end] for span in bucket] for bucket in buckets]
 
 
 def view(tensors: Mapping[str, Tensor]) -> Views:
@@ -175,13 +151,6 @@ def view(tensors: Mapping[str, Tensor]) -> Views:
     views = Views(tensors, Layout.of(tensors))
     views.read()
     return views
-
-
-def fit(text: str, tensors: Mapping[str, Tensor]) -> Views:
-    """Return views of the tensors in the order of a layout that was sent."""
-    layout = Layout.parse(text)
-    layout.check(tensors)
-    return Views(tensors, layout)
 
 
 def cut(flat: Tensor, size: BucketSize) -> list[list[Tensor]]:

@@ -131,9 +131,8 @@ class Desk:
         self, *, sender: str, receivers: Sequence[str], carrying: Carrying, host: str, timeout_s: float
     ) -> None:
         self._receivers = tuple(receivers)
-        is_local = carrying == "shared_memory"
-        local = f"rollcall-weights-{secrets.token_hex(12)}" if is_local else ""
-        if is_local:
+        local = f"rollcall-weights-{secrets.token_hex(12)}" if carrying == "shared_memory" else ""
+        if local:
             listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
             listener.bind(f"\0{local}")  # not a file, so it disappears with the process
             listener.listen(BACKLOG)
@@ -143,7 +142,7 @@ class Desk:
             sender=sender,
             carrying=carrying,
             host=host,
-            port=0 if is_local else listener.getsockname()[1],
+            port=0 if local else listener.getsockname()[1],
             local=local,
             secret=new_secret(),
             timeout_s=timeout_s,

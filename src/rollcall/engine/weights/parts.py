@@ -13,17 +13,15 @@ cannot deadlock.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
 from math import prod
 
 import torch
 from torch import Tensor
 
 from rollcall.base.wait import Wait
-from rollcall.engine.weights.carrier import Inlet
 from rollcall.engine.weights.exchange import Header, LineReceiver
-from rollcall.engine.weights.layout import Layout, Span, slices
-from rollcall.engine.weights.protocol import Invitation, RefusedUpdateError
+from rollcall.engine.weights.layout import Layout, slices
+from rollcall.engine.weights.protocol import Inlet, Invitation, RefusedUpdateError
 
 Take = Callable[[Iterator[tuple[str, Tensor]]], None]
 
@@ -32,12 +30,7 @@ class PartsReceiver(LineReceiver):
     """Receives full tensors from several senders. ``wanted`` contains their shapes, in the order in which they are sent."""
 
     def __init__(
-        self,
-        invitations: Sequence[Invitation],
-        *,
-        name: str,
-        wanted: Mapping[str, Sequence[int]],
-        device: torch.device,
+        self, invitations: Sequence[Invitation], *, name: str, wanted: Mapping[str, Sequence[int]], device: torch.device
     ) -> None:
         super().__init__(invitations, name=name, device=device)
         self._wanted = {key: tuple(shape) for key, shape in wanted.items()}
@@ -67,14 +60,6 @@ class PartsReceiver(LineReceiver):
 
     def _apply(self, headers: Sequence[Header], deadline: Wait) -> list[list[int]]:
         assert self._take is not None
-        streams = [_Stream(inlet, header, deadline) for (_, inlet), header in zip(self._ends, headers, strict=True)]
-        tensors = self._put_together(streams)
-        self._take(tensors)
-        for _ in tensors:  # also receive the tensors that ``take`` did not read
-            continue
-        return [stream.sums for stream in streams]
-
-    def _put_together(self, streams: Sequence[_Stream]) -> Iterator[tuple[str, Tensor]]:
         made: dict[str, Tensor] = {}  # tensors with a part that has arrived or is on its way
 
         def room(name: str, dtype: torch.dtype) -> Tensor:
@@ -82,8 +67,15 @@ class PartsReceiver(LineReceiver):
                 made[name] = torch.empty(self._wanted[name], dtype=dtype, device=self._device)
             return made[name]
 
-        for stream in streams:
-            stream.start(room)
+        inlets = [inlet for _, inlet in self._ends]
+        streams = [_Stream(inlet, header, room, deadline) for inlet, header in zip(inlets, headers, strict=True)]
+        tensors = self._put_together(streams, made)
+        self._take(tensors)
+        for _ in tensors:  # also receive the tensors that ``take`` did not read
+            continue
+        return [stream.sums for stream in streams]
+
+    def _put_together(self, streams: Sequence[_Stream], made: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
         for name in self._wanted:
             for stream in streams:
                 stream.until(name)
@@ -95,50 +87,44 @@ class PartsReceiver(LineReceiver):
 class _Stream:
     """The blocks from one sender in one attempt."""
 
-    def __init__(self, inlet: Inlet, header: Header, deadline: Wait) -> None:
+    def __init__(
+        self, inlet: Inlet, header: Header, room: Callable[[str, torch.dtype], Tensor], deadline: Wait
+    ) -> None:
         self.sums: list[int] = []
-        self._inlet = inlet
-        self._deadline = deadline
+        self._room = room
         self._layout = Layout.parse(header["layout"])
         self._about = header["parts"]
         self._buckets = self._layout.buckets(inlet.bucket_size)
-        self._due: dict[
-            str, int
-        ] = {}  # tensor -> the number of buckets after which this sender's part of it is complete
+        # Tensor -> the number of buckets after which this sender's part of it is complete.
+        self._due: dict[str, int] = {}
         for number, spans in enumerate(self._buckets, start=1):
             for span in spans:
                 self._due[self._about[span.entry][0]] = number
-        self._landed: Iterator[int] = iter(())
         # Entry -> a buffer for bytes that are not contiguous in their tensor, and the block of the tensor to copy them to.
         self._apart: dict[int, tuple[Tensor, Tensor]] = {}
-
-    def start(self, room: Callable[[str, torch.dtype], Tensor]) -> None:
-        self._landed = self._inlet.each(slices(self._buckets, partial(self._bytes, room=room)), self._deadline)
+        self._landed = inlet.each(slices(self._buckets, self._bytes), deadline)
 
     def until(self, name: str) -> None:
         """Receive until this sender's part of the tensor is complete."""
         while len(self.sums) < self._due.get(name, 0):
             self.sums.append(next(self._landed))
-            self._place(self._buckets[len(self.sums) - 1])
+            for span in self._buckets[len(self.sums) - 1]:
+                if span.entry in self._apart and span.end == self._layout.entries[span.entry].num_bytes:
+                    apart, place = self._apart.pop(span.entry)
+                    place.copy_(apart)
 
     def finish(self) -> None:
         """Exhaust the carrier's iterator, so that the carrier can finish."""
         self.sums.extend(self._landed)
 
-    def _bytes(self, index: int, room: Callable[[str, torch.dtype], Tensor]) -> Tensor:
+    def _bytes(self, index: int) -> Tensor:
         """Return where an entry's bytes go: into the tensor itself, or into a buffer if they are not contiguous in the tensor."""
         entry = self._layout.entries[index]
         name, start, _ = self._about[index]
-        whole = room(name, entry.torch_dtype)
+        whole = self._room(name, entry.torch_dtype)
         place = whole[tuple(slice(begin, begin + size) for begin, size in zip(start, entry.shape, strict=True))]
         if not place.is_contiguous():
             apart = torch.empty(entry.shape, dtype=entry.torch_dtype, device=whole.device)
             self._apart[index] = (apart, place)
             place = apart
         return place.reshape(-1).view(torch.uint8)
-
-    def _place(self, spans: Sequence[Span]) -> None:
-        for span in spans:
-            if span.entry in self._apart and span.end == self._layout.entries[span.entry].num_bytes:
-                apart, place = self._apart.pop(span.entry)
-                place.copy_(apart)

@@ -8,16 +8,26 @@ tests/weights_contract.py checks each transport.
 
 Who waits for whom: ``send`` waits until all receivers are in ``receive``, and then for their answers. ``receive`` waits for the
 sender. Each wait has a deadline, and its error names the missing peers. An error closes the sender; create a new one and invite again.
+
+After the sender and its receivers have agreed on an update, a carrier moves its bytes. Both ends of a carrier get buckets of the same
+sizes: the sender's buckets are read, and the receivers' are written. Each side returns a checksum per bucket. A receiver computes it from
+its own memory. Each end is open as soon as it has been created.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal, Protocol
+
+from torch import Tensor
 
 from rollcall.base.errors import WeightUpdateError
+from rollcall.base.wait import Wait
 
 Carrying = Literal["shared_memory", "broadcast", "file"]  # how the bytes travel
+Bucket = Sequence[Tensor]  # flat uint8 tensors
+Hellos = Mapping[str, Mapping[str, Any]]  # what each receiver says about itself
 
 
 class RefusedUpdateError(WeightUpdateError):
@@ -44,3 +54,35 @@ def refuse_stale(came: int, *, due: int, newest: int | None) -> None:
         raise RefusedUpdateError(f"got version {came}, but expected version {due}")
     if newest is not None and due <= newest:
         raise RefusedUpdateError(f"version {due} is not newer than version {newest}, which the receiver already has")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BucketSize:
+    """The bucket sizes that a transport uses."""
+
+    num_bytes: int
+    alone_from: int  # a span of at least this many bytes is a bucket by itself, so it needs no packing
+
+
+class Outlet(Protocol):
+    """The sender's end."""
+
+    bucket_size: BucketSize
+
+    def put(self, buckets: Iterable[Bucket], deadline: Wait) -> list[int]: ...
+
+    def close(self) -> None:
+        """Release what Python does not release by itself. A second call does nothing."""
+
+
+class Inlet(Protocol):
+    """A receiver's end."""
+
+    bucket_size: BucketSize
+
+    def each(self, buckets: Iterable[Bucket], deadline: Wait) -> Iterator[int]:
+        """Yield the checksum of each bucket after the bucket has arrived. A few buckets are taken from ``buckets`` in advance."""
+        ...
+
+    def close(self) -> None:
+        """Same as ``Outlet.close``."""

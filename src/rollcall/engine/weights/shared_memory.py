@@ -19,14 +19,20 @@ import torch
 from torch import Tensor
 
 from rollcall.base.wait import Wait
-from rollcall.engine.weights.carrier import Bucket, Hellos, Inlet, Outlet, visible_gpus
-from rollcall.engine.weights.layout import BucketSize
 from rollcall.engine.weights.line import Line
+from rollcall.engine.weights.protocol import Bucket, BucketSize, Hellos, Inlet, Outlet
 from rollcall.model.checksum import checksum, copy_summed
 
 SLOT_BYTES = 4 << 20
 NUM_SLOTS = 8
 BUCKETS = BucketSize(num_bytes=SLOT_BYTES, alone_from=SLOT_BYTES)
+
+
+def visible_gpus() -> list[str]:
+    """Return the GPUs whose memory this process can open."""
+    if not torch.cuda.is_available():
+        return []
+    return [str(torch.cuda.get_device_properties(index).uuid) for index in range(torch.cuda.device_count())]
 
 
 def open_outlet(
@@ -65,8 +71,7 @@ class _RingOutlet(Outlet):
         taken = dict.fromkeys(self._lines, 0)
         for index, bucket in enumerate(buckets):
             self._wait(taken, at_least=index - NUM_SLOTS + 1, deadline=deadline)
-            parts = _parts(self._slots[index % NUM_SLOTS], bucket)
-            sums.append(copy_summed(parts, bucket, total_of=bucket))
+            sums.append(copy_summed(_parts(self._slots[index % NUM_SLOTS], bucket), bucket, total_of=bucket))
             for line in self._lines.values():
                 line.write(b"+", deadline)
         self._wait(taken, at_least=len(sums), deadline=deadline)
@@ -96,16 +101,14 @@ class _RingInlet(Inlet):
             if there <= index:
                 # The sender sends nothing else before all buckets are taken, so every byte announces one bucket.
                 there += len(self._line.read_some(NUM_SLOTS, deadline))
-            parts = _parts(self._slots[index % NUM_SLOTS], bucket)
-            total = copy_summed(bucket, parts, total_of=bucket)
+            total = copy_summed(bucket, _parts(self._slots[index % NUM_SLOTS], bucket), total_of=bucket)
             self._line.write(b"-", deadline)
             yield total
 
 
 def _map(descriptor: int) -> list[Tensor]:
     """Return the slots as tensors, which keep the mapping alive."""
-    memory = torch.frombuffer(mmap.mmap(descriptor, NUM_SLOTS * SLOT_BYTES), dtype=torch.uint8)
-    return list(memory.split(SLOT_BYTES))
+    return list(torch.frombuffer(mmap.mmap(descriptor, NUM_SLOTS * SLOT_BYTES), dtype=torch.uint8).split(SLOT_BYTES))
 
 
 def _parts(slot: Tensor, bucket: Bucket) -> Sequence[Tensor]:
@@ -125,9 +128,7 @@ class _IpcOutlet(Outlet):
         from torch.multiprocessing.reductions import reduce_tensor
 
         buckets = list(buckets)
-        sums = [
-            checksum(bucket) for bucket in buckets
-        ]  # this copies the checksums to the host, and so waits for all earlier work
+        sums = [checksum(bucket) for bucket in buckets]  # copies to the host, and so waits for all earlier work
         spans = [span for bucket in buckets for span in bucket]
         addresses = [span.data_ptr() for span in spans]
         handles = None

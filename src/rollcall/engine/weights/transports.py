@@ -32,13 +32,7 @@ def carrying_for(transport: WeightTransport, *, on_host: bool, on_gpu: bool) -> 
 
 
 def open_sender(
-    transport: WeightTransport,
-    *,
-    receivers: Mapping[str, bool],
-    name: str,
-    host: str,
-    on_gpu: bool,
-    folder: Path,
+    transport: WeightTransport, *, receivers: Mapping[str, bool], name: str, host: str, on_gpu: bool, folder: Path
 ) -> FanOut:
     """Open a sender for these receivers. Each value says whether the receiver is on this host.
 
@@ -78,11 +72,9 @@ class FanOut:
 
     def __init__(self, senders: Sequence[StreamSender] | Sequence[FolderSender]) -> None:
         self._senders: list[Any] = list(senders)  # only some kinds of sender accept Parts
-
-    @property
-    def invitations(self) -> Mapping[str, Invitation]:
-        """The invitations, by receiver."""
-        return {name: invitation for sender in self._senders for name, invitation in sender.invitations.items()}
+        self.invitations: Mapping[str, Invitation] = {  # by receiver
+            name: invitation for sender in senders for name, invitation in sender.invitations.items()
+        }
 
     def send(self, tensors: Mapping[str, Tensor] | Parts, *, version: int) -> None:
         """Send these tensors to every receiver. Return when all receivers have applied and checked them."""

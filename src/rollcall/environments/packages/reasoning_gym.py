@@ -19,7 +19,6 @@ from rollcall.environments.packages import package
 from rollcall.environments.stepwise import Observation, StepResult
 
 _ADVICE = "Give the answer as <answer>...</answer>."
-_ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 _SIZE = 1_000_000_000  # entries are created on demand from their index
 
 
@@ -30,8 +29,7 @@ class Task:
     def __init__(
         self, task: str, *, tries: int = 1, seed: int = 0, config: dict[str, Any] | None = None, advice: str = _ADVICE
     ) -> None:
-        reasoning_gym = package("reasoning_gym")
-        self._dataset: Any = reasoning_gym.create_dataset(task, size=_SIZE, seed=seed, **(config or {}))
+        self._dataset: Any = package("reasoning_gym").create_dataset(task, size=_SIZE, seed=seed, **(config or {}))
         self._tries, self._advice = tries, advice
         self._entry: dict[str, Any] = {}
         self._num_tried = 0
@@ -42,16 +40,12 @@ class Task:
 
     def step(self, text: str, token_ids: list[int]) -> StepResult:
         self._num_tried += 1
-        score = self._score(text)
+        found = re.findall(r"<answer>(.*?)</answer>", text, re.DOTALL)
+        answer = found[-1].strip() if found else text.strip()
+        try:
+            score = float(self._dataset.score_answer(answer=answer, entry=self._entry))
+        except Exception:  # noqa: BLE001 - some scorers raise on text that they cannot parse, which is a wrong answer
+            score = 0.0
         if score < 1 and self._num_tried < self._tries:
             return StepResult(f"That scores {score:g} out of 1. Try again. {self._advice}")
         return StepResult(reward=score, done=True, metrics={"tries": float(self._num_tried)})
-
-    def _score(self, text: str) -> float:
-        found = _ANSWER.findall(text)
-        try:
-            return float(
-                self._dataset.score_answer(answer=found[-1].strip() if found else text.strip(), entry=self._entry)
-            )
-        except Exception:  # noqa: BLE001 - some scorers raise on text that they cannot parse, which is a wrong answer
-            return 0.0

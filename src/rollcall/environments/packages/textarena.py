@@ -50,9 +50,8 @@ class Game:
         player, shown = self._plain.get_observation()
         roles, own = self._plain.state.role_mapping, (player, self._textarena.ObservationType.PLAYER_ACTION)
         shown = [(by, text) for by, text, kind in shown if (by, kind) != own]
-        return "\n".join(
-            text if by < 0 else f"[{roles.get(by, by)}] {text}" for by, text in shown
-        )  # a negative ID is the game itself
+        # A negative ID is the game itself.
+        return "\n".join(text if by < 0 else f"[{roles.get(by, by)}] {text}" for by, text in shown)
 
 
 def listed_move(seen: str) -> str:

@@ -121,11 +121,7 @@ def _part(name: str = "") -> Any:
 def _env_config(setup: dict[str, Any]) -> Any:
     """Resolve the user's verifiers `[env]` block. By default, each role is played on this machine as a plain chat."""
     config = dict(setup["config"])
-    usual = {
-        "harness": {"id": "null"},
-        "runtime": {"type": "subprocess"},
-        "max_turns": setup["max_turns"],
-    }
+    usual = {"harness": {"id": "null"}, "runtime": {"type": "subprocess"}, "max_turns": setup["max_turns"]}
     fields = _part("utils.loaders").env_config_type(config["taskset"]["id"], config.get("id") or "").model_fields
     agent = _part("configs.agent").AgentConfig
     for role in (name for name, field in fields.items() if isinstance(field.default, agent)):

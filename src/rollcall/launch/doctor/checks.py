@@ -140,9 +140,7 @@ def judge_versions(nodes: Sequence[NodeFacts]) -> Iterator[Finding]:
         for node in nodes:
             version = node.packages[name]
             if version is None or version != usual:
-                what = (
-                    "is not installed" if version is None else f"is version {version}, but the other nodes have {usual}"
-                )
+                what = f"is version {version}, but the other nodes have {usual}" if version else "is not installed"
                 wanted = f"{name}=={usual}" if usual else name
                 yield find(node, f"{name} {what}; run `{node.executable} -m pip install '{wanted}'` on that node")
     usual = _majority(nodes, lambda node: node.torch_build)
@@ -169,10 +167,9 @@ def judge_torch(node: NodeFacts) -> Iterator[Finding]:
 def judge_disks(node: NodeFacts, *, checkpoint_bytes: int | None) -> Iterator[Finding]:
     for disk in node.disks:
         need = max(MIN_FREE, checkpoint_bytes or 0) if disk.purpose == "run.dir" else MIN_FREE
-        named = f"{disk.path} ({disk.purpose})"
         if disk.free < need:
             whose = "one checkpoint of this run takes" if need > MIN_FREE else "a run needs at least"
-            what = f"{named} has {disk.free / GIB:.1f} GiB free, but {whose} {need / GIB:.1f} GiB"
+            what = f"{disk.path} ({disk.purpose}) has {disk.free / GIB:.1f} GiB free, but {whose} {need / GIB:.1f} GiB"
             yield find(node, f"{what}; free some space, or choose another folder")
 
 

@@ -16,7 +16,7 @@ from typing import Any
 from pydantic import TypeAdapter
 from rich.text import Text
 
-from rollcall.base.errors import ClusterError, SizesUnknown
+from rollcall.base.errors import SizesUnknown
 from rollcall.base.wait import Wait, say
 from rollcall.base.words import counted
 from rollcall.checkpoint import run_dir
@@ -37,7 +37,6 @@ from rollcall.process.ray.each_node import Pinned, answers_of
 from rollcall.reward.confine import available
 
 STAGE_S = 90.0  # for a probe to start and report its facts, or to try to reach the other nodes
-REACH_S = 3.0  # for one connection
 MEASURE_S = 120.0  # mostly for importing torch on a busy node
 
 
@@ -66,8 +65,7 @@ class Diagnosis:
 def examine_machine(config: Config | None) -> Diagnosis:
     """Examine this machine for a run in one process; with a run file, also examine its model, data and rewards."""
     folder = "." if config is None else str(config.run.dir.absolute())
-    ask = {"packages": checks.MUST_AGREE, "disks": {"run.dir": folder}, "paths": []}
-    facts = probing.Probe().facts(ask)
+    facts = probing.Probe().facts({"packages": checks.MUST_AGREE, "disks": {"run.dir": folder}, "paths": []})
     seat = {"rank": 0, "address": "127.0.0.1", "slots": 1, "is_head": True}
     seat["accelerator"] = "gpu" if facts["gpus"] else "cpu"
     node = TypeAdapter(NodeFacts).validate_python(facts | seat)
@@ -132,8 +130,6 @@ class _Examination:
     """Runs the examination: each stage calls the probes, waits and judges their answers."""
 
     def __init__(self, cluster: Cluster, roster: Roster, *, config: Config | None) -> None:
-        if not roster.alive:
-            raise ClusterError(f"no node of {roster.title} is alive; start its nodes with: {cluster.join_command('R')}")
         self.cluster, self.roster, self.config = cluster, roster, config
         self.infos: dict[int, NodeInfo] = {node.rank: node for node in roster.alive if node.rank is not None}
         self.findings: list[Finding] = []
@@ -189,7 +185,7 @@ class _Examination:
             others = partners(rank, sorted(listening))
             return [(other, self.infos[other].address, port) for other in others for port in listening[other]]
 
-        failed = self._ask_all("connect to the other nodes", "reach", lambda rank: [targets(rank), REACH_S])
+        failed = self._ask_all("connect to the other nodes", "reach", lambda rank: [targets(rank), 3.0])
         self.findings += checks.judge_reach(nodes, failed=failed)
 
     def _shared_folder(self, nodes: Sequence[NodeFacts]) -> str | None:
@@ -206,13 +202,10 @@ class _Examination:
         try:
             wrote = self._ask_all(f"write to {folder}", "write", lambda rank: [folder, names[rank]])
             written = [names[rank] for rank, why in wrote.items() if why is None]
-            what = f"see the other nodes' files in {folder}"
-            seen = self._ask_all(what, "see", lambda rank: [folder, written, 10.0])
+            seen = self._ask_all(f"see the other nodes' files in {folder}", "see", lambda rank: [folder, written, 10.0])
         finally:
             self._ask_all("clean up", "remove", lambda rank: [folder, names[rank]])
-        unseen = {
-            rank: {ranks[name]: why for name, why in missing.items()} for rank, missing in seen.items() if missing
-        }
+        unseen = {rank: {ranks[name]: why for name, why in lost.items()} for rank, lost in seen.items() if lost}
         self.findings += checks.judge_shared(nodes, folder, wrote=wrote, unseen=unseen)
         return None if unseen else folder
 
@@ -221,14 +214,14 @@ class _Examination:
         say(f"measuring an all-reduce between {len(nodes)} nodes")
         places = {rank: place for place, rank in enumerate(sorted(self.probes))}
         first, secret = min(places), new_secret()
-        meeting = {first: self.probes[first].call("open_meeting", self.infos[first].address, secret)}
+        meeting = {first: self.probes[first].call("open_meeting", self.infos[first].address)}
         ports = self._collect("open a port for the all-reduce", meeting)
         if not ports:
             return backend, None
-        task = {"world_size": len(places), "backend": backend, "secret": secret, "timeout_s": MEASURE_S / 2}
-        task |= {"master": self.infos[first].address, "port": ports[first]}
+        at = (self.infos[first].address, ports[first], secret)
+        task = {"size": len(places), "backend": backend}
         calls = {
-            rank: self.probes[rank].call("all_reduce", self.infos[rank].address, rank=place, **task)
+            rank: self.probes[rank].call("all_reduce", self.infos[rank].address, at, rank=place, **task)
             for rank, place in places.items()
         }
         rates = self._collect(f"finish an all-reduce over {backend}", calls, timeout_s=MEASURE_S)
@@ -237,12 +230,9 @@ class _Examination:
         self.findings += checks.judge_bandwidth(backend=backend, bytes_per_s=min(rates.values()))
         return backend, min(rates.values())
 
-    def _ask_all(
-        self, what: str, method: str, arguments: Callable[[int], Sequence[Any]], *, timeout_s: float = STAGE_S
-    ) -> dict[int, Any]:
+    def _ask_all(self, what: str, method: str, arguments: Callable[[int], Sequence[Any]]) -> dict[int, Any]:
         """Call the same method on every probe; ``arguments`` returns the arguments for a rank."""
-        calls = {rank: probe.call(method, *arguments(rank)) for rank, probe in self.probes.items()}
-        return self._collect(what, calls, timeout_s=timeout_s)
+        return self._collect(what, {rank: each.call(method, *arguments(rank)) for rank, each in self.probes.items()})
 
     def _collect(self, what: str, calls: Mapping[int, Any], *, timeout_s: float = STAGE_S) -> dict[int, Any]:
         """Return the answers by rank. A node that fails or does not answer in time is reported as a finding."""
@@ -294,19 +284,15 @@ def _facts(node: NodeFacts) -> str:
     )
 
 
-def _measured(diagnosis: Diagnosis) -> list[str]:
-    lines = []
+def _measured(diagnosis: Diagnosis) -> Iterator[str]:
     if diagnosis.shared is not None:
-        lines.append(f"shared folder {diagnosis.shared}: every node sees the other nodes' files")
+        yield f"shared folder {diagnosis.shared}: every node sees the other nodes' files"
     if diagnosis.bytes_per_s is not None:
-        lines.append(f"all-reduce between nodes ({diagnosis.backend}): {diagnosis.bytes_per_s / 1e9:.2f} GB/s")
+        yield f"all-reduce between nodes ({diagnosis.backend}): {diagnosis.bytes_per_s / 1e9:.2f} GB/s"
     if diagnosis.firewall is not None:
-        lines.append(
-            f"firewall rule, to be set on each node as root (or start the nodes with --tls): {diagnosis.firewall}"
-        )
+        yield f"firewall rule, to be set on each node as root (or start the nodes with --tls): {diagnosis.firewall}"
     confined = ", ".join(f"{thing}: {state}" for thing, state in diagnosis.rewards.items())
-    lines.append(f"built-in rewards on this machine run with {confined}")
-    return lines
+    yield f"built-in rewards on this machine run with {confined}"
 
 
 def _verdict(diagnosis: Diagnosis) -> Text:

@@ -2,7 +2,7 @@
 
 This file and ``nodes/interfaces.py`` are sent to the nodes as code. They use only the standard library and psutil, which Ray
 installs, so a node with a wrong version of Rollcall, or without it, can still answer. Answers are plain dictionaries. Each
-experiment is one method of ``Probe`` and returns by its deadline.
+experiment is one method of ``Probe``, for which the doctor waits until a deadline.
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ import sys
 import threading
 import time
 from contextlib import suppress
-from datetime import timedelta
 from typing import Any
 
 import psutil
@@ -36,7 +35,7 @@ class Probe:
 
     def __init__(self) -> None:
         self._listeners: list[socket.socket] = []
-        self._meeting: Any = None
+        self._meeting: socket.socket | None = None
 
     def facts(self, ask: dict[str, Any]) -> dict[str, Any]:
         """Collect the node's facts. ``ask`` names packages, disks (purpose to path) and paths that must exist."""
@@ -76,7 +75,6 @@ class Probe:
         for rank, address, port in targets:
             try:
                 with socket.create_connection((address, port), timeout=timeout_s) as connection:
-                    connection.settimeout(timeout_s)
                     if connection.recv(2) != b"ok":
                         failed.append((rank, port, "another program answers at this port"))
             except OSError as error:
@@ -105,58 +103,42 @@ class Probe:
         with suppress(OSError):  # the file was never written, or the folder is read-only; the findings report both
             os.remove(os.path.join(folder, name))
 
-    def open_meeting(self, address: str, secret: str) -> int:
+    def open_meeting(self, address: str) -> int:
         """Open a port where the ranks rendezvous for the all-reduce, and return it."""
         from rollcall.nodes.door import listen_at
-        from rollcall.nodes.meeting import MeetingServer
 
-        listener = listen_at(address)
-        self._meeting = MeetingServer(listener, secret=secret)
-        return listener.getsockname()[1]
+        self._meeting = listen_at(address)
+        return self._meeting.getsockname()[1]
 
-    def all_reduce(
-        self,
-        address: str,
-        *,
-        rank: int,
-        world_size: int,
-        backend: str,
-        master: str,
-        port: int,
-        secret: str,
-        timeout_s: float,
-    ) -> float:
-        """Return the bytes per second on each link in the fastest round. The ranks rendezvous at rank 0's ``master`` and ``port``."""
+    def all_reduce(self, address: str, meeting: tuple[str, int, str], *, rank: int, size: int, backend: str) -> float:
+        """Return the bytes per second on each link in the fastest round. ``meeting``: rank 0's address, port and secret."""
         os.environ["CUDA_VISIBLE_DEVICES"] = "0" if backend == "nccl" else ""
-        if interface := interface_of(address):
-            os.environ |= {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": interface}
         import torch
-        import torch.distributed as dist
 
-        from rollcall.nodes.meeting import MeetingStore, Place, greet
+        from rollcall.learner.gang import Gang
+        from rollcall.nodes.meeting import Place
 
-        store = MeetingStore(Place(address=master, port=port, secret=secret), timeout_s=timeout_s)
-        timeout = timedelta(seconds=timeout_s)
-        dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
-        if backend == "gloo":
-            greet(dist.group.WORLD, store, name="all", rank=rank, members=range(world_size), secret=secret)
+        master, port, secret = meeting
+        place, interface = Place(address=master, port=port, secret=secret), interface_of(address)
+        device = torch.device("cuda:0" if backend == "nccl" else "cpu")
+        gang = Gang.join(place, rank=rank, size=size, device=device, listener=self._meeting, interface=interface)
         num_bytes = 32 << 20
-        data = torch.ones(num_bytes // 4, dtype=torch.float32, device="cuda" if backend == "nccl" else "cpu")
+        data = torch.ones(num_bytes // 4, dtype=torch.float32, device=device)
         seconds: list[float] = []
         for _ in range(4):  # the first round opens connections
             data.fill_(1)
-            dist.barrier()
+            gang.gather(None)  # waits for all ranks
             began = time.perf_counter()
-            dist.all_reduce(data)
+            gang.sum_over(data)
             if backend == "nccl":
                 torch.cuda.synchronize()
             seconds.append(time.perf_counter() - began)
-        if not bool((data == float(world_size)).all()):
+        if not bool((data == float(size)).all()):
             raise RuntimeError("the all-reduce returned a wrong sum")
-        dist.barrier()
-        dist.destroy_process_group()
+        gang.gather(None)
+        gang.close()
         # A ring sends 2 (n - 1) / n of the data over each link.
-        return num_bytes * 2 * (world_size - 1) / world_size / min(seconds[1:])
+        return num_bytes * 2 * (size - 1) / size / min(seconds[1:])
 
 
 def _accept(listener: socket.socket) -> None:

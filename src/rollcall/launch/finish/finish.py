@@ -22,22 +22,19 @@ from rollcall.checkpoint.run_dir import run_file_of
 from rollcall.checkpoint.store import describe_files
 from rollcall.checkpoint.verify import mark_of, verify, why_not_verified
 from rollcall.config import Config, load_config
-from rollcall.launch.finish.gather import gather, is_here, parts_elsewhere
+from rollcall.launch.finish.gather import OnBytes, gather, is_here, parts_elsewhere
 from rollcall.launch.finish.nodes_of import find_nodes
 from rollcall.launch.finish.upload import Uploaded, upload
-from rollcall.model.stored.find import checkpoints_of, is_checkpoint, newest_checkpoint
+from rollcall.model.stored.find import checkpoint_of
 from rollcall.model.stored.tensors import StoredError
 
 NOTES = "finish.json"  # in the run directory
-MERGED = "merged"  # in the run directory: the model directory
-State = Literal["done", "was done", "would be done", "not asked for"]
-Progress = Callable[[int, int], None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FinishStep:
     name: str
-    state: State
+    state: Literal["done", "was done", "would be done", "not asked for"]
     words: str  # what was done, or why it was not done
 
 
@@ -50,26 +47,16 @@ class FinishedRun:
     uploaded: Uploaded | None  # None if this call did not upload it
 
     def as_json(self) -> dict[str, Any]:
-        steps = {step.name: {"state": step.state, "words": step.words} for step in self.steps}
-        return {
-            "run_dir": str(self.run_dir),
-            "checkpoint": str(self.checkpoint),
-            "model": str(self.model),
-            "steps": steps,
-            "uploaded": None if self.uploaded is None else asdict(self.uploaded),
-        }
+        return {**asdict(self), "steps": {step.name: {"state": step.state, "words": step.words} for step in self.steps}}
 
 
 def checkpoint_at(path: Path) -> Path:
     """Return the checkpoint at ``path``, or the newest complete one in a run directory or its ``checkpoints`` folder."""
-    if is_checkpoint(path):
-        return path.absolute()
-    for folder in (path, path / "checkpoints"):
-        if checkpoints_of(folder) and (newest := newest_checkpoint(folder)) is not None:
-            return newest.absolute()
-    raise StoredError(
-        f"{path} is neither a checkpoint nor a run directory that contains one; use the path of one or the other"
-    )
+    if (found := checkpoint_of(path)) is None:
+        raise StoredError(
+            f"{path} is neither a checkpoint nor a run directory that contains one; use the path of one or the other"
+        )
+    return found.absolute()
 
 
 def finish(
@@ -78,7 +65,7 @@ def finish(
     overrides: Sequence[str] = (),
     hosts: Sequence[str] = (),
     dry_run: bool = False,
-    progress: Progress = lambda done, total: None,
+    progress: OnBytes = lambda done, total: None,
 ) -> FinishedRun:
     """Finish a run. ``run``: a run directory or run file. ``hosts``: hosts to ask for parts over ssh, as in ``find_nodes``."""
     file, values = run_file_of(run)
@@ -92,10 +79,10 @@ def finish(
 
 
 class _Work:
-    def __init__(self, config: Config, *, hosts: Sequence[str], dry_run: bool, progress: Progress) -> None:
+    def __init__(self, config: Config, *, hosts: Sequence[str], dry_run: bool, progress: OnBytes) -> None:
         self.run_dir = config.run.dir.absolute()
         self.checkpoint = checkpoint_at(self.run_dir)
-        self.model = self.run_dir / MERGED
+        self.model = self.run_dir / "merged"
         self.section, self.hosts, self.dry_run, self.progress = config.finish, hosts, dry_run, progress
         self.uploaded: Uploaded | None = None
         self.begun = False  # whether an earlier step runs in this call; if so, all later steps run too
@@ -105,9 +92,8 @@ class _Work:
             self.notes = {}
 
     def gather(self) -> FinishStep:
-        missing = [
-            part for part in parts_elsewhere(self.checkpoint, kinds=("weights",)) if not is_here(self.checkpoint, part)
-        ]
+        parts = parts_elsewhere(self.checkpoint, kinds=("weights",))
+        missing = [part for part in parts if not is_here(self.checkpoint, part)]
         if not missing:
             return FinishStep(name="gather", state="was done", words=f"all weights are in {self.checkpoint}")
         nodes = ", ".join(sorted({f"{part.node} ({part.host})" for part in missing}))
@@ -120,12 +106,9 @@ class _Work:
         return self._step("gather", words, work)
 
     def merge(self) -> FinishStep:
-        wanted = {
-            "checkpoint": self.checkpoint.name,
-            "manifest": hashlib.sha256((self.checkpoint / "manifest.json").read_bytes()).hexdigest(),
-            "dtype": self.section.dtype,
-            "max_shard_size": self.section.max_shard_size,
-        }
+        options = self.section.model_dump(include={"dtype", "max_shard_size"})
+        manifest = hashlib.sha256((self.checkpoint / "manifest.json").read_bytes()).hexdigest()
+        wanted = {"checkpoint": self.checkpoint.name, "manifest": manifest, **options}
         noted = self.notes.get("merge", {})
         same = not self.begun and {**noted, **wanted} == noted and (self.model / "config.json").is_file()
         if same and noted.get("weights") == _weights(self.model):  # a different merge may have written there
@@ -134,13 +117,7 @@ class _Work:
             )
 
         def work() -> None:
-            merge(
-                self.checkpoint,
-                self.model,
-                dtype=self.section.dtype,
-                max_shard_size=self.section.max_shard_size,
-                progress=self.progress,
-            )
+            merge(self.checkpoint, self.model, **options, progress=self.progress)
             self._note("merge", {**wanted, "weights": _weights(self.model)})
 
         return self._step("merge", f"{self.checkpoint.name} into {self.model}, dtype {self.section.dtype}", work)
@@ -162,7 +139,6 @@ class _Work:
         from huggingface_hub import constants
 
         wanted = {**section.model_dump(), "endpoint": constants.ENDPOINT, "files": self._files()}
-        where = f"{section.repo} ({section.revision or 'main'})"
         if not self.begun and self.notes.get("upload", {}).get("of") == wanted:
             return FinishStep(name="upload", state="was done", words=f"{self.notes['upload'].get('url')}")
 
@@ -170,7 +146,7 @@ class _Work:
             self.uploaded = upload(self.model, section.repo, private=section.private, revision=section.revision)
             self._note("upload", {"of": {**wanted, "files": self._files()}, "url": self.uploaded.url})
 
-        return self._step("upload", f"{self.model} to {where}", work)
+        return self._step("upload", f"{self.model} to {section.repo} ({section.revision or 'main'})", work)
 
     def _step(self, name: str, words: str, work: Callable[[], str | None]) -> FinishStep:
         """Do the step, unless this is a dry run. ``work`` may return a description that replaces ``words``."""

@@ -8,39 +8,33 @@ request, and only when all of them have been copied.
 
 from __future__ import annotations
 
+import hashlib
 import os
 import shutil
 import threading
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from rollcall.base.atomic import fsync, take_lock
-from rollcall.base.errors import CheckpointError
 from rollcall.base.patience import free_bytes, plain_disk_errors
 from rollcall.base.wait import Wait, say
 from rollcall.base.words import counted, size
 from rollcall.checkpoint.local import FOLDER_NAME, names_of_run
 from rollcall.launch.finish.node_files import PART
 from rollcall.launch.finish.nodes_of import Node, NodeError
-from rollcall.model.stored.files import new_checksum
+from rollcall.model.stored.files import file_checksum, new_checksum
 from rollcall.model.stored.find import Manifest, read_manifest
 
 FOLDER = ".gather"  # in the checkpoint's folder
-NODES_AT_ONCE = 8
 WAITS_S = (1.0, 3.0, 10.0, 30.0)  # before a broken transfer continues
 OnBytes = Callable[[int, int], None]  # gets the number of bytes copied so far and the total
 
 
 class GatherError(RuntimeError, ValueError):
     """Parts could not be gathered; the message names each part with its node."""
-
-
-class _Stopped(Exception):
-    """Raised when another thread asked this one to stop."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,8 +86,6 @@ def _part(manifest: Manifest, name: str, facts: dict[str, Any]) -> NodePart:
             f"{folder / FOLDER_NAME} cannot be read ({error.strerror}), so the run's folder on the nodes is unknown; restore the file "
             "from where the run was saved"
         ) from error
-    except CheckpointError as error:
-        raise GatherError(str(error)) from error
     run = next((one for one in names if one in Path(facts["place"]).parts), names[0])
     keys = ("place", "size", "blake2b", "node", "host", "kind")
     return NodePart(name=name, run=run, **{key: facts[key] for key in keys})
@@ -116,9 +108,14 @@ def gather(
         return done
     if delete:
         _refuse_parts_of_another(checkpoint, parts)
-    with _locked(checkpoint):
-        nodes = find()
-        holders, faults = _holders(nodes, parts)
+    folder = checkpoint / FOLDER
+    with plain_disk_errors(folder):
+        folder.mkdir(exist_ok=True)
+        lock = take_lock(folder / "lock")
+    if lock is None:  # two processes would write to the same files
+        raise GatherError(f"{checkpoint} is being gathered by another process; wait until it has finished")
+    with lock:
+        holders, faults = _holders(find(), parts)
         if missing:
             _refuse_absent(missing, holders, faults)
             _refuse_too_large(checkpoint, missing)
@@ -127,7 +124,7 @@ def gather(
             done.parts, done.num_bytes = [part.name for part in missing], work.num_received
         if delete:
             done.removed = _remove(checkpoint, parts, holders, gathered=done.parts)
-    shutil.rmtree(checkpoint / FOLDER, ignore_errors=True)
+    shutil.rmtree(folder, ignore_errors=True)
     return done
 
 
@@ -142,19 +139,6 @@ def _refuse_parts_of_another(checkpoint: Path, parts: Sequence[NodePart]) -> Non
             f"{checkpoints.parent} is a copy of another run, and {counted(len(others), 'part')} on the nodes, such as {others[0]}, "
             "belong to the original; nothing was removed. Gather without --delete, or gather in the run that saved the parts"
         )
-
-
-@contextmanager
-def _locked(checkpoint: Path) -> Iterator[None]:
-    """Lock the checkpoint, because two processes that gather it at the same time would write to the same files."""
-    folder = checkpoint / FOLDER
-    with plain_disk_errors(folder):
-        folder.mkdir(exist_ok=True)
-        lock = take_lock(folder / "lock")
-    if lock is None:
-        raise GatherError(f"{checkpoint} is being gathered by another process; wait until it has finished")
-    with lock:
-        yield
 
 
 def _holders(nodes: Sequence[Node], parts: Sequence[NodePart]) -> tuple[dict[str, Node], list[str]]:
@@ -210,7 +194,7 @@ class _Work:
     def run(self, parts: dict[NodePart, Node]) -> None:
         nodes = {id(node): node for node in parts.values()}.values()
         faults: list[str] = []
-        pool = ThreadPoolExecutor(max_workers=NODES_AT_ONCE)
+        pool = ThreadPoolExecutor(max_workers=8)
         try:
             for fault in pool.map(lambda node: self._of_node(node, [p for p in parts if parts[p] is node]), nodes):
                 faults += fault
@@ -227,12 +211,12 @@ class _Work:
         """Fetch a node's parts and return the reasons why some could not be fetched."""
         faults: list[str] = []
         for part in parts:
+            if self._stop.is_set():
+                break
             try:
                 self._fetch(node, part)
             except (NodeError, GatherError) as error:
                 faults.append(f"{part}: {error}")
-            except _Stopped:
-                break
         return faults
 
     def _fetch(self, node: Node, part: NodePart) -> None:
@@ -240,10 +224,8 @@ class _Work:
         with plain_disk_errors(begun):
             begun.parent.mkdir(parents=True, exist_ok=True)
             target.parent.mkdir(parents=True, exist_ok=True)
-        continued = False
         for wait_s in (*WAITS_S, None):
             offset, digest = _begun(begun, part)
-            continued = continued or offset > 0
             self._advance(offset, received=0)
             try:
                 self._receive(node, part, begun, digest, offset=offset)
@@ -253,7 +235,7 @@ class _Work:
                 self._advance(-_size(begun), received=0)
                 say(f"{part.name}: {error}; continuing in {wait_s:.0f} s")
                 if self._stop.wait(wait_s):
-                    raise _Stopped from None
+                    raise
                 continue
             if digest.hexdigest() == part.blake2b:
                 with plain_disk_errors(target):
@@ -262,16 +244,15 @@ class _Work:
                 return
             self._advance(-_size(begun), received=0)
             begun.unlink()
-            if not continued:  # otherwise the bytes from an earlier attempt may be wrong
+            if not offset:  # otherwise the bytes from an earlier attempt may be wrong
                 break
-            continued = False
         raise GatherError("its size or checksum differs from the one in the manifest")
 
     def _receive(self, node: Node, part: NodePart, begun: Path, digest: Any, *, offset: int) -> None:
         with plain_disk_errors(begun), begun.open("ab") as file:
             for data in node.chunks(asdict(part), offset=offset):
                 if self._stop.is_set():
-                    raise _Stopped
+                    raise GatherError("the transfer was stopped")
                 file.write(data)
                 digest.update(data)
                 self._advance(len(data), received=len(data))
@@ -292,15 +273,12 @@ def _size(path: Path) -> int:
 
 def _begun(path: Path, part: NodePart) -> tuple[int, Any]:
     """Return how many bytes of a part an earlier attempt received, and their checksum."""
-    digest = new_checksum()
     if _size(path) > part.size:
         path.unlink()
     if not path.exists():
-        return 0, digest
+        return 0, new_checksum()
     with path.open("rb") as file:
-        while data := file.read(16 << 20):
-            digest.update(data)
-        return file.tell(), digest
+        return _size(path), hashlib.file_digest(file, new_checksum)
 
 
 def _remove(
@@ -309,9 +287,7 @@ def _remove(
     """Remove parts from their nodes if all of them were copied. Parts that an earlier call copied are verified again."""
     for part in parts:
         path = checkpoint / part.name
-        if part.name not in gathered and (
-            _size(path) != part.size or _begun(path, part)[1].hexdigest() != part.blake2b
-        ):
+        if part.name not in gathered and not (is_here(checkpoint, part) and file_checksum(path) == part.blake2b):
             raise GatherError(
                 f"{path} does not match the manifest, so no part was removed from the nodes; delete that file and gather again"
             )

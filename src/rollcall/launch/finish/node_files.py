@@ -46,15 +46,11 @@ class NodeFiles:
     def remove(self, parts: list) -> None:
         for part in parts:
             path = checked(part)
-            try:
+            with suppress(FileNotFoundError):
                 os.unlink(path)
-            except FileNotFoundError:
-                continue
-            for folder in (os.path.dirname(path), os.path.dirname(os.path.dirname(path))):
-                try:
-                    os.rmdir(folder)
-                except OSError:
-                    break  # the folder is not empty
+            with suppress(OSError):  # the folder is not empty
+                os.rmdir(os.path.dirname(path))
+                os.rmdir(os.path.dirname(os.path.dirname(path)))
 
 
 def main() -> None:

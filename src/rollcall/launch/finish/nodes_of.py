@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from tempfile import TemporaryFile
-from typing import Any, Protocol
+from typing import Any
 
 from rollcall.base.errors import ClusterError
 from rollcall.base.words import visible
@@ -25,7 +25,6 @@ from rollcall.process.ray.each_node import NoAnswerError, Pinned, answer_of
 from rollcall.process.ray.members import ranked_nodes
 
 ANSWER_S = 120.0  # to wait for an answer or the next bytes
-AHEAD = 2  # chunks that are requested before they are needed
 Asked = Mapping[str, Any]  # a part, with at least its name, place, run and size
 
 
@@ -33,39 +32,17 @@ class NodeError(ClusterError):
     """A node did not answer, or its answer was wrong; the message names the node and the reason."""
 
 
-class Node(Protocol):
-    @property
-    def where(self) -> str:
-        """The node's name in messages."""
-        ...
-
-    def present(self, parts: Sequence[Asked]) -> list[str]:
-        """Return the names of the parts that the node has."""
-        ...
+class ThisNode(NodeFiles):
+    where: str = "this node"  # its name in messages
 
     def chunks(self, part: Asked, *, offset: int) -> Iterator[bytes]:
         """Yield a part's bytes from ``offset`` on."""
-        ...
-
-    def remove(self, parts: Sequence[Asked]) -> None: ...
-
-
-class ThisNode:
-    where: str = "this node"
-
-    def present(self, parts: Sequence[Asked]) -> list[str]:
-        return NodeFiles().present(list(parts))
-
-    def chunks(self, part: Asked, *, offset: int) -> Iterator[bytes]:
         try:
-            while data := NodeFiles().read(dict(part), offset, CHUNK_BYTES):
+            while data := self.read(dict(part), offset, CHUNK_BYTES):
                 yield data
                 offset += len(data)
         except (OSError, ValueError) as error:
             raise NodeError(f"{self.where}: {error}") from error
-
-    def remove(self, parts: Sequence[Asked]) -> None:
-        NodeFiles().remove(list(parts))
 
 
 class RayNodeFiles:
@@ -81,7 +58,7 @@ class RayNodeFiles:
     def chunks(self, part: Asked, *, offset: int) -> Iterator[bytes]:
         starts = range(offset, part["size"], CHUNK_BYTES)
         calls = (self._there.call("read", dict(part), start, CHUNK_BYTES) for start in starts)
-        waiting = list(islice(calls, AHEAD))
+        waiting = list(islice(calls, 2))  # chunks that are requested before they are needed
         while waiting:
             data = self._answer(waiting.pop(0))
             waiting += islice(calls, 1)
@@ -106,10 +83,6 @@ class SshNode:
     login: Login
     inside: tuple[str, ...] = ()  # the command for a shell in the node's container
 
-    @property
-    def where(self) -> str:
-        return self.host
-
     def present(self, parts: Sequence[Asked]) -> list[str]:
         return self._ask("present", parts)
 
@@ -127,12 +100,7 @@ class SshNode:
             ) from None
 
     def chunks(self, part: Asked, *, offset: int) -> Iterator[bytes]:
-        left = part["size"] - offset
-        for data in self._answer(do="read", part=dict(part), offset=offset):
-            left -= len(data)
-            yield data
-        if left:
-            raise NodeError(f"{self.host}: the part on this host is too short")
+        return self._answer(do="read", part=dict(part), offset=offset)
 
     def _answer(self, **question: Any) -> Iterator[bytes]:
         """Yield the host's output as it arrives. If the command fails, raise an error with the host's stderr."""
@@ -163,6 +131,9 @@ class SshNode:
                 raise NodeError(": ".join([f"{self.host}: ssh ended early with status {status}", *lines]))
 
 
+Node = ThisNode | RayNodeFiles | SshNode
+
+
 def find_nodes(run_dir: Path, *, hosts: Sequence[str]) -> list[Node]:
     """Return the nodes to ask: ``hosts`` if set, else the cluster's nodes, else the hosts of the run's launch."""
     if hosts:
@@ -173,8 +144,7 @@ def find_nodes(run_dir: Path, *, hosts: Sequence[str]) -> list[Node]:
         for record in all_records():
             if SITE in record.facts and Path(record.run_dir).resolve() == run_dir.resolve():
                 site = Site.of_record(record)
-                hosts_of_launch = [SshNode(host=host, login=site.login, inside=site.inside) for host in site.hosts]
-                return [ThisNode(), *hosts_of_launch]
+                return [ThisNode(), *(SshNode(host=host, login=site.login, inside=site.inside) for host in site.hosts)]
         raise ClusterError(
             f"cannot reach the nodes of {run_dir}: {error}. Run this on a node of the cluster, or name the hosts that have "
             "the parts: --hosts HOST,HOST"

@@ -30,6 +30,7 @@ _ADVICE = {
     404: "check that the owner's name is right and that HF_ENDPOINT names the right hub",
     413: "the account does not have enough storage: free some, or choose another owner",
 }
+_WEIGHTS = ["*.safetensors", "*.safetensors.index.json", "pytorch_model*.bin", "pytorch_model.bin.index.json"]
 _STATUS = re.compile(r"HTTP status (?:client|server) error \((\d{3})")
 T = TypeVar("T")
 
@@ -72,12 +73,7 @@ def upload(model_dir: Path, repo: str, *, private: bool = False, revision: str |
             repo_id=repo,
             folder_path=model_dir,
             allow_patterns=names,
-            delete_patterns=[
-                "*.safetensors",
-                "*.safetensors.index.json",
-                "pytorch_model*.bin",
-                "pytorch_model.bin.index.json",
-            ],
+            delete_patterns=_WEIGHTS,
             commit_message="Upload a model trained with Rollcall",
             revision=branch,
         ),
@@ -91,9 +87,7 @@ def upload(model_dir: Path, repo: str, *, private: bool = False, revision: str |
                 f"{repo} has {sizes.get(name, 'nothing')} for {name}, but the local file has {here}; upload it again, and check "
                 "whether the repository's .gitignore lists it"
             )
-    return Uploaded(
-        repo=repo, revision=branch, commit=str(commit.oid), url=str(commit.commit_url), num_files=len(names)
-    )
+    return Uploaded(repo=repo, revision=branch, commit=commit.oid, url=commit.commit_url, num_files=len(names))
 
 
 def verified_files(model_dir: Path) -> list[str]:

@@ -27,7 +27,6 @@ from rollcall.loop.attempts import Budget
 from rollcall.nodes.declared import SEALED, open_sealed
 
 ASKED = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
-QUIET_S = 1.0  # an incomplete line is passed on after this time
 
 
 def supervise(command: Sequence[str], *, budget: Budget) -> int:
@@ -72,7 +71,7 @@ def pass_on(child: subprocess.Popen[bytes]) -> None:
     with child.stdout as stream:
         pipe = stream.fileno()
         while True:
-            ready, _, _ = select.select([pipe], [], [], QUIET_S)
+            ready, _, _ = select.select([pipe], [], [], 1.0)  # then an incomplete line is passed on
             piece = os.read(pipe, 2**16) if ready else b""
             text = redactor.feed(decoder.decode(piece)) if piece else redactor.end()
             os.write(1, text.encode())

@@ -13,7 +13,7 @@ import os
 import sys
 import sysconfig
 import zipfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -62,9 +62,7 @@ def build_package(config: Config, *, run_file: str, folder: Path) -> bytes:
     buffer = io.BytesIO()
     with zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED) as archive:
         for name in sorted(contents):
-            entry = zipfile.ZipInfo(
-                name, date_time=(1980, 1, 1, 0, 0, 0)
-            )  # a fixed date makes the archive reproducible
+            entry = zipfile.ZipInfo(name)  # with a fixed date, so the archive is reproducible
             entry.external_attr = 0o644 << 16
             entry.compress_type = zipfile.ZIP_DEFLATED
             archive.writestr(entry, contents[name])
@@ -100,7 +98,9 @@ def _module_files(module: str, *, folder: Path, asked: str) -> dict[str, Path]:
         if name in seen or name == "rollcall" or name in sys.stdlib_module_names:
             continue
         seen.add(name)
-        origin = _find(name, search)
+        spec = importlib.machinery.PathFinder.find_spec(name, search)
+        place = None if spec is None else next(iter(spec.submodule_search_locations or ()), spec.origin)
+        origin = Path(place) if place else None  # a module's file or a package's folder
         if origin is None and len(seen) == 1:
             raise ClusterError(
                 f"{asked}: there is no module {name!r} in {folder}; submit from the folder that contains it"
@@ -114,26 +114,16 @@ def _module_files(module: str, *, folder: Path, asked: str) -> dict[str, Path]:
     return found
 
 
-def _find(name: str, search: Sequence[str]) -> Path | None:
-    """Return a module's file or a package's folder."""
-    spec = importlib.machinery.PathFinder.find_spec(name, search)
-    found = None if spec is None else next(iter(spec.submodule_search_locations or ()), spec.origin)
-    return Path(found) if found else None
-
-
 def _imported(path: Path) -> set[str]:
     """Return the top-level names that a source file imports from outside its package."""
     try:
         tree = ast.parse(path.read_bytes())
     except SyntaxError as error:
         raise ClusterError(f"{path}, line {error.lineno}: {error.msg}") from None
-    names: set[str] = set()
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Import):
-            names.update(alias.name.partition(".")[0] for alias in node.names)
-        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
-            names.add(node.module.partition(".")[0])
-    return names
+    nodes = list(ast.walk(tree))
+    names = [alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names]
+    names += [node.module for node in nodes if isinstance(node, ast.ImportFrom) and node.module and not node.level]
+    return {name.partition(".")[0] for name in names}
 
 
 # Paths in the run file, which refer to the cluster's file system

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import subprocess
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 
 import psutil
@@ -59,12 +59,9 @@ def _run(command: str, *, timeout_s: float) -> int | None:
         if process.is_running():
             started = [*process.children(recursive=True), process]
             for each in started:
-                _tell(each.terminate)  # gives it time to clean up
+                with suppress(psutil.NoSuchProcess):
+                    each.terminate()  # gives it time to clean up
             for each in psutil.wait_procs(started, timeout=END_S)[1]:
-                _tell(each.kill)
+                with suppress(psutil.NoSuchProcess):
+                    each.kill()
             process.wait()
-
-
-def _tell(signal: Callable[[], None]) -> None:
-    with suppress(psutil.NoSuchProcess):
-        signal()

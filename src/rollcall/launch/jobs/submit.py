@@ -15,7 +15,6 @@ import socket
 import time
 import urllib.parse
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
@@ -40,26 +39,25 @@ if TYPE_CHECKING:  # it imports Ray, which reads variables at import
 
 PREFIX = "rollcall-"
 LATEST = "latest"
-SAVE_S = 300  # how long a job has to save after trainer.stop_grace_s, before Ray kills it
 STOP_WAIT = "RAY_JOB_STOP_WAIT_TIME_S"  # Ray reads it on the head; its default, 3 s, is too short for a checkpoint
 START_S = 180.0  # for the head to unpack the code and start the driver
-LOST_S = 120.0  # how long ``follow`` waits for a head that does not answer
 # `rollcall node` sets ROLLCALL_PYTHON; on a head that was started in a different way, the first `python` on its PATH is used.
 # Ray starts the driver from a shell. `exec` replaces that shell, so that a signal for the driver does not kill a shell above it.
 ENTRYPOINT = f'exec "${{ROLLCALL_PYTHON:-python}}" -m rollcall.launch.jobs.driver {RUN_FILE}'
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    id: str  # Ray's submission id
-    run: str  # the run's name; "" if rollcall did not submit the job
-    status: str  # PENDING, RUNNING, SUCCEEDED, FAILED, STOPPED
-    message: str
-    started: datetime  # when it was submitted
-    ended: datetime | None
-    exit_code: int | None
-    submitter: str  # user@host
-    run_dir: str
+    def __init__(self, details: JobDetails) -> None:
+        metadata = details.metadata or {}
+        self.id: str = details.submission_id or ""
+        self.run: str = metadata.get("run", "")  # the run's name; "" if rollcall did not submit the job
+        self.status: str = details.status.value  # PENDING, RUNNING, SUCCEEDED, FAILED, STOPPED
+        self.message: str = details.message or ""
+        self.started = datetime.fromtimestamp((details.start_time or 0) / 1000, UTC)  # when it was submitted
+        self.ended = datetime.fromtimestamp(details.end_time / 1000, UTC) if details.end_time else None
+        self.exit_code: int | None = details.driver_exit_code
+        self.submitter: str = metadata.get("submitter", "")  # user@host
+        self.run_dir: str = metadata.get("run_dir", "")
 
     @property
     def is_over(self) -> bool:
@@ -80,8 +78,8 @@ class Job:
         return "was stopped" if self.status == "STOPPED" else f"is {self.status}"
 
     def as_json(self) -> dict[str, Any]:
-        ended = self.ended.isoformat() if self.ended else None
-        return {**asdict(self), "message": redact(self.message), "started": self.started.isoformat(), "ended": ended}
+        times = {"started": self.started.isoformat(), "ended": self.ended and self.ended.isoformat()}
+        return {**vars(self), "message": redact(self.message), **times}
 
 
 class Jobs:
@@ -107,7 +105,7 @@ class Jobs:
         if config.environment is not None:
             named["environment.env"] = config.environment.env
         environment = job_env(config.cluster, environ=environ, token=self._token, named=named)
-        environment[STOP_WAIT] = str(math.ceil(config.trainer.stop_grace_s) + SAVE_S)
+        environment[STOP_WAIT] = str(math.ceil(config.trainer.stop_grace_s) + 300)  # s to save before Ray kills it
         config = resolve_paths(config, folder=folder, shared=self.shared)
         package = build_package(config, run_file=dump_config(config), folder=folder)
         refuse_busy(config.run.dir, others)
@@ -129,7 +127,7 @@ class Jobs:
 
     def jobs(self) -> list[Job]:
         """Return all submitted jobs, newest first, including jobs from ``ray job submit``."""
-        jobs = [_job(details) for details in self._client.call("list_jobs") if details.submission_id]
+        jobs = [Job(details) for details in self._client.call("list_jobs") if details.submission_id]
         return sorted(jobs, key=lambda job: (job.started, job.id), reverse=True)
 
     def find(self, job_id: str = LATEST) -> Job:
@@ -144,7 +142,7 @@ class Jobs:
         raise ClusterError(f"the cluster at {self.where} has no job {job_id!r}; its jobs are:\n{known}")
 
     def job(self, job_id: str) -> Job:
-        return _job(self._details(job_id))
+        return Job(self._client.call("get_job_info", job_id))
 
     def logs(self, job_id: str) -> str:
         """Return everything that the job's driver has printed so far, redacted."""
@@ -181,7 +179,7 @@ class Jobs:
                     return job
                 heard = time.monotonic()
             except Unreachable as error:
-                if time.monotonic() - heard >= LOST_S:
+                if time.monotonic() - heard >= 120.0:
                     raise ClusterError(
                         f"{error}\nthe job may still be running; follow it again with `rollcall job logs --follow {job_id}`"
                     ) from None
@@ -194,10 +192,8 @@ class Jobs:
 
     def stop(self, job_id: str) -> Job:
         """Stop a job and wait until it has saved and ended; a finished job is not changed."""
-        details = self._details(job_id)
-        job = _job(details)
-        if job.is_over:
-            return job
+        details = self._client.call("get_job_info", job_id)
+        job = Job(details)
         wait = Wait(60.0 + float(_variables(details).get(STOP_WAIT, 0)), first_s=5.0, every_s=5.0)
         asked = False
         while not job.is_over:
@@ -210,19 +206,10 @@ class Jobs:
             job = self.job(job_id)
         return job
 
-    def _details(self, job_id: str) -> JobDetails:
-        from rollcall.process.ray.job_client import UnknownJob
-
-        try:
-            return self._client.call("get_job_info", job_id)
-        except UnknownJob:
-            self.find(job_id)  # its error lists the existing jobs
-            raise
-
     def _learn_secrets(self, job_id: str) -> None:
         """Register the job's sealed values, so that this process also redacts them in the job's log."""
         if self._token:
-            remember(sealed_values(_variables(self._details(job_id)), token=self._token).values())
+            remember(sealed_values(_variables(self._client.call("get_job_info", job_id)), token=self._token).values())
 
 
 def reach(
@@ -323,25 +310,6 @@ def new_id(run_name: str) -> str:
     return f"{PREFIX}{name}-{time.strftime('%m%d-%H%M%S')}-{secrets.token_hex(2)}"
 
 
-def _job(details: JobDetails) -> Job:
-    metadata = details.metadata or {}
-    return Job(
-        id=details.submission_id or "",
-        run=metadata.get("run", ""),
-        status=details.status.value,
-        message=details.message or "",
-        started=_when(details.start_time or 0),
-        ended=_when(details.end_time) if details.end_time else None,
-        exit_code=details.driver_exit_code,
-        submitter=metadata.get("submitter", ""),
-        run_dir=metadata.get("run_dir", ""),
-    )
-
-
 def _variables(details: JobDetails) -> dict[str, str]:
     """Return the variables that were passed to the job."""
     return (details.runtime_env or {}).get("env_vars") or {}
-
-
-def _when(milliseconds: int) -> datetime:
-    return datetime.fromtimestamp(milliseconds / 1000, UTC)

@@ -12,16 +12,16 @@ import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 from pydantic import TypeAdapter
 
 from rollcall.base.wait import on_stdout
 from rollcall.base.words import counted
 from rollcall.config.launch import SshSection
-from rollcall.launch.container import container_of
-from rollcall.launch.record import LaunchError, LaunchRecord, all_records, find_record, launches, reason
+from rollcall.launch.record import LaunchError, LaunchRecord, all_records, find_record, launches, read_lines
 from rollcall.launch.rendered import exports, shell_path
-from rollcall.launch.ssh.shell import Login, Outcome, Tell, prefixed, run_on_all
+from rollcall.launch.ssh.shell import Login, Outcome, prefixed, run_on_all
 from rollcall.launch.target import LaunchRequest
 from rollcall.nodes.state import CLUSTER
 
@@ -41,7 +41,7 @@ class Site:
     @classmethod
     def of_request(cls, request: LaunchRequest) -> Site:
         section = request.section(SshSection)
-        container = container_of(request.launch, request.cluster, name=request.container_name)
+        container = request.container()
         end = None
         if container is not None and (words := container.stop()) is not None:
             seen = shlex.join([container.section.runtime, "container", "inspect", container.name])
@@ -91,18 +91,10 @@ class Site:
         ]
         return "\n".join(["main() {", *environment, *lines, "}", "main; exit", ""])
 
-    def send(
-        self,
-        scripts: Mapping[str, str],
-        *,
-        timeout_s: float | None = None,
-        tell: Tell | None = None,
-        together: bool = False,
-    ) -> list[Outcome]:
-        """Run the hosts' scripts on all hosts at once."""
+    def send(self, scripts: Mapping[str, str], **how: Any) -> list[Outcome]:
+        """Run the hosts' scripts on all hosts at once. The options are those of ``run_on_all``."""
         entry = f"exec {shlex.join(self.inside)}\n" if self.inside else ""
-        whole = {host: entry + script for host, script in scripts.items()}
-        return run_on_all(self.login, whole, timeout_s=timeout_s, tell=tell, together=together)
+        return run_on_all(self.login, {host: entry + script for host, script in scripts.items()}, **how)
 
     def outside(self) -> Site:
         """Return a site whose scripts run on the hosts, outside their containers, to create and remove the containers."""
@@ -131,10 +123,9 @@ def run_there(record: LaunchRecord, *, where: str, command: Sequence[str]) -> li
         f"( {line}\n) </dev/null; status=$?",
         "disown $watch; kill $watch; return $status",
     )
-    outcomes = site.send(dict.fromkeys(hosts, script), tell=prefixed(hosts, write=on_stdout))
     return [
         f"{each.host}: failed with status {each.status}" if each.was_reached else each.problem
-        for each in outcomes
+        for each in site.send(dict.fromkeys(hosts, script), tell=prefixed(hosts, write=on_stdout))
         if not each.is_good
     ]
 
@@ -157,7 +148,9 @@ def choose_hosts(given: list[str] | Path, *, count: int, name: str, cwd: Path) -
     elif len(before) == count:
         return before
     else:
-        listed = _read(cwd / given.expanduser())
+        lines = read_lines(cwd / given.expanduser(), key="launch.ssh.hosts")
+        # One host per line; a ``#`` begins a comment.
+        listed = checked_hosts([host for line in lines if (host := line.partition("#")[0].strip())])
         free = tuple(host for host in listed if host not in used)
         if len(free) < count:
             others = "".join(f"\n  {host} is used by launch {used[host]!r}" for host in listed if host in used)
@@ -185,15 +178,6 @@ def _refuse_used(hosts: Sequence[str], used: Mapping[str, str]) -> None:
         raise LaunchError(
             f"already in use: {', '.join(taken)}; choose other hosts, or end that launch with `rollcall launch down NAME`"
         )
-
-
-def _read(path: Path) -> tuple[str, ...]:
-    """Read a file with one host per line; a ``#`` begins a comment."""
-    try:
-        lines = path.read_text().splitlines()
-    except (OSError, ValueError) as error:
-        raise LaunchError(f"launch.ssh.hosts={path} cannot be read: {reason(error)}") from None
-    return checked_hosts([host for line in lines if (host := line.partition("#")[0].strip())])
 
 
 def checked_hosts(hosts: Sequence[str], *, key: str = "launch.ssh.hosts") -> tuple[str, ...]:

@@ -170,18 +170,12 @@ async def _connect(
             except TimeoutError:
                 break
     finally:
-        is_late = process.returncode is None
-        if is_late:
+        status = process.returncode
+        if status is None:
             with suppress(ProcessLookupError):  # it has just exited
                 os.killpg(process.pid, signal.SIGKILL)
         await exited(process)
-    return Outcome(
-        host=host,
-        status=None if is_late else process.returncode,
-        lines=tuple(lines),
-        was_reached=was_reached,
-        was_let_go=was_let_go,
-    )
+    return Outcome(host=host, status=status, lines=tuple(lines), was_reached=was_reached, was_let_go=was_let_go)
 
 
 def start_ssh(

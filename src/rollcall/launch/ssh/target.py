@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import shlex
 import urllib.parse
 from collections.abc import Sequence
@@ -25,7 +24,6 @@ from rollcall.base.version import __version__
 from rollcall.base.wait import say
 from rollcall.base.words import counted
 from rollcall.config.launch import SshSection
-from rollcall.launch.container import container_of
 from rollcall.launch.jobs.package import build_package, resolve_paths
 from rollcall.launch.jobs.submit import Job, new_id
 from rollcall.launch.record import LaunchError, LaunchRecord, forget, get_record, launch_token
@@ -41,7 +39,7 @@ from rollcall.nodes.state import TOKEN
 LOOK_S = 180.0  # importing Python packages over a network file system is slow
 CHECK_S = 120.0
 LOOK, PREPARE, CHECK = "look.sh", "prepare.sh", "check.sh"  # rendered scripts
-CONTAINER_FILE, NODE_FILE = "container.sh", re.compile(r"node-\d+\.sh")
+CONTAINER_FILE = "container.sh"
 UP = "up"  # key in the record's facts: the hosts that have a node or its container, or were about to get one
 HEAD = "head"  # key in the record's facts: the head's address
 
@@ -84,7 +82,7 @@ class Ssh(Target):
             f"script, the cluster's token ({TOKEN}) and the head's address ($head)",
             f"then this machine submits the run through an ssh tunnel to the dashboard of {head[0]}",
         ]
-        if (lines := _container_lines(request)) is not None:
+        if lines := _container_lines(request):
             script = "\n".join(["main() {", *lines, "}", "main; exit", ""])
             steps.insert(0, (CONTAINER_FILE, hosts, "start the container", script))
             notes.insert(0, f"scripts after {CONTAINER_FILE} run in the container: `{shlex.join(site.inside)}`")
@@ -100,7 +98,7 @@ class Ssh(Target):
 
     def in_use(self, record: LaunchRecord, names: Sequence[str]) -> Sequence[str]:
         """Return the files in use. Nodes stay up after a run, so the next run may have a different run file."""
-        nodes = [name for name in names if name == CONTAINER_FILE or NODE_FILE.fullmatch(name)]
+        nodes = [name for name in names if name not in (RUN_FILE, LOOK, PREPARE, CHECK)]
         run = [RUN_FILE] if RUN_FILE in names and _is_running(record) else []
         return [*(nodes if record.facts.get(UP) else []), *run]
 
@@ -157,6 +155,7 @@ class Ssh(Target):
             print(jobs.logs(_submitted(record, found).id), end="")
 
     def stop(self, record: LaunchRecord) -> None:
+        record = record.having(state="stopping").save()
         if record.id and DASHBOARD in record.facts:
             try:
                 with jobs_of(record) as (jobs, job):
@@ -164,12 +163,7 @@ class Ssh(Target):
                         jobs.stop(job.id)  # the run saves
             except (LaunchError, ClusterError) as error:  # a head that does not answer has no run to save
                 say(f"could not ask {record.id} to save: {error}")
-        if problems := _take_down(record):
-            raise LaunchError(
-                "\n  ".join(["not everything that was started could be stopped:", *problems])
-                + f"\nrun `rollcall launch down {record.name}` again when these hosts answer; if a host is gone for "
-                f"good, remove {record.folder}"
-            )
+        _take_down(record)
 
 
 def _submitted(record: LaunchRecord, job: Job | None) -> Job:
@@ -180,8 +174,6 @@ def _submitted(record: LaunchRecord, job: Job | None) -> Job:
 
 def _is_running(record: LaunchRecord) -> bool:
     """Return whether the launch's run is still running. A head that does not answer counts as having no run."""
-    if not record.id or DASHBOARD not in record.facts:
-        return False
     try:
         with jobs_of(record) as (_, job):
             return job is not None and not job.is_over
@@ -213,14 +205,14 @@ def _node_line(request: LaunchRequest, rank: int) -> str:
     return f'{line} --head-address "$head"'
 
 
-def _container_lines(request: LaunchRequest) -> list[str] | None:
-    """Return shell lines that start the container for a host's node, or None if there is nothing to do before the node starts."""
-    container = container_of(request.launch, request.cluster, name=request.container_name)
+def _container_lines(request: LaunchRequest) -> list[str]:
+    """Return shell lines that start the container for a host's node. There are none if nothing has to be done before the node starts."""
+    container = request.container()
     if container is None:
-        return None
+        return []
     lines = [f"{{ {line}; }} || exit 1" for line in container.before()]
     if not container.is_daemon:
-        return lines or None
+        return lines
     seen = [container.section.runtime, "container", "inspect", "--format", "{{.State.Running}}", container.name]
     return [
         f'[ -n "$rollcall_again" ] && [ "$({shlex.join(seen)} 2>/dev/null)" = true ] && exit',
@@ -242,8 +234,7 @@ def _start_containers(site: Site, rendered: Rendered, record: LaunchRecord) -> L
     say(f"starting {counted(len(site.hosts), 'container')}")
     before = "rollcall_again=yes\n" if record.facts.get(UP) else ""
     record = record.knowing(**{UP: list(site.hosts)}).having(id=record.id or "").save()
-    script = before + rendered.files[CONTAINER_FILE]
-    site.outside().do(dict.fromkeys(site.hosts, script), to="start a container")
+    site.outside().do(dict.fromkeys(site.hosts, before + rendered.files[CONTAINER_FILE]), to="start a container")
     return record
 
 
@@ -287,8 +278,7 @@ def _prepare(request: LaunchRequest, site: Site, rendered: Rendered) -> None:
     # The model cache's location and the hub's key are among the run's variables.
     variables = {**request.cluster.env, **passed(request.cluster, environ=os.environ)}
     script = "\n".join([*exports(variables), rendered.files[PREPARE]])
-    scripts = {**dict.fromkeys(site.hosts, script), site.hosts[0]: f"once=--once\n{script}"}
-    site.do(scripts, to="run `rollcall prepare`")
+    site.do({**dict.fromkeys(site.hosts, script), site.hosts[0]: f"once=--once\n{script}"}, to="run `rollcall prepare`")
 
 
 def _start_nodes(site: Site, rendered: Rendered, record: LaunchRecord) -> None:
@@ -340,19 +330,19 @@ def _undo(record: LaunchRecord, *, has_failed: bool) -> None:
     if not record.facts.get(UP):
         return
     say("taking down what was started")
-    if problems := _take_down(record, keep_logs=has_failed):
-        say("\n  ".join(["not everything that was started could be stopped:", *problems]))
-        say(f"run `rollcall launch down {record.name}` when these hosts answer")
-    else:
+    try:
+        _take_down(record, keep_logs=has_failed)
         forget(record)
+    except LaunchError as error:
+        say(str(error))
 
 
-def _take_down(record: LaunchRecord, *, keep_logs: bool = False) -> list[str]:
-    """Stop the node and its container on every host that has them or was about to get them; return the problems. A host that was
-    taken down is removed from the record."""
+def _take_down(record: LaunchRecord, *, keep_logs: bool = False) -> None:
+    """Stop the node and its container on every host that has them or was about to get them. A host that was taken down is removed from
+    the record. Raise an error that names the others."""
     hosts = record.facts.get(UP, [])
     if not hosts:
-        return []
+        return
     site = Site.of_record(record)
     if site.container is None:
         words = ("rollcall", "down", "--cluster", record.name, *(["--keep-logs"] if keep_logs else []))
@@ -360,5 +350,11 @@ def _take_down(record: LaunchRecord, *, keep_logs: bool = False) -> list[str]:
     else:
         site, script = site.outside(), f"{site.container}; exit\n"
     outcomes = site.send(dict.fromkeys(hosts, script), timeout_s=300.0, tell=prefixed(hosts))
-    record.knowing(**{UP: [each.host for each in outcomes if not each.is_good]}).save()
-    return [each.problem for each in outcomes if not each.is_good]
+    left = [each for each in outcomes if not each.is_good]
+    record.knowing(**{UP: [each.host for each in left]}).save()
+    if left:
+        raise LaunchError(
+            "\n  ".join(["not everything that was started could be stopped:", *(each.problem for each in left)])
+            + f"\nrun `rollcall launch down {record.name}` again when these hosts answer; if a host is gone for "
+            f"good, remove {record.folder}"
+        )

@@ -31,6 +31,7 @@ class Tunnel:
 
     def __init__(self, login: Login, *, host: str, port: int, local_port: int | None = None) -> None:
         self.local_port = local_port or free_ports(1)[0]
+        self.url = f"http://127.0.0.1:{self.local_port}"
         # A connection that the user's ssh shares would keep the port open after this process exits.
         forward = ("-L", f"127.0.0.1:{self.local_port}:127.0.0.1:{port}", "-o", "ExitOnForwardFailure=yes")
         self._words = login.words(host, "-o", "ControlPath=none", *forward)
@@ -38,10 +39,6 @@ class Tunnel:
         self._process: subprocess.Popen[bytes] | None = None
         if why := self.connect():
             raise LaunchError(why)
-
-    @property
-    def url(self) -> str:
-        return f"http://127.0.0.1:{self.local_port}"
 
     @property
     def is_open(self) -> bool:

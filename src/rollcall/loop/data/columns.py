@@ -31,7 +31,7 @@ MAX_DEPTH = 50  # of nested lists and mappings
 
 
 class DataError(ValueError):
-    """A data file or dataset is wrong; the message names the file and the row, and says what to do."""
+    """A data file or dataset is wrong or cannot be built; the message says where and what to do."""
 
 
 class ColumnError(ValueError):
@@ -125,12 +125,10 @@ def nearest(key: str, columns: Mapping[str, Any], option: str) -> str:
     near += difflib.get_close_matches(key, names, n=1, cutoff=0.5)
     if option == "columns":
         hint = f"rename one of them, for example with data.columns: {{{near[0] if near else 'NAME'}: {key}}}"
+    elif near:
+        hint = f"did you mean {near[0]!r}? set data.{option}={near[0]}"
     else:
-        hint = (
-            f"did you mean {near[0]!r}? set data.{option}={near[0]}"
-            if near
-            else f"set data.{option} to the right column"
-        )
+        hint = f"set data.{option} to the right column"
     return f"its columns are {listed(columns)}; {hint}"
 
 

@@ -14,14 +14,7 @@ import numpy as np
 from rollcall.base.types import Prompt
 from rollcall.base.words import all_of, are
 from rollcall.config import DataSection
-from rollcall.loop.data.columns import (
-    DataError,
-    answer_text,
-    check_texts,
-    nearest,
-    plain,
-    row_name,
-)
+from rollcall.loop.data.columns import DataError, answer_text, check_texts, nearest, plain, row_name
 from rollcall.loop.data.rows import NO_DATA, Row, Split, of_column, section_rows
 from rollcall.model.chat_template import TemplateError, render_chats
 
@@ -111,14 +104,9 @@ def _without_data(data: DataSection, tokenizer: Any, *, split: str, limit: int |
     system = [{"role": "system", "content": data.system}] if data.system is not None else []
     chat = {"prompt_messages": [*system, {"role": "user", "content": ""}]} if is_chat else {}
     first = 0 if split == "train" else NUM_ROWS
+    ids = np.zeros(1, dtype=np.int32)
     prompts = [
-        Prompt(
-            id=f"environment-{split}:{index}",
-            token_ids=np.zeros(1, dtype=np.int32),
-            text="",
-            answer="",
-            metadata={"index": index, **chat},
-        )
+        Prompt(id=f"environment-{split}:{index}", token_ids=ids, text="", answer="", metadata={"index": index, **chat})
         for index in range(first, first + (limit or (NUM_ROWS if split == "train" else NUM_ROWS // 8)))
     ]
     return PromptSet(prompts=prompts, num_overlong=0, source=NO_DATA)
@@ -138,8 +126,7 @@ def _check_section(data: DataSection, tokenizer: Any) -> None:
             if with_it == without:
                 raise DataError(
                     "the chat template drops data.system: it renders the same text with and without it. Put the text in data.template, "
-                    "or set "
-                    "model.chat_template to one that renders system messages"
+                    "or set model.chat_template to one that renders system messages"
                 )
 
 
@@ -202,18 +189,12 @@ def _checked_messages(value: Any, row: Row) -> list[dict[str, Any]]:
         shown = "an empty list" if value == [] else f"{type(value).__name__} ({str(value)[:60]})"
         raise DataError(f"{row.where}: the prompt is {shown}; it must be {wanted}")
     for place, message in enumerate(value):
-        valid = (
-            isinstance(message, dict)
-            and isinstance(message.get("role"), str)
-            and isinstance(message.get("content"), str)
-        )
-        if not valid:
+        if not (isinstance(message, dict) and all(isinstance(message.get(key), str) for key in ("role", "content"))):
             raise DataError(f"{row.where}: message {place} is {str(message)[:80]}; the prompt must be {wanted}")
     if value[-1]["role"] == "assistant":
         raise DataError(
             f"{row.where}: the last message is the model's own (role 'assistant'), so the prompt would contain an answer and the model "
-            "would "
-            "learn to repeat it; end each prompt with a message from the user"
+            "would learn to repeat it; end each prompt with a message from the user"
         )
     # In Parquet, each message has the keys of all messages, with null for its missing ones.
     return [{key: item for key, item in message.items() if item is not None} for message in value]
@@ -274,8 +255,7 @@ def _check_needs(row: Row, data: DataSection, needs: Mapping[str, str]) -> None:
         if value is None or (isinstance(value, str) and not shown):
             raise DataError(
                 f"{row.where}: {key} is empty, but the reward {reward} needs it; fill it in, or leave such rows out. If a function can "
-                "do "
-                "without it, give the parameter a default"
+                "do without it, give the parameter a default"
             )
 
 
@@ -316,16 +296,9 @@ def _prompt(asked: _Asked, token_ids: list[int], data: DataSection) -> Prompt:
         if isinstance(given := row.columns[data.prompt_key], str):
             metadata["prompt_text"] = given  # TRL passes the unrendered prompt to functions
     identity = row.columns.get("id")
-    try:
-        ids = np.array(token_ids, dtype=np.int32)
-    except OverflowError:
-        raise DataError(
-            f"{row.where}: the tokenizer returns the token id {max(token_ids)}, but no model has ids above {np.iinfo(np.int32).max}; its "
-            "tokenizer.json is damaged: copy the model's files again"
-        ) from None
     return Prompt(
         id=row.default_id if identity is None else of_column(row, "the id", row_name, identity),
-        token_ids=ids,
+        token_ids=np.array(token_ids, dtype=np.int32),
         text=asked.text,
         answer=asked.answer,
         metadata=metadata,

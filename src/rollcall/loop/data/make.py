@@ -17,25 +17,18 @@ from typing import Any
 from rollcall.base.atomic import replacing
 from rollcall.base.errors import in_one_line
 from rollcall.loop.data.arithmetic import TEST_FRACTION, arithmetic, fraction
+from rollcall.loop.data.columns import DataError
 from rollcall.loop.data.rows import Row, read_rows
 from rollcall.reward.functions import decode_entry, encode_entry
 from rollcall.reward.math_answer import last_boxed
 
 RowDict = dict[str, Any]
 
-TASKS = ("arithmetic", "countdown", "gsm8k", "math", "reasoning-gym:TASK")
-
-_MAX_GENERATED_TEST_ROWS = 1000
-_DEFAULT_ROWS = {"countdown": 10_000, "reasoning-gym": 1_000}
 _ANSWER_TAG_ADVICE = "Put the final answer between <answer> and </answer>."
 _HUB = {  # task -> repository, folder with the wanted configuration
     "gsm8k": ("openai/gsm8k", "main/"),
     "math": ("DigitalLearningGmbH/MATH-lighteval", "data/"),
 }
-
-
-class MakeError(ValueError):
-    """A task file cannot be built; the message says why and what to do."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,16 +45,19 @@ def make_task(task: str, *, num: int | None, seed: int, source: Path | None) -> 
     """Build a task's rows from its name on the command line; ``num`` is the number of training rows."""
     name, _, gym_task = task.partition(":")
     if source is not None and name not in _HUB:
-        raise MakeError(f"{task} is generated and reads no file; remove --source")
+        raise DataError(f"{task} is generated and reads no file; remove --source")
     if name == "reasoning-gym":
-        return _make_generated(name, partial(reasoning_gym, gym_task, seed=seed), num=num)
+        return _make_generated(name, partial(reasoning_gym, gym_task, seed=seed), num_train=num or 1_000)
     if task == "countdown":
-        return _make_generated(task, partial(countdown, seed=seed), num=num)
+        return _make_generated(task, partial(countdown, seed=seed), num_train=num or 10_000)
     if task == "arithmetic":
-        return _make_arithmetic(num=num, seed=seed)
+        train, test = list(arithmetic(split="train", seed=seed)), list(arithmetic(split="val", seed=seed))
+        if num is not None and num > len(train):
+            raise DataError(f"--num {num}: arithmetic has only {len(train)} training rows; ask for at most that many")
+        return TaskRows(train=train[:num], test=test, num_rows=len(train[:num]) + len(test), reward="exact")
     if task in _HUB:
         return _make_from_files(task, source=source, num=num, seed=seed)
-    raise MakeError(f"{task!r} is not a task; the tasks are {', '.join(TASKS)}")
+    raise DataError(f"{task!r} is not a task; the tasks are arithmetic, countdown, gsm8k, math, reasoning-gym:TASK")
 
 
 def write_parquet(rows: Iterable[RowDict], path: Path) -> int:
@@ -71,23 +67,11 @@ def write_parquet(rows: Iterable[RowDict], path: Path) -> int:
 
     table = pyarrow.Table.from_pylist(list(rows))
     if table.num_rows == 0:
-        raise MakeError(f"there are no rows for {path}; ask for more with --num, or give a larger --source")
+        raise DataError(f"there are no rows for {path}; ask for more with --num, or give a larger --source")
     path.parent.mkdir(parents=True, exist_ok=True)
     with replacing(path) as file:
         pyarrow.parquet.write_table(table, file)
     return table.num_rows
-
-
-# Arithmetic
-
-
-def _make_arithmetic(*, num: int | None, seed: int) -> TaskRows:
-    train = list(arithmetic(split="train", seed=seed))
-    test = list(arithmetic(split="val", seed=seed))
-    if num is not None and num > len(train):
-        raise MakeError(f"--num {num}: arithmetic has only {len(train)} training rows; ask for at most that many")
-    train = train[:num]
-    return TaskRows(train=train, test=test, num_rows=len(train) + len(test), reward="exact")
 
 
 # Countdown
@@ -141,7 +125,7 @@ def gsm8k(rows: Iterable[Row]) -> Iterator[RowDict]:
         question, solution = _text(row, "question"), _text(row, "answer")
         reasoning, mark, answer = solution.rpartition("####")
         if not mark:
-            raise MakeError(
+            raise DataError(
                 f"{row.where}: the answer has no '####' before its result; GSM8K rows end with one, such as '#### 72'"
             )
         prompt = f"{question}\n\nThink step by step and end with the result after ####."
@@ -152,9 +136,12 @@ def math(rows: Iterable[Row]) -> Iterator[RowDict]:
     r"""Convert MATH's `problem` and `solution`. The answer is the solution's last ``\boxed{...}``."""
     for row in rows:
         problem, solution = _text(row, "problem"), _text(row, "solution")
-        answer = last_boxed(solution) or _loosely_boxed(solution)
+        answer = last_boxed(solution)
+        if not answer:  # a few rows write ``\boxed 2`` or ``\fbox{2}``
+            found = re.findall(r"\\(?:boxed|fbox)\s*\{?\s*([^\s{}$]+)", solution)
+            answer = found[-1].rstrip(".") if found else None
         if answer is None:
-            raise MakeError(
+            raise DataError(
                 f"{row.where}: the solution has no \\boxed{{...}}; MATH solutions mark their result with it"
             )
         prompt = f"{problem}\n\nThink step by step and put the final answer in \\boxed{{}}."
@@ -162,16 +149,10 @@ def math(rows: Iterable[Row]) -> Iterator[RowDict]:
         yield {"prompt": prompt, "answer": answer, "solution": solution, **extra}
 
 
-def _loosely_boxed(solution: str) -> str | None:
-    """Find a result that is written as ``\\boxed 2`` or ``\\fbox{2}``, as in a few rows of MATH."""
-    found = re.findall(r"\\(?:boxed|fbox)\s*\{?\s*([^\s{}$]+)", solution)
-    return found[-1].rstrip(".") if found else None
-
-
 def _text(row: Row, key: str) -> str:
     value = row.columns.get(key)
     if not isinstance(value, str) or not value.strip():
-        raise MakeError(
+        raise DataError(
             f"{row.where} has no text in column {key!r}; its columns are {', '.join(map(str, row.columns)) or 'none'}"
         )
     return value.strip()
@@ -195,7 +176,7 @@ def _split_file(folder: Path, split: str) -> Path:
     for suffix in (".jsonl", ".parquet", ".json"):
         if (folder / f"{split}{suffix}").exists():
             return folder / f"{split}{suffix}"
-    raise MakeError(f"--source {folder} contains no {split}.jsonl, {split}.parquet or {split}.json")
+    raise DataError(f"--source {folder} contains no {split}.jsonl, {split}.parquet or {split}.json")
 
 
 def _hub_rows(task: str, split: str) -> Iterator[Row]:
@@ -211,12 +192,12 @@ def _hub_rows(task: str, split: str) -> Iterator[Row]:
         wanted = [name for name in names if name.startswith(f"{folder}{split}") and name.endswith(".parquet")]
         files = [hf_hub_download(repository, name, repo_type="dataset") for name in wanted]
     except Exception as error:  # noqa: BLE001 - the hub client raises its own errors, its HTTP library's and the system's
-        raise MakeError(
+        raise DataError(
             f"dataset {repository} cannot be fetched from the hub ({in_one_line(error)}); get its files elsewhere and pass "
             "--source FILE (or a folder with train.jsonl and test.jsonl), or name a mirror in HF_ENDPOINT"
         ) from None
     if not files:
-        raise MakeError(f"dataset {repository} has no {folder}{split}*.parquet; pass its files with --source")
+        raise DataError(f"dataset {repository} has no {folder}{split}*.parquet; pass its files with --source")
     for file in files:
         yield from read_rows(file)
 
@@ -226,13 +207,23 @@ def _hub_rows(task: str, split: str) -> Iterator[Row]:
 
 def reasoning_gym(task: str, *, num_rows: int, seed: int) -> Iterator[RowDict]:
     """Yield rows from a reasoning-gym task, whose own scorer grades answers. Refuses tasks whose scorer cannot do this."""
-    dataset = _reasoning_gym_dataset(task, num_rows=num_rows, seed=seed)
+    try:
+        import reasoning_gym as gym
+        from reasoning_gym.factory import DATASETS
+    except ModuleNotFoundError:
+        raise DataError("reasoning-gym is not installed; pip install reasoning-gym") from None
+    if task not in DATASETS:
+        raise DataError(f"reasoning-gym has no task {task!r}; its tasks are {', '.join(sorted(DATASETS))}")
+    try:
+        dataset: Any = gym.create_dataset(task, size=num_rows, seed=seed)
+    except Exception as error:  # noqa: BLE001 - each task checks its own settings in its own way
+        raise DataError(f"reasoning-gym cannot make {task} with its default settings: {error}") from None
     entries = (dataset[index] for index in range(num_rows))
     first = next(entries)
     if first["answer"] is None:
-        raise MakeError(f"reasoning-gym's {task} has no reference answers; choose a task that has them")
+        raise DataError(f"reasoning-gym's {task} has no reference answers; choose a task that has them")
     if dataset.score_answer(answer=str(first["answer"]), entry=decode_entry(encode_entry(first))) < 1:
-        raise MakeError(
+        raise DataError(
             f"reasoning-gym's {task} does not give its own reference answer the full score; choose another task"
         )
     return (
@@ -245,26 +236,11 @@ def reasoning_gym(task: str, *, num_rows: int, seed: int) -> Iterator[RowDict]:
     )
 
 
-def _reasoning_gym_dataset(task: str, *, num_rows: int, seed: int) -> Any:
-    try:
-        import reasoning_gym as gym
-        from reasoning_gym.factory import DATASETS
-    except ModuleNotFoundError:
-        raise MakeError("reasoning-gym is not installed; pip install reasoning-gym") from None
-    if task not in DATASETS:
-        raise MakeError(f"reasoning-gym has no task {task!r}; its tasks are {', '.join(sorted(DATASETS))}")
-    try:
-        return gym.create_dataset(task, size=num_rows, seed=seed)
-    except Exception as error:  # noqa: BLE001 - each task checks its own settings in its own way
-        raise MakeError(f"reasoning-gym cannot make {task} with its default settings: {error}") from None
-
-
 # Generated tasks
 
 
-def _make_generated(name: str, make: Callable[..., Iterator[RowDict]], *, num: int | None) -> TaskRows:
-    num_train = num or _DEFAULT_ROWS[name]
-    num_rows = num_train + max(1, min(_MAX_GENERATED_TEST_ROWS, int(num_train * TEST_FRACTION)))
+def _make_generated(name: str, make: Callable[..., Iterator[RowDict]], *, num_train: int) -> TaskRows:
+    num_rows = num_train + max(1, min(1000, int(num_train * TEST_FRACTION)))
     rows = make(num_rows=num_rows)
     seen: set[str] = set()
 

@@ -26,10 +26,7 @@ from rollcall.loop.data.columns import ColumnError, DataError, check_texts, list
 NO_DATA = "builtin:environment"  # the environment provides the tasks
 MAX_ROW_BYTES = 1 << 26  # ten times the size of a prompt with a million tokens
 _ROWS_PER_READ = 16  # for Parquet, where a 1 kB file can contain a string of megabytes that Arrow copies for every row
-_UNPACKED_BYTES, _UNPACKED_TIMES = (
-    1 << 31,
-    64,
-)  # a Parquet file may unpack to this size, or to this many times its own size
+_UNPACKED_BYTES, _UNPACKED_TIMES = 1 << 31, 64  # a Parquet file may unpack to this, or to this many times its own size
 Split = Literal["train", "val"]
 
 
@@ -153,8 +150,7 @@ def _check_name(name: str, source: str) -> None:
     except (OSError, ValueError):
         raise DataError(
             f"{source} is not the name of a dataset; write OWNER/NAME as on the hub, such as hub:openai/gsm8k, or the dataset's own "
-            "folder, "
-            "such as hub:../my_dataset"
+            "folder, such as hub:../my_dataset"
         ) from None
 
 

@@ -17,7 +17,6 @@ import torch
 import triton
 import triton.language as tl
 
-from rollcall.model.kernels import checks
 from rollcall.model.kernels.early import launch, wait_for_inputs
 
 LOG2_E = 1.4426950408889634
@@ -36,31 +35,12 @@ class AttentionTiles(NamedTuple):
 
 @triton.jit
 def _attention_kernel(
-    q_ptr,
-    k_cache_ptr,
-    v_cache_ptr,
-    block_tables_ptr,
-    lengths_ptr,
-    out_ptr,
-    partial_ptr,
-    lse_ptr,
-    scale_log2,
-    num_splits,
-    table_stride,
-    block_stride,
-    slot_stride,
-    head_stride,
-    NUM_HEADS: tl.constexpr,
-    GROUP: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    TILES_PER_BLOCK: tl.constexpr,
-    WINDOW: tl.constexpr,
-    SPLIT: tl.constexpr,
-    TILE: tl.constexpr,
-    GROUP_ROWS: tl.constexpr,
-    DIMS: tl.constexpr,
+    q_ptr, k_cache_ptr, v_cache_ptr, block_tables_ptr, lengths_ptr, out_ptr, partial_ptr, lse_ptr,
+    scale_log2, num_splits, table_stride, block_stride, slot_stride, head_stride,
+    NUM_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, TILES_PER_BLOCK: tl.constexpr,
+    WINDOW: tl.constexpr, SPLIT: tl.constexpr, TILE: tl.constexpr, GROUP_ROWS: tl.constexpr, DIMS: tl.constexpr,
     EARLY: tl.constexpr,
-):
+):  # fmt: skip
     """One program: the GROUP query heads of one KV head, over one split of one sequence's live keys."""
     wait_for_inputs(EARLY)
     # KV heads vary fastest, so programs that run together read neighbouring rows of the same blocks.
@@ -129,15 +109,9 @@ def _attention_kernel(
 
 @triton.jit
 def _combine_kernel(
-    partial_ptr,
-    lse_ptr,
-    out_ptr,
-    num_splits,
-    HEAD_DIM: tl.constexpr,
-    SPLITS: tl.constexpr,
-    DIMS: tl.constexpr,
-    EARLY: tl.constexpr,
-):
+    partial_ptr, lse_ptr, out_ptr, num_splits,
+    HEAD_DIM: tl.constexpr, SPLITS: tl.constexpr, DIMS: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
     """One program: one head of one row. Splits with lse -inf were empty, and their partial result was never written."""
     wait_for_inputs(EARLY)
     head = tl.program_id(0).to(tl.int64)
@@ -172,9 +146,8 @@ def paged_attention(
     """
     num_rows, num_heads, head_dim = q.shape
     _, block_size, num_kv_heads, cache_dim = k_cache.shape
-    checks.cache(k_cache, v_cache)
-    checks.same_dtype(q, k_cache)
-    assert cache_dim == head_dim and num_heads % num_kv_heads == 0 and q.is_contiguous()
+    check_cache(k_cache, v_cache)
+    assert cache_dim == head_dim and num_heads % num_kv_heads == 0 and q.is_contiguous() and q.dtype == k_cache.dtype
     assert 1 <= num_splits <= MAX_SPLITS and window >= 0
     tiles = pick_tiles(k_cache)
     assert tiles.tile >= 16 and block_size % tiles.tile == 0
@@ -186,46 +159,25 @@ def paged_attention(
     group = num_heads // num_kv_heads
     dims = triton.next_power_of_2(head_dim)
     _attention_kernel[(num_kv_heads, num_rows, num_splits)](
-        q,
-        k_cache,
-        v_cache,
-        block_tables,
-        lengths,
-        out,
-        partial,
-        lse,
-        scale * LOG2_E,
-        num_splits,
-        block_tables.stride(0),
-        k_cache.stride(0),
-        k_cache.stride(1),
-        k_cache.stride(2),
-        NUM_HEADS=num_heads,
-        GROUP=group,
-        HEAD_DIM=head_dim,
-        TILES_PER_BLOCK=block_size // tiles.tile,
-        WINDOW=window,
-        SPLIT=num_splits > 1,
-        TILE=tiles.tile,
+        q, k_cache, v_cache, block_tables, lengths, out, partial, lse,
+        scale * LOG2_E, num_splits, block_tables.stride(0), k_cache.stride(0), k_cache.stride(1), k_cache.stride(2),
+        NUM_HEADS=num_heads, GROUP=group, HEAD_DIM=head_dim, TILES_PER_BLOCK=block_size // tiles.tile, WINDOW=window,
+        SPLIT=num_splits > 1, TILE=tiles.tile,
         GROUP_ROWS=max(triton.next_power_of_2(group), 16),  # the smallest matrix side for tensor cores
-        DIMS=dims,
-        num_warps=tiles.num_warps,
-        num_stages=tiles.num_stages,
-        **launch(q),
-    )
+        DIMS=dims, num_warps=tiles.num_warps, num_stages=tiles.num_stages, **launch(q),
+    )  # fmt: skip
     if num_splits > 1:
         _combine_kernel[(num_rows * num_heads,)](
-            partial,
-            lse,
-            out,
-            num_splits,
-            HEAD_DIM=head_dim,
-            SPLITS=triton.next_power_of_2(num_splits),
-            DIMS=dims,
-            num_warps=1,
-            **launch(q),
-        )
+            partial, lse, out, num_splits,
+            HEAD_DIM=head_dim, SPLITS=triton.next_power_of_2(num_splits), DIMS=dims, num_warps=1, **launch(q),
+        )  # fmt: skip
     return out
+
+
+def check_cache(k_cache: torch.Tensor, v_cache: torch.Tensor) -> None:
+    """Check the keys and values of a paged cache, [blocks, block_size, K, D] each."""
+    assert (k_cache.shape, k_cache.dtype, k_cache.stride()) == (v_cache.shape, v_cache.dtype, v_cache.stride())
+    assert k_cache.stride(3) == 1 and k_cache.shape[3] % 16 == 0
 
 
 def pick_num_splits(num_rows: int, *, num_kv_heads: int, max_blocks: int) -> int:

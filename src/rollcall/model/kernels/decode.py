@@ -14,25 +14,15 @@ import torch
 import triton
 import triton.language as tl
 
-from rollcall.model.kernels import checks
+from rollcall.model.kernels.attention import check_cache
 from rollcall.model.kernels.early import launch, wait_for_inputs
 
 
 @triton.jit
 def _rms_norm_kernel(
-    x_ptr,
-    residual_ptr,
-    weight_ptr,
-    out_ptr,
-    residual_out_ptr,
-    x_stride,
-    residual_stride,
-    num_columns,
-    eps,
-    HAS_RESIDUAL: tl.constexpr,
-    BLOCK: tl.constexpr,
-    EARLY: tl.constexpr,
-):
+    x_ptr, residual_ptr, weight_ptr, out_ptr, residual_out_ptr, x_stride, residual_stride, num_columns, eps,
+    HAS_RESIDUAL: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
     wait_for_inputs(EARLY)
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
@@ -52,69 +42,35 @@ def _rms_norm_kernel(
 
 
 def rms_norm(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    eps: float,
-    *,
-    residual: torch.Tensor | None = None,
+    x: torch.Tensor, weight: torch.Tensor, eps: float, *, residual: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Compute ``h = residual + x`` in x's dtype, then ``weight * norm(h)``. Returns (normed, h), both [B, C].
 
     Without a residual, h is x itself.
     """
-    num_rows, num_columns = checks.rows(x)
-    checks.same_dtype(x, weight, residual)
+    num_rows, num_columns = x.shape
+    assert x.stride(1) == 1 and x.dtype == weight.dtype
     out = x.new_empty(x.shape)
     new_residual = x
     if residual is not None:
-        assert residual.shape == x.shape
+        assert (residual.shape, residual.dtype) == (x.shape, x.dtype)
         new_residual = x.new_empty(x.shape)
     block = triton.next_power_of_2(num_columns)
     _rms_norm_kernel[(num_rows,)](
-        x,
-        residual,
-        weight,
-        out,
-        new_residual,
-        x.stride(0),
-        0 if residual is None else residual.stride(0),
-        num_columns,
-        eps,
-        HAS_RESIDUAL=residual is not None,
-        BLOCK=block,
-        num_warps=min(max(block // 256, 1), 16),
-        **launch(x),
-    )
+        x, residual, weight, out, new_residual,
+        x.stride(0), 0 if residual is None else residual.stride(0), num_columns, eps,
+        HAS_RESIDUAL=residual is not None, BLOCK=block, num_warps=min(max(block // 256, 1), 16), **launch(x),
+    )  # fmt: skip
     return out, new_residual
 
 
 @triton.jit
 def _rope_cache_kernel(
-    qkv_ptr,
-    positions_ptr,
-    cos_sin_ptr,
-    q_norm_ptr,
-    k_norm_ptr,
-    k_cache_ptr,
-    v_cache_ptr,
-    block_tables_ptr,
-    q_out_ptr,
-    qkv_stride,
-    cos_sin_stride,
-    table_stride,
-    block_stride,
-    slot_stride,
-    head_stride,
-    eps,
-    NUM_HEADS: tl.constexpr,
-    NUM_KV_HEADS: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    HAS_NORM: tl.constexpr,
-    HEADS: tl.constexpr,
-    HALF: tl.constexpr,
-    EARLY: tl.constexpr,
-):
+    qkv_ptr, positions_ptr, cos_sin_ptr, q_norm_ptr, k_norm_ptr, k_cache_ptr, v_cache_ptr, block_tables_ptr, q_out_ptr,
+    qkv_stride, cos_sin_stride, table_stride, block_stride, slot_stride, head_stride, eps,
+    NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    HAS_NORM: tl.constexpr, HEADS: tl.constexpr, HALF: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
     """One program: HEADS neighbouring heads of one row, as two halves [HEADS, HALF] that rotate into each other."""
     wait_for_inputs(EARLY)
     row = tl.program_id(0).to(tl.int64)
@@ -189,42 +145,21 @@ def rope_cache(
     ``cos_sin`` [max positions, D] is float32, with cosines in the first half of the columns. ``q_norm`` and ``k_norm`` [D]
     are the RMS norms that Qwen3 applies before the rotation. A row with a negative position does not touch the cache.
     """
-    num_rows, width = checks.rows(qkv)
+    num_rows, width = qkv.shape
     _, block_size, num_kv_heads, head_dim = k_cache.shape
     num_heads = width // head_dim - 2 * num_kv_heads
-    checks.cache(k_cache, v_cache)
-    checks.same_dtype(qkv, k_cache, q_norm, k_norm)
-    assert width % head_dim == 0 and num_heads > 0 and cos_sin.shape[1] == head_dim
+    check_cache(k_cache, v_cache)
+    assert len({each.dtype for each in (qkv, k_cache, q_norm, k_norm) if each is not None}) == 1
+    assert qkv.stride(1) == 1 and width % head_dim == 0 and num_heads > 0 and cos_sin.shape[1] == head_dim
     assert (q_norm is None) == (k_norm is None)
     out = qkv.new_empty(num_rows, num_heads, head_dim)
     heads = 8
     _rope_cache_kernel[(num_rows, triton.cdiv(num_heads + 2 * num_kv_heads, heads))](
-        qkv,
-        positions,
-        cos_sin,
-        q_norm,
-        k_norm,
-        k_cache,
-        v_cache,
-        block_tables,
-        out,
-        qkv.stride(0),
-        cos_sin.stride(0),
-        block_tables.stride(0),
-        k_cache.stride(0),
-        k_cache.stride(1),
-        k_cache.stride(2),
-        eps,
-        NUM_HEADS=num_heads,
-        NUM_KV_HEADS=num_kv_heads,
-        HEAD_DIM=head_dim,
-        BLOCK_SIZE=block_size,
-        HAS_NORM=q_norm is not None,
-        HEADS=heads,
-        HALF=triton.next_power_of_2(head_dim // 2),
-        num_warps=2,
-        **launch(qkv),
-    )
+        qkv, positions, cos_sin, q_norm, k_norm, k_cache, v_cache, block_tables, out,
+        qkv.stride(0), cos_sin.stride(0), block_tables.stride(0), k_cache.stride(0), k_cache.stride(1), k_cache.stride(2),
+        eps, NUM_HEADS=num_heads, NUM_KV_HEADS=num_kv_heads, HEAD_DIM=head_dim, BLOCK_SIZE=block_size,
+        HAS_NORM=q_norm is not None, HEADS=heads, HALF=triton.next_power_of_2(head_dim // 2), num_warps=2, **launch(qkv),
+    )  # fmt: skip
     return out
 
 
@@ -243,8 +178,8 @@ def _silu_mul_kernel(gate_up_ptr, out_ptr, row_stride, inner, BLOCK: tl.constexp
 
 def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
     """Compute ``silu(gate) * up`` for rows whose first half is the gate: [B, 2I] to [B, I]."""
-    num_rows, width = checks.rows(gate_up)
-    assert width % 2 == 0
+    num_rows, width = gate_up.shape
+    assert width % 2 == 0 and gate_up.stride(1) == 1
     inner = width // 2
     out = gate_up.new_empty(num_rows, inner)
     block = min(triton.next_power_of_2(inner), 1024)

@@ -93,15 +93,6 @@ def _sum_uses_kernel(grad_ptr, starts_ptr, uses_ptr, out_ptr, width, BLOCK: tl.c
     tl.store(out_ptr + token * width + columns, total.to(out_ptr.dtype.element_ty), mask=inside)
 
 
-def sum_uses(grad: Tensor, starts: Tensor, uses: Tensor) -> Tensor:
-    """Compute the gradient of ``index_select``: [uses, ...] to [tokens, ...]. Token n is used at ``uses[starts[n]:starts[n + 1]]``."""
-    grad = grad.contiguous()
-    out = grad.new_empty(len(starts) - 1, *grad.shape[1:])
-    width = grad[0].numel()
-    _sum_uses_kernel[(len(out),)](grad, starts, uses, out, width, BLOCK=triton.next_power_of_2(width), num_warps=1)
-    return out
-
-
 class _Take(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tokens: Tensor, index: Tensor, starts: Tensor, uses: Tensor) -> Tensor:  # type: ignore[override]
@@ -110,7 +101,12 @@ class _Take(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:  # type: ignore[override]
-        return sum_uses(grad, *ctx.saved_tensors), None, None, None
+        starts, uses = ctx.saved_tensors
+        grad = grad.contiguous()  # [uses, ...]; token n is used at ``uses[starts[n]:starts[n + 1]]``
+        out = grad.new_empty(len(starts) - 1, *grad.shape[1:])
+        width = grad[0].numel()
+        _sum_uses_kernel[(len(out),)](grad, starts, uses, out, width, BLOCK=triton.next_power_of_2(width), num_warps=1)
+        return out, None, None, None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

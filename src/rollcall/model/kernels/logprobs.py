@@ -14,8 +14,6 @@ import torch
 import triton
 import triton.language as tl
 
-from rollcall.model.kernels import checks
-
 STATS_BLOCK = 4096
 STATS_WARPS = 8
 GRAD_BLOCK = 4096
@@ -33,16 +31,7 @@ class RowStats(NamedTuple):
 
 @triton.jit
 def _row_stats_kernel(
-    logits_ptr,
-    targets_ptr,
-    logprob_ptr,
-    lse_ptr,
-    entropy_ptr,
-    mean_ptr,
-    row_stride,
-    vocab,
-    scale,
-    BLOCK: tl.constexpr,
+    logits_ptr, targets_ptr, logprob_ptr, lse_ptr, entropy_ptr, mean_ptr, row_stride, vocab, scale, BLOCK: tl.constexpr
 ):
     """One program: one row. Only the maximum is reduced in the loop; the sums stay per lane until the end.
 
@@ -86,39 +75,17 @@ def row_stats(logits: torch.Tensor, targets: torch.Tensor, *, scale: float = 1.0
     """Compute the statistics of ``logits`` [M, V] in one pass. A target in ``targets`` [M] outside the vocabulary gets NaN."""
     num_rows, vocab = _check(logits, targets)
     stats = RowStats(*(logits.new_empty(num_rows, dtype=torch.float32) for _ in range(4)))
-    if num_rows > 0:
-        _row_stats_kernel[(num_rows,)](
-            logits,
-            targets,
-            stats.target_logprob,
-            stats.logsumexp,
-            stats.entropy,
-            stats.mean_logit,
-            logits.stride(0),
-            vocab,
-            float(scale),
-            BLOCK=STATS_BLOCK,
-            num_warps=STATS_WARPS,
-        )
+    _row_stats_kernel[(num_rows,)](
+        logits, targets, *stats, logits.stride(0), vocab, float(scale), BLOCK=STATS_BLOCK, num_warps=STATS_WARPS
+    )
     return stats
 
 
 @triton.jit
 def _grad_logits_kernel(
-    logits_ptr,
-    out_ptr,
-    targets_ptr,
-    lse_ptr,
-    grad_logprob_ptr,
-    grad_entropy_ptr,
-    entropy_ptr,
-    row_stride,
-    out_stride,
-    vocab,
-    scale,
-    HAS_ENTROPY: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    logits_ptr, out_ptr, targets_ptr, lse_ptr, grad_logprob_ptr, grad_entropy_ptr, entropy_ptr,
+    row_stride, out_stride, vocab, scale, HAS_ENTROPY: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     ids = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = ids < vocab
@@ -141,12 +108,12 @@ def grad_logits(
     *,
     dtype: torch.dtype,
     lse: torch.Tensor,
-    grad_logprob: torch.Tensor,
+    grad_logprobs: torch.Tensor,
     grad_entropy: torch.Tensor | None = None,
     entropy: torch.Tensor | None = None,
     scale: float = 1.0,
 ) -> torch.Tensor:
-    """Compute the gradient [M, V] of sum(grad_logprob * logprob + grad_entropy * entropy), rounded to ``dtype``.
+    """Compute the gradient [M, V] of sum(grad_logprobs * logprob + grad_entropy * entropy), rounded to ``dtype``.
 
     ``lse`` and ``entropy`` come from ``row_stats`` for the same logits, targets and scale. With p = softmax(z),
     d logprob / dz = onehot(target) - p and d entropy / dz = -p * (log p + entropy); both are multiplied by scale.
@@ -154,27 +121,17 @@ def grad_logits(
     num_rows, vocab = _check(logits, targets)
     assert grad_entropy is None or entropy is not None
     out = torch.empty_like(logits, dtype=dtype)
-    if num_rows > 0:
-        _grad_logits_kernel[(num_rows, triton.cdiv(vocab, GRAD_BLOCK))](
-            logits,
-            out,
-            targets,
-            lse,
-            grad_logprob.contiguous(),  # autograd may pass expanded scalars
-            None if grad_entropy is None else grad_entropy.contiguous(),
-            entropy,
-            logits.stride(0),
-            out.stride(0),
-            vocab,
-            float(scale),
-            HAS_ENTROPY=grad_entropy is not None,
-            BLOCK=GRAD_BLOCK,
-            num_warps=GRAD_WARPS,
-        )
+    _grad_logits_kernel[(num_rows, triton.cdiv(vocab, GRAD_BLOCK))](
+        logits, out, targets, lse,
+        grad_logprobs.contiguous(),  # autograd may pass expanded scalars
+        None if grad_entropy is None else grad_entropy.contiguous(),
+        entropy, logits.stride(0), out.stride(0), vocab, float(scale),
+        HAS_ENTROPY=grad_entropy is not None, BLOCK=GRAD_BLOCK, num_warps=GRAD_WARPS,
+    )  # fmt: skip
     return out
 
 
 def _check(logits: torch.Tensor, targets: torch.Tensor) -> tuple[int, int]:
-    num_rows, vocab = checks.rows(logits)
-    assert targets.shape == (num_rows,) and targets.is_contiguous()
+    num_rows, vocab = logits.shape
+    assert logits.stride(1) == 1 and targets.shape == (num_rows,) and targets.is_contiguous()
     return num_rows, vocab

@@ -13,7 +13,6 @@ import torch
 import triton
 import triton.language as tl
 
-from rollcall.model.kernels import checks
 from rollcall.model.kernels.early import launch, wait_for_inputs
 
 # These change the result only by rounding.
@@ -44,16 +43,9 @@ def _first_equal(values, wanted, places, COUNT: tl.constexpr):
 
 @triton.jit
 def _block_stats_kernel(
-    logits_ptr,
-    temperatures_ptr,
-    best_ptr,
-    sum_ptr,
-    row_stride,
-    vocab,
-    num_blocks,
-    BLOCK: tl.constexpr,
-    EARLY: tl.constexpr,
-):
+    logits_ptr, temperatures_ptr, best_ptr, sum_ptr, row_stride, vocab, num_blocks,
+    BLOCK: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
     wait_for_inputs(EARLY)
     row = tl.program_id(0).to(tl.int64)
     index = tl.program_id(1)
@@ -68,20 +60,9 @@ def _block_stats_kernel(
 
 @triton.jit
 def _pick_kernel(
-    logits_ptr,
-    uniforms_ptr,
-    temperatures_ptr,
-    best_ptr,
-    sum_ptr,
-    tokens_ptr,
-    logprobs_ptr,
-    row_stride,
-    vocab,
-    num_blocks,
-    BLOCK: tl.constexpr,
-    BLOCKS: tl.constexpr,
-    EARLY: tl.constexpr,
-):
+    logits_ptr, uniforms_ptr, temperatures_ptr, best_ptr, sum_ptr, tokens_ptr, logprobs_ptr, row_stride, vocab, num_blocks,
+    BLOCK: tl.constexpr, BLOCKS: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
     """One program: one row."""
     wait_for_inputs(EARLY)
     row = tl.program_id(0).to(tl.int64)
@@ -120,41 +101,21 @@ def sample(
     id on ties) with its log-prob at temperature 1. Returns tokens [B] int64 and log-probs [B] float32. A token with logit -inf
     is never drawn. A row that contains NaN gets a valid id and a NaN log-prob.
     """
-    num_rows, vocab = checks.rows(logits)
-    assert uniforms.shape == temperatures.shape == (num_rows,)
+    num_rows, vocab = logits.shape
+    assert logits.stride(1) == 1 and uniforms.shape == temperatures.shape == (num_rows,)
     assert uniforms.is_contiguous() and temperatures.is_contiguous()
     num_blocks = triton.cdiv(vocab, SAMPLE_BLOCK)
     bests, sums = (logits.new_empty(num_rows, num_blocks, dtype=torch.float32) for _ in range(2))
     tokens = logits.new_empty(num_rows, dtype=torch.int64)
     logprobs = logits.new_empty(num_rows, dtype=torch.float32)
     _block_stats_kernel[(num_rows, num_blocks)](
-        logits,
-        temperatures,
-        bests,
-        sums,
-        logits.stride(0),
-        vocab,
-        num_blocks,
-        BLOCK=SAMPLE_BLOCK,
-        num_warps=SAMPLE_WARPS,
-        **launch(logits),
-    )
+        logits, temperatures, bests, sums, logits.stride(0), vocab, num_blocks,
+        BLOCK=SAMPLE_BLOCK, num_warps=SAMPLE_WARPS, **launch(logits),
+    )  # fmt: skip
     _pick_kernel[(num_rows,)](
-        logits,
-        uniforms,
-        temperatures,
-        bests,
-        sums,
-        tokens,
-        logprobs,
-        logits.stride(0),
-        vocab,
-        num_blocks,
-        BLOCK=SAMPLE_BLOCK,
-        BLOCKS=triton.next_power_of_2(num_blocks),
-        num_warps=SAMPLE_WARPS,
-        **launch(logits),
-    )
+        logits, uniforms, temperatures, bests, sums, tokens, logprobs, logits.stride(0), vocab, num_blocks,
+        BLOCK=SAMPLE_BLOCK, BLOCKS=triton.next_power_of_2(num_blocks), num_warps=SAMPLE_WARPS, **launch(logits),
+    )  # fmt: skip
     return tokens, logprobs
 
 

@@ -12,17 +12,9 @@ from typing import Any
 
 from rollcall.config.yaml import read_small
 from rollcall.model.stored.files import CheckedRange, StoredError, StoredFile, plain_damage
-from rollcall.model.stored.find import METADATA
+from rollcall.model.stored.find import METADATA, config_folder
 from rollcall.model.stored.tensors import Stored, StoredTensor, stored_of
-from rollcall.model.stored.torch_file import (
-    MOST_PICKLE_BYTES,
-    Stub,
-    dtype_of,
-    is_named,
-    open_torch_file,
-    unpickle,
-    whole_numbers,
-)
+from rollcall.model.stored.torch_file import Stub, dtype_of, is_named, open_torch_file, unpickle, whole_numbers
 
 MODEL_KEYS = ("model", "state_dict", "model_state_dict")
 
@@ -30,7 +22,7 @@ MODEL_KEYS = ("model", "state_dict", "model_state_dict")
 def open_dcp(folder: Path) -> Stored:
     path = folder / METADATA
     with plain_damage(f"{path} cannot be read"):
-        data = read_small(path, most=MOST_PICKLE_BYTES)
+        data = read_small(path, most=1 << 29)
     metadata = unpickle(data, what=str(path))
     records: dict[Path, list[CheckedRange]] = {}
     with plain_damage(f"{path} is not the metadata of a checkpoint"):
@@ -47,7 +39,7 @@ def open_dcp(folder: Path) -> Stored:
             StoredFile(path=file, size=file.stat().st_size, records=tuple(found)) for file, found in records.items()
         ],
         origin=str(folder),
-        folder=next((one for one in (folder, folder / "huggingface") if (one / "config.json").is_file()), None),
+        folder=config_folder(folder),
         kind="PyTorch distributed checkpoint",
     )
 

@@ -20,7 +20,6 @@ from rollcall.model.stored.files import StoredError, StoredFile, plain_damage
 
 MANIFEST = "manifest.json"
 STEP_NAME = re.compile(r"step-(\d{6,})")
-_PART, _WHOLE = re.compile(r"model/part-\d+-of-\d+\.safetensors"), re.compile(r"model/[^/]+\.safetensors")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,16 +36,6 @@ class Manifest:
         return {key: value for key, value in self.fields.items() if key != "files"}
 
     @property
-    def is_sharded(self) -> bool:
-        return any(_PART.fullmatch(name) for name in self.files)
-
-    @property
-    def weights(self) -> dict[str, StoredFile]:
-        """The files with the model's weights."""
-        kind = _PART if self.is_sharded else _WHOLE
-        return {name: file for name, file in self.files.items() if kind.fullmatch(name)}
-
-    @property
     def here(self) -> list[StoredFile]:
         """The files that must be on this node: files in the checkpoint folder, and files that this node wrote elsewhere."""
         own = socket.gethostname()
@@ -55,10 +44,6 @@ class Manifest:
             for file in self.files.values()
             if file.path.is_relative_to(self.path) or file.path.is_file() or file.host == own
         ]
-
-
-def is_checkpoint(folder: Path) -> bool:
-    return (folder / MANIFEST).is_file()
 
 
 def read_manifest(checkpoint: Path) -> Manifest:
@@ -109,11 +94,10 @@ def newest_checkpoint(folder: Path) -> Path | None:
     """
     for path in checkpoints_of(folder):
         try:
-            manifest = read_manifest(path)
+            why = missing_file(read_manifest(path).here)
         except StoredError as error:
-            warn(f"checkpoint {path} is torn ({error}) and is skipped")
-            continue
-        if not (why := missing_file(manifest.here)):
+            why = str(error)
+        if not why:
             return path
         warn(f"checkpoint {path} is torn ({why}) and is skipped")
     return None
@@ -149,7 +133,7 @@ def checkpoint_of(path: Path) -> Path | None:
     """Return the Rollcall checkpoint for ``path``: the path itself, the newest checkpoint of a run, or the parent of a ``model/``
     folder."""
     for folder in (path, path.parent):
-        if is_checkpoint(folder) and (folder == path or path.name == "model"):
+        if (folder / MANIFEST).is_file() and (folder == path or path.name == "model"):
             return folder
     for folder in (path, path / "checkpoints"):
         if checkpoints_of(folder):

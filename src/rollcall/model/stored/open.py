@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -22,6 +23,7 @@ from rollcall.model.stored.tensors import Stored
 from rollcall.model.stored.verl import open_verl
 
 KNOWN = "a checkpoint or run directory of Rollcall, a checkpoint of verl (FSDP) or of PyTorch (DCP), or a model directory with safetensors"
+_PART = re.compile(r"model/part-\d+-of-\d+\.safetensors")
 
 
 def open_checkpoint(checkpoint: Path) -> Stored:
@@ -33,12 +35,11 @@ def open_checkpoint(checkpoint: Path) -> Stored:
             f"{checkpoint} is not complete: {why}; restore the file, or copy it from its node with `rollcall gather`"
         )
     facts = {**manifest.facts, "has_critic": any(name.startswith("critic") for name in manifest.files)}
-    files = list(manifest.weights.values())
     known = {file.path: file for file in of_model.values()}
-    if manifest.is_sharded:
-        parts = open_parts(files, origin=str(checkpoint), folder=checkpoint / "model", facts=facts)
-        return replace(parts, files=known)
-    if not files:
+    if parts := [file for name, file in of_model.items() if _PART.fullmatch(name)]:
+        stored = open_parts(parts, origin=str(checkpoint), folder=checkpoint / "model", facts=facts)
+        return replace(stored, files=known)
+    if not any(name.endswith(".safetensors") for name in of_model):
         raise StoredError(f"{checkpoint} has no weights; use another checkpoint")
     whole = open_model_dir(checkpoint / "model")
     if unknown := next((path for path in whole.files if path not in known), None):

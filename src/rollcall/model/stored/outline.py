@@ -76,11 +76,8 @@ def known_outline(fields: Mapping[str, Any]) -> Outline | None:
     test compares it with ``outline_of``. Return None for a config that this does not cover; use ``outline_of`` then. ``fields`` must
     come from ``read_model_config``, which checks the sizes."""
     family = str(fields.get("model_type"))
-    if (
-        family not in _FAMILIES
-        or any(key not in fields for key in _SIZES)
-        or {"quantization_config", "auto_map"} & fields.keys()
-    ):
+    is_plain = not {"quantization_config", "auto_map"} & fields.keys()
+    if family not in _FAMILIES or not is_plain or any(key not in fields for key in _SIZES):
         return None
     architecture, *keys = _FAMILIES[family]
     qkv_bias, output_bias, mlp_bias = (fields.get(key) if isinstance(key, str) else key for key in keys)
@@ -88,11 +85,8 @@ def known_outline(fields: Mapping[str, Any]) -> Outline | None:
     # Qwen3 has a different default head size.
     head_dim = fields.get("head_dim", None if family == "qwen3" or hidden % heads else hidden // heads)
     flags = (qkv_bias, output_bias, mlp_bias, fields.get("tie_word_embeddings"))
-    if (
-        fields.get("architectures") != [architecture]
-        or not isinstance(head_dim, int)
-        or not all(isinstance(one, bool) for one in flags)
-    ):
+    is_known = fields.get("architectures") == [architecture] and all(isinstance(one, bool) for one in flags)
+    if not is_known or not isinstance(head_dim, int):
         return None
     shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (vocab, hidden)}
     for layer in range(layers):

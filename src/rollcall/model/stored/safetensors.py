@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     import torch
 
 INDEX = "model.safetensors.index.json"
-_OF = re.compile(r".*-(\d+)-of-(\d+)\.safetensors")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -153,7 +152,7 @@ def weight_files(folder: Path) -> tuple[list[Path], dict[str, str] | None]:
         return paths, named
     paths = sorted(folder.glob("*.safetensors"))
     for path in paths:
-        if match := _OF.fullmatch(path.name):
+        if match := re.fullmatch(r".*-(\d+)-of-(\d+)\.safetensors", path.name):
             number, count = match.groups()
             there = len([one for one in paths if one.name.endswith(f"-of-{count}.safetensors")])
             if there != int(count):

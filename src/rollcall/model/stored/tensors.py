@@ -5,10 +5,8 @@ torch takes seconds to import and is not needed to copy tensors between files, s
 
 from __future__ import annotations
 
-import os
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 from itertools import combinations
 from math import prod
 from pathlib import Path
@@ -83,10 +81,6 @@ class StoredTensor:
     shape: tuple[int, ...]
     pieces: tuple[Piece, ...]  # each element is in exactly one piece
 
-    @property
-    def num_bytes(self) -> int:
-        return prod(self.shape) * self.dtype.itemsize
-
 
 @dataclass(frozen=True, kw_only=True)
 class Stored:
@@ -102,10 +96,6 @@ class Stored:
     @property
     def types(self) -> dict[str, DType]:
         return {name: tensor.dtype for name, tensor in self.tensors.items()}
-
-    @cached_property
-    def num_bytes(self) -> int:
-        return sum(tensor.num_bytes for tensor in self.tensors.values())
 
     def read(
         self, name: str, *, start: Sequence[int] | None = None, shape: Sequence[int] | None = None
@@ -131,7 +121,7 @@ class Stored:
         first, *columns = [0] * len(tensor.shape) if start is None else start
         rows, *rest = tensor.shape if shape is None else shape
         # Stored rows are read with all their columns, even if the block needs only some of them.
-        step = max(1, PIECE_BYTES * tensor.shape[0] // max(tensor.num_bytes, 1))
+        step = max(1, PIECE_BYTES * tensor.shape[0] // max(prod(tensor.shape) * tensor.dtype.itemsize, 1))
         for begin in range(0, rows, step):
             count = min(step, rows - begin)
             yield begin, self.read(name, start=(first + begin, *columns), shape=(count, *rest))
@@ -160,27 +150,17 @@ def _read_overlap(piece: Piece, block: torch.Tensor, *, start: tuple[int, ...]) 
     rows = high[0] - low[0] if low else 1
     row = prod(piece.shape[1:]) * block.dtype.itemsize
     inner = tuple(slice(a - b, c - b) for a, b, c in zip(low[1:], piece.start[1:], high[1:], strict=True))
-    if all(one == slice(0, n) for one, n in zip(inner, piece.shape[1:], strict=True)) and target.is_contiguous():
-        read_into(piece.file, target, offset=piece.offset + first * row)
-        return
     import torch
 
-    # Read all columns of the rows in question, with one read instead of one per row.
-    rows_of_piece = torch.empty((rows, *piece.shape[1:]), dtype=block.dtype)
-    read_into(piece.file, rows_of_piece, offset=piece.offset + first * row)
-    target.copy_(rows_of_piece[(slice(None), *inner)])
-
-
-def read_into(file: Path, tensor: torch.Tensor, *, offset: int) -> None:
-    """Fill a contiguous tensor with a file's bytes at ``offset``."""
-    import torch
-
-    view = tensor.reshape(-1).view(torch.uint8).numpy().data
-    fd = os.open(file, os.O_RDONLY)
-    try:
-        read_fully(fd, view, offset, file=file)
-    finally:
-        os.close(fd)
+    rows_read = target
+    if any(one != slice(0, n) for one, n in zip(inner, piece.shape[1:], strict=True)) or not target.is_contiguous():
+        # Read all columns of the rows in question, with one read instead of one per row.
+        rows_read = torch.empty((rows, *piece.shape[1:]), dtype=block.dtype)
+    view = rows_read.reshape(-1).view(torch.uint8).numpy().data
+    with piece.file.open("rb", buffering=0) as file:
+        read_fully(file.fileno(), view, piece.offset + first * row, file=piece.file)
+    if rows_read is not target:
+        target.copy_(rows_read[(slice(None), *inner)])
 
 
 def refuse_gaps(tensor: StoredTensor, *, origin: str) -> None:
@@ -189,9 +169,8 @@ def refuse_gaps(tensor: StoredTensor, *, origin: str) -> None:
         raise StoredError(f"{origin}: no file contains {tensor.name}; a file is missing")
     for piece in tensor.pieces:
         rank_fits = len(piece.start) == len(piece.shape) == len(tensor.shape)
-        if not rank_fits or any(
-            a < 0 or n < 0 or a + n > whole for a, n, whole in zip(piece.start, piece.shape, tensor.shape, strict=True)
-        ):
+        bounds = zip(piece.start, piece.shape, tensor.shape, strict=False)
+        if not rank_fits or any(a < 0 or n < 0 or a + n > whole for a, n, whole in bounds):
             raise StoredError(
                 f"{piece.file}: its block of {tensor.name} has shape {list(piece.shape)} at {list(piece.start)}, which is outside "
                 f"the tensor's {list(tensor.shape)}, so the file belongs to another model or checkpoint"
@@ -257,7 +236,6 @@ def refuse_whole_numbers(types: Mapping[str, DType], names: Iterable[str], *, or
     """Refuse weights that are not floating-point (int8, bool, complex). Such tensors are quantised, damaged or not weights at all, but
     would be cast without an error.
 
-    >>> from rollcall.model.stored.tensors import DTYPES
     >>> refuse_whole_numbers({"norm": DTYPES["int8"], "step": DTYPES["int64"]}, ["norm"], origin="model.path=m")
     Traceback (most recent call last):
     rollcall.model.stored.files.StoredError: model.path=m stores norm as int8; weights must be floating-point numbers: save ...

@@ -22,10 +22,9 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from rollcall.model.stored.files import CheckedRange, StoredError, plain_damage, read_fully, refuse_pipe
+from rollcall.model.stored.files import CheckedRange, StoredError, plain_damage, refuse_pipe
 from rollcall.model.stored.tensors import DTYPES, DType, Piece
 
-MOST_PICKLE_BYTES = 1 << 29
 _TYPES = DTYPES | {
     "FloatStorage": DTYPES["float32"], "DoubleStorage": DTYPES["float64"], "HalfStorage": DTYPES["float16"],
     "BFloat16Storage": DTYPES["bfloat16"], "ByteStorage": DTYPES["uint8"], "CharStorage": DTYPES["int8"],
@@ -72,7 +71,7 @@ class Stub:
 
     @property
     def fields(self) -> dict[str, Any]:
-        return attributes(self.state)
+        return fields_of(self.state)
 
 
 @cache
@@ -80,7 +79,7 @@ def _stub_class(name: str) -> type[Stub]:
     return type(name, (Stub,), {})
 
 
-def attributes(state: Any) -> dict[str, Any]:
+def fields_of(state: Any) -> dict[str, Any]:
     """Return the attributes in an object's pickled state. With ``__slots__``, the state is two dictionaries."""
     if isinstance(state, dict):
         return state
@@ -102,9 +101,8 @@ class _Unpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) == ("collections", "OrderedDict"):
             return OrderedDict
-        if name in _ALLOWED.get(module, ()) or (
-            module.startswith("torch.distributed.") and name in _ALLOWED_DISTRIBUTED
-        ):
+        is_distributed = module.startswith("torch.distributed.") and name in _ALLOWED_DISTRIBUTED
+        if is_distributed or name in _ALLOWED.get(module, ()):
             return _stub_class(name)
         raise StoredError(
             f"{self._what} refers to {module}.{name}, but only tensors are read from a pickle. No code was run. Save the file again with "
@@ -134,14 +132,6 @@ class TorchTensor:
     def piece(self, *, start: tuple[int, ...]) -> Piece:
         """Return the tensor as a piece that begins at ``start`` in the full tensor."""
         return Piece(file=self.file, offset=self.offset, start=start, shape=self.shape)
-
-    def numbers(self) -> list[int]:
-        """Read the values of a small integer tensor."""
-        width, signed = self.dtype.itemsize, self.dtype.name.startswith("int")
-        data = bytearray(prod(self.shape) * width)
-        with self.file.open("rb") as file:
-            read_fully(file.fileno(), memoryview(data), self.offset, file=self.file)
-        return [int.from_bytes(data[at : at + width], "little", signed=signed) for at in range(0, len(data), width)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -187,18 +177,13 @@ def open_torch_file(path: Path, *, offset: int = 0, length: int | None = None) -
     """Open a ``torch.save`` file, possibly inside a larger file. Return it with its unpickled content."""
     what = str(path) if length is None else f"{path} (bytes {offset:,} to {offset + length:,})"
     refuse_pipe(path)
-    with (
-        plain_damage(
-            f"{what} is not a complete torch.save file in the zip format",
-            advice="it is truncated or has a different format; restore the file",
-        ),
-        path.open("rb") as file,
-    ):
+    broken = f"{what} is not a complete torch.save file in the zip format"
+    advice = "it is truncated or has a different format; restore the file"
+    with plain_damage(broken, advice=advice), path.open("rb") as file:
         size = os.fstat(file.fileno()).st_size
         if offset < 0 or offset + (length or 0) > size:
             raise StoredError(f"{path} has {size:,} bytes, too few: it is truncated; restore the file")
-        end = size if length is None else offset + length
-        with mmap.mmap(file.fileno(), end, access=mmap.ACCESS_READ) as data:
+        with mmap.mmap(file.fileno(), size if length is None else offset + length, access=mmap.ACCESS_READ) as data:
             infos = zipfile.ZipFile(_Rest(data, offset)).infolist()  # type: ignore[arg-type]
             records = {info.filename: _record(data, info, offset=offset) for info in infos}
             root = next((name.removesuffix("data.pkl") for name in records if name.endswith("/data.pkl")), None)
@@ -251,7 +236,7 @@ def _record(data: mmap.mmap, info: zipfile.ZipInfo, *, offset: int) -> CheckedRa
 
 
 def _content(data: mmap.mmap, record: CheckedRange, *, what: str) -> bytes:
-    if record.size > MOST_PICKLE_BYTES:
+    if record.size > 1 << 29:
         raise StoredError(
             f"{what}: a pickle of {record.size:,} bytes is too large for a list of tensors; restore the file"
         )

@@ -15,28 +15,35 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from rollcall.model.stored.files import StoredError, StoredFile, plain_damage
+from rollcall.model.stored.find import config_folder
 from rollcall.model.stored.tensors import Piece, Stored, StoredTensor, stored_of
-from rollcall.model.stored.torch_file import (
-    TorchFile,
-    TorchTensor,
-    attributes,
-    is_named,
-    open_torch_file,
-    whole_numbers,
-)
+from rollcall.model.stored.torch_file import TorchFile, TorchTensor, fields_of, is_named, open_torch_file, whole_numbers
 
 Mesh = tuple[tuple[int, int], ...]  # for each dimension, its size and one process's index in it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Cut:
-    """How a tensor is sharded across a mesh, as one process sees it."""
+class _Local:
+    """One process's share of a tensor. The mesh of a plain tensor has no dimensions."""
 
+    rank: int
+    tensor: TorchTensor
+    shape: tuple[int, ...]  # of the full tensor
     mesh: Mesh
     # For each mesh dimension, the tensor dimension and the split factor (1: none), or None if the tensor is replicated.
     cuts: tuple[tuple[int, int] | None, ...]
-    shape: tuple[int, ...]  # of the full tensor
+
+    @property
+    def layout(self) -> Any:
+        """The properties on which all processes must agree."""
+        return self.tensor.dtype, [size for size, _ in self.mesh], self.cuts, self.shape
+
+    def __str__(self) -> str:
+        mesh = f"mesh {[size for size, _ in self.mesh]}, whole shape {list(self.shape)}" if self.mesh else "no mesh"
+        return f"{self.tensor.dtype} {list(self.tensor.shape)}, {mesh}"
 
     def block(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Return the start and the shape of the process's block.
@@ -58,28 +65,6 @@ class _Cut:
         return tuple(start), tuple(shape)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Local:
-    """One process's share of a tensor. ``cut`` is None for a plain tensor."""
-
-    rank: int
-    tensor: TorchTensor
-    cut: _Cut | None
-
-    @property
-    def layout(self) -> Any:
-        """The properties on which all processes must agree."""
-        if self.cut is None:
-            return self.tensor.dtype, self.tensor.shape
-        return self.tensor.dtype, [size for size, _ in self.cut.mesh], self.cut.cuts, self.cut.shape
-
-    def __str__(self) -> str:
-        cut = "no mesh"
-        if self.cut is not None:
-            cut = f"mesh {[size for size, _ in self.cut.mesh]}, whole shape {list(self.cut.shape)}"
-        return f"{self.tensor.dtype} {list(self.tensor.shape)}, {cut}"
-
-
 def open_verl(folder: Path) -> Stored:
     files: list[TorchFile] = []
     held: dict[str, list[_Local]] = {}
@@ -95,10 +80,7 @@ def open_verl(folder: Path) -> Stored:
             raise StoredError(
                 f"{locals_[0].tensor.file} contains {name}, but {lacking.path} does not: they do not belong to the same checkpoint"
             )
-    config = next((one for one in (folder / "huggingface", folder) if (one / "config.json").is_file()), None)
-    step = next(
-        (int(match[1]) for one in folder.parts[::-1] if (match := re.fullmatch(r"global_step_(\d+)", one))), None
-    )
+    steps = [int(match[1]) for one in folder.parts if (match := re.fullmatch(r"global_step_(\d+)", one))]
     return stored_of(
         [_joined(name, locals_) for name, locals_ in held.items()],
         files=[
@@ -106,9 +88,9 @@ def open_verl(folder: Path) -> Stored:
             for file in files
         ],
         origin=str(folder),
-        folder=config,
+        folder=config_folder(folder),
         kind="verl checkpoint",
-        facts={} if step is None else {"step": step},
+        facts={"step": steps[-1]} if steps else {},
     )
 
 
@@ -134,40 +116,37 @@ def _rank_files(folder: Path) -> list[Path]:
 
 
 def _locals(file: TorchFile, content: Any, *, rank: int) -> Iterable[tuple[str, _Local]]:
-    if not isinstance(content, dict):
+    if not isinstance(content, dict) or not all(isinstance(name, str) for name in content):
         raise StoredError(f"{file.path} does not contain a state dict; use the model's shards")
     meshes: dict[int, Mesh] = {}  # the tensors in a file share mesh objects
     for name, value in content.items():
-        if not isinstance(name, str):
-            raise StoredError(
-                f"{file.path}: a tensor has a {type(name).__name__} instead of a name; use the model's shards"
-            )
         if isinstance(value, int | float | str | type(None)):
             continue  # not a tensor, so not a weight
-        cut = None
+        whole, mesh, cuts = None, (), ()
         with plain_damage(f"{file.path}: the layout of {name} cannot be read"):
             if is_named(value, "_rebuild_from_type_v2") and is_named(value.args[1], "DTensor"):
                 _, _, (_, _, shape, *_), state = value.args
-                fields = attributes(state)
+                fields = fields_of(state)
                 spec, value = fields["_spec"].fields, fields["_local_tensor"]
-                mesh = spec["mesh"]
-                if (own := mesh.fields.get("_rank", rank)) != rank:
+                pickled = spec["mesh"]
+                if (own := pickled.fields.get("_rank", rank)) != rank:
                     raise StoredError(
                         f"{file.path} should contain the shard of rank {rank}, but contains that of rank {own}; restore the correct file"
                     )
-                if id(mesh) not in meshes:
-                    meshes[id(mesh)] = _mesh_of(mesh.fields, rank=rank, file=file)
-                cut = _cut(spec["placements"], meshes[id(mesh)], shape=whole_numbers(shape))
+                if id(pickled) not in meshes:
+                    meshes[id(pickled)] = _mesh_of(pickled.fields, rank=rank, file=file)
+                whole, mesh = whole_numbers(shape), meshes[id(pickled)]
+                cuts = _cuts(spec["placements"], mesh, num_dims=len(whole))
             tensor = file.tensor(value, name=name)
         if tensor is None:
             raise StoredError(f"{file.path}: {name} is neither a tensor nor a DTensor; use the model's shards")
-        yield name, _Local(rank=rank, tensor=tensor, cut=cut)
+        shape = tensor.shape if whole is None else whole
+        yield name, _Local(rank=rank, tensor=tensor, shape=shape, mesh=mesh, cuts=cuts)
 
 
 def _joined(name: str, locals_: list[_Local]) -> StoredTensor:
     """Join the processes' blocks into one tensor."""
     first = locals_[0]
-    shape = first.tensor.shape if first.cut is None else first.cut.shape
     taken: dict[tuple[int, ...], tuple[_Local, Piece]] = {}
     for one in locals_:
         if one.layout != first.layout:
@@ -175,7 +154,7 @@ def _joined(name: str, locals_: list[_Local]) -> StoredTensor:
                 f"{first.tensor.file} and {one.tensor.file} do not belong to the same checkpoint: {name} is {first} in the first and "
                 f"{one} in the second"
             )
-        start, wanted = ((0,) * len(shape), shape) if one.cut is None else one.cut.block()
+        start, wanted = one.block()
         if wanted != one.tensor.shape:
             raise StoredError(
                 f"{one.tensor.file}: its share of {name} has shape {list(one.tensor.shape)}, but rank {one.rank} of its mesh should have "
@@ -191,14 +170,14 @@ def _joined(name: str, locals_: list[_Local]) -> StoredTensor:
                 "to the same checkpoint"
             )
     pieces = tuple(piece for _, piece in taken.values())
-    return StoredTensor(name=name, dtype=first.tensor.dtype, shape=shape, pieces=pieces)
+    return StoredTensor(name=name, dtype=first.tensor.dtype, shape=first.shape, pieces=pieces)
 
 
 def _mesh_of(mesh: dict[str, Any], *, rank: int, file: TorchFile) -> Mesh:
     """Build the mesh from these fields, as ``rank`` sees it. Fields that cannot be read may raise any kind of error."""
     ranks: Any = mesh.get("mesh", mesh.get("_rank_map", mesh.get("_flatten_rank_map")))
     if tensor := file.tensor(ranks, name="a mesh"):
-        ranks = tensor.numbers()
+        ranks = np.fromfile(tensor.file, tensor.dtype.name, count=prod(tensor.shape), offset=tensor.offset).tolist()
     if tensor and "mesh" in mesh:  # torch before 2.10: a tensor of ranks and no layout
         axes = [((size, prod(tensor.shape[dim + 1 :])),) for dim, size in enumerate(tensor.shape)]
     else:
@@ -228,9 +207,9 @@ def _pairs(shape: Any, stride: Any) -> tuple[tuple[int, int], ...]:
     return ((shape, stride),)
 
 
-def _cut(placements: Any, mesh: Mesh, *, shape: tuple[int, ...]) -> _Cut:
-    """Build the cut from pickled ``placements``. Placements that cannot be read may raise any kind of error."""
-    cuts = tuple(_placement(one, num_dims=len(shape)) for one in placements)
+def _cuts(placements: Any, mesh: Mesh, *, num_dims: int) -> tuple[tuple[int, int] | None, ...]:
+    """Convert pickled ``placements``. Placements that cannot be read may raise any kind of error."""
+    cuts = tuple(_placement(one, num_dims=num_dims) for one in placements)
     if len(cuts) != len(mesh):
         raise ValueError(f"there are {len(cuts)} placements, but the mesh has {len(mesh)} dimensions")
     for number, cut in enumerate(cuts):
@@ -241,7 +220,7 @@ def _cut(placements: Any, mesh: Mesh, *, shape: tuple[int, ...]) -> _Cut:
                 raise ValueError(
                     f"the split factor is {cut[1]}, but the later mesh dimensions split the tensor into {parts} parts"
                 )
-    return _Cut(mesh=mesh, cuts=cuts, shape=shape)
+    return cuts
 
 
 def _placement(placement: Any, *, num_dims: int) -> tuple[int, int] | None:

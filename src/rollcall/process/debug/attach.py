@@ -33,8 +33,6 @@ from rollcall.process.debug.board import Waiting
 CONNECT_S = 10.0
 UNATTENDED_S = 3600.0
 LOOK_S = 0.1  # between two checks of the door
-SEND_S = 5.0  # a terminal that accepts no data for this long is considered lost
-LONGEST = 4 << 20  # bytes in a message; the debugger's own messages are never that long
 
 _alone_since: float | None = None  # since this time, a thread has been stopped without a terminal; monotonic clock
 _has_given_up = False
@@ -47,7 +45,7 @@ class Connection:
 
     def __init__(self, connection: socket.socket) -> None:
         self._socket = connection
-        self._frames = Frames(LONGEST)
+        self._frames = Frames(4 << 20)  # bytes; the debugger's own messages are never that long
         self.fileno, self.close = connection.fileno, connection.close
 
     def send(self, message: Mapping[str, Any]) -> None:
@@ -55,11 +53,7 @@ class Connection:
 
     def take(self) -> list[dict[str, Any]]:
         """Return the complete messages; call this when there is something to read. Raise ConnectionError at the end of the stream."""
-        try:
-            data = self._socket.recv(1 << 16)
-        except (BlockingIOError, TimeoutError):
-            return []
-        if not data:
+        if not (data := self._socket.recv(1 << 16)):
             raise ConnectionError("the connection was closed")
         try:
             found = [json.loads(body) for body in self._frames.feed(data)]
@@ -176,7 +170,7 @@ class Porter:
     def _welcome(self, connection: socket.socket) -> None:
         global _alone_since
         watch_peer(connection)
-        connection.settimeout(SEND_S)
+        connection.settimeout(5.0)  # a terminal that accepts no data for this long is considered lost
         caller = Connection(connection)
         if self._caller is None:
             self._caller, self._is_heard, _alone_since = caller, False, None
@@ -239,10 +233,8 @@ def is_there(waits: Waiting) -> bool:
     """Return whether the process is still listening. A killed run leaves its list behind, so a process in the list may be gone."""
     try:
         socket.create_connection((waits.address, waits.port), timeout=CONNECT_S).close()
-    except ConnectionRefusedError:
-        return False
-    except OSError:
-        return True  # this machine cannot reach it, but it may still be waiting
+    except OSError as error:
+        return not isinstance(error, ConnectionRefusedError)  # if this machine cannot reach it, it may still be waiting
     return True
 
 

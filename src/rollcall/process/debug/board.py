@@ -27,28 +27,15 @@ FILE = "debugger.json"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DebugSeat:
-    """A process of a run."""
-
-    role: str  # "actor", "reward", "environment", "controller", ...
-    rank: int
-    node: int  # the node's rank
-    title: str = ""  # its name in messages; empty: use role and rank
-
-    def __str__(self) -> str:
-        return self.title or f"{self.role} rank {self.rank} on node {self.node}"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Waiting:
     """A process that has stopped in the debugger."""
 
     number: int  # for `rollcall debug NUMBER`; does not change while the process waits
     run: str  # the run directory
-    role: str
+    role: str  # "actor", "reward", "environment", "controller", ...
     rank: int
-    node: int
-    who: str
+    node: int  # the node's rank
+    who: str  # its name in messages
     file: str
     line: int
     function: str
@@ -106,43 +93,53 @@ class Board:
                 with suppress(OSError):  # the folder was never created, or a run has written files to it
                     run_dir.rmdir()
 
-    def post(self, key: str, seat: DebugSeat, place: Mapping[str, Any] | None) -> None:
+    def post(self, key: str, place: Mapping[str, Any] | None, *, role: str, rank: int, node: int, who: str) -> None:
         """Record where a process has stopped, or with None that it continues. ``key`` identifies the process."""
         with self._lock:
             before = self._waiting.get(key)
             if place is None:
-                if self._waiting.pop(key, None) is not None:
+                if before is not None:
+                    del self._waiting[key]
                     self._show()
-                    say(f"{seat} continues")
+                    say(f"{who} continues")
                 return
-            if before is not None and (before.port, before.line, before.file) == (
-                place["port"],
-                place["line"],
-                place["file"],
-            ):
+            if before is not None and all(getattr(before, name) == place[name] for name in ("port", "line", "file")):
                 return
             if before is None:
                 self._num_posted += 1
             number = self._num_posted if before is None else before.number
-            self._waiting[key] = waits = Waiting(
-                number=number,
-                run=str(self._run_dir.absolute()) if self._run_dir else "",
-                role=seat.role,
-                rank=seat.rank,
-                node=seat.node,
-                who=str(seat),
-                since=time.time(),
-                why=redact(place["why"]),
-                **{name: place[name] for name in ("file", "line", "function", "until", "address", "port", "secret")},
-            )
+            run = str(self._run_dir.absolute()) if self._run_dir else ""
+            about: dict[str, Any] = {**place, "why": redact(place["why"]), "since": time.time()}
+            waits = Waiting(number=number, run=run, role=role, rank=rank, node=node, who=who, **about)
+            self._waiting[key] = waits
             self._show()
         if before is None:
-            warn(_words(waits, run_dir=self._run_dir))
+            until = time.strftime("%H:%M:%S", time.localtime(waits.until))
+            where = f"{self._run_dir} " if self._run_dir else ""
+            ends = "continues" if waits.why == "breakpoint" else "ends with this error"
+            warn(
+                visible(
+                    f"{who} is waiting in the debugger at {waits.where} ({waits.why}). Attach a terminal with `rollcall debug "
+                    f"{where}{number}`; if nobody attaches, it {ends} at {until}"
+                )
+            )
 
     def _show(self) -> None:
+        """Write the list for the run, and publish it on the cluster."""
         waiting = sorted(self._waiting.values(), key=lambda one: one.number)
         if self._run_dir is not None:
-            _write(self._run_dir, waiting)
+            path = self._run_dir / FILE
+            try:
+                if waiting:
+                    # A run that is still loading its data, model and rewards has no directory yet.
+                    self._run_dir.mkdir(exist_ok=True)
+                    write_atomic(path, dump_board(waiting), durable=False, private=True)
+                else:
+                    path.unlink(missing_ok=True)
+            except OSError as error:
+                warn(
+                    f"{path} cannot be written ({error}), so `rollcall debug {self._run_dir}` does not list the processes that are waiting"
+                )
         if self.publish is not None:
             self.publish(waiting)
 
@@ -164,27 +161,3 @@ def parse_board(text: str) -> list[Waiting]:
 
 def dump_board(waiting: Sequence[Waiting]) -> str:
     return json.dumps([asdict(one) for one in waiting])
-
-
-def _write(run_dir: Path, waiting: Sequence[Waiting]) -> None:
-    path = run_dir / FILE
-    try:
-        if waiting:
-            run_dir.mkdir(exist_ok=True)  # a run that is still loading its data, model and rewards has no directory yet
-            write_atomic(path, dump_board(waiting), durable=False, private=True)
-        else:
-            path.unlink(missing_ok=True)
-    except OSError as error:
-        warn(
-            f"{path} cannot be written ({error}), so `rollcall debug {run_dir}` does not list the processes that are waiting"
-        )
-
-
-def _words(waits: Waiting, *, run_dir: Path | None) -> str:
-    until = time.strftime("%H:%M:%S", time.localtime(waits.until))
-    where = f"{run_dir} " if run_dir else ""
-    ends = "continues" if waits.why == "breakpoint" else "ends with this error"
-    return visible(
-        f"{waits.who} is waiting in the debugger at {waits.where} ({waits.why}). Attach a terminal with `rollcall debug "
-        f"{where}{waits.number}`; if nobody attaches, it {ends} at {until}"
-    )

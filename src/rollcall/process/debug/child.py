@@ -14,30 +14,24 @@ from contextlib import AbstractContextManager, nullcontext
 from types import TracebackType
 from typing import Any
 
-_ENTRY = 8  # bytes
-_NUM_ENTRIES = 512
-
 
 class Examined:
     """Places where exceptions have opened the debugger. Processes forked from its creator share it, so an error that occurs in all of
     them opens the debugger only once."""
 
     def __init__(self) -> None:
-        self._memory = mmap.mmap(-1, _ENTRY * _NUM_ENTRIES)
+        self._entries = memoryview(mmap.mmap(-1, 8 * 512)).cast("q")
 
     def is_new(self, frames: TracebackType, kind: type) -> bool:
         """Return whether this kind of error is new at the line that raised it, and record it."""
         while frames.tb_next is not None:
             frames = frames.tb_next
         place = (frames.tb_frame.f_code.co_filename, frames.tb_lineno, kind.__qualname__)
-        entry = (hash(place) or 1).to_bytes(_ENTRY, "little", signed=True)  # forked processes compute the same hash
-        for at in range(0, len(self._memory), _ENTRY):
-            found = self._memory[at : at + _ENTRY]
-            if found == entry:
-                return False
-            if not any(found):
-                self._memory[at : at + _ENTRY] = entry
-                return True
+        entry = hash(place) or 1  # forked processes compute the same hash
+        for at, found in enumerate(self._entries):
+            if found in (0, entry):
+                self._entries[at] = entry
+                return not found
         return False
 
 
@@ -79,6 +73,5 @@ class ChildLine:
         from rollcall.process.debug.stopped import LinePdb
 
         if not hasattr(self._own, "debugger"):
-            read, write = (lambda count: os.read(self._fd, count)), (lambda data: os.write(self._fd, data))
-            self._own.debugger = LinePdb(read, write, around=self._around)
+            self._own.debugger = LinePdb(self._fd, around=self._around)
         return self._own.debugger

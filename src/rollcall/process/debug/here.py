@@ -21,7 +21,7 @@ from typing import Any
 from rollcall.base.stop import heeded
 from rollcall.base.wait import warn
 from rollcall.process.debug.attach import End, OnStop, Porter, converse
-from rollcall.process.debug.board import BOARD, DebugSeat
+from rollcall.process.debug.board import BOARD
 from rollcall.process.debug.child import Examined
 from rollcall.process.debug.stopped import LinePdb, TerminalPdb, borrowed_terminal, has_terminal
 from rollcall.process.pause import paused
@@ -45,8 +45,9 @@ class _Served:
 
 
 def _tell_board(place: Mapping[str, Any] | None) -> None:
-    title = f"the controller on node {_served.node}"
-    BOARD.post(f"process {os.getpid()}", DebugSeat(role="controller", rank=0, node=_served.node, title=title), place)
+    node = _served.node
+    who = f"the controller on node {node}"
+    BOARD.post(f"process {os.getpid()}", place, role="controller", rank=0, node=node, who=who)
 
 
 _served = _Served(host=LOOPBACK, node=0, on_stop=_tell_board)
@@ -55,30 +56,22 @@ _telling = threading.Lock()
 _making = threading.Lock()
 _own = threading.local()  # the thread's debuggers; each keeps the frames where it stopped
 _serials = count()  # numbers the lines of this process
+# The places where exceptions have opened the debugger. A zygote's children each create their own at the first exception.
+_examined = cache(Examined)
 
 
-@cache
-def _examined() -> Examined:
-    """Return the places where exceptions have opened the debugger. A zygote's children each create their own at the first exception."""
-    return Examined()
-
-
-def serve(*, host: str | None = None, node: int | None = None, on_stop: OnStop | None = None) -> bool:
-    """Stop at breakpoints from now on. Return False if a different debugger handles them. Terminals on other nodes reach this machine
-    at ``host``; ``node`` is its rank. ``on_stop`` is called at each stop; by default, it posts to this process's board."""
-    before = (_served.host, _served.on_stop)
+def serve(*, host: str | None = None, node: int | None = None, on_stop: OnStop | None = None) -> None:
+    """Stop at breakpoints from now on, unless a different debugger handles them. Terminals on other nodes reach this machine at
+    ``host``; ``node`` is its rank. ``on_stop`` is called at each stop; by default, it posts to this process's board."""
     _served.host, _served.on_stop = host or _served.host, on_stop or _served.on_stop
-    if before != (_served.host, _served.on_stop):
-        _served.line = None  # the next stop gets a porter with the new values
+    _served.line = None  # the next stop gets a porter with these values
     _served.node = _served.node if node is None else node
     _served.is_on = True
     named = os.environ.get("PYTHONBREAKPOINT", "")
     # Ray sets its hook in each of its processes (2.60), even if the user has not set RAY_DEBUG.
     is_named = named not in ("", "0") and not named.startswith("ray.util.")
-    if is_rays() or is_named or sys.breakpointhook not in (sys.__breakpointhook__, _hook):
-        return False
-    sys.breakpointhook = _hook
-    return True
+    if not is_rays() and not is_named and sys.breakpointhook is sys.__breakpointhook__:
+        sys.breakpointhook = _hook
 
 
 def is_rays() -> bool:
@@ -114,7 +107,7 @@ def debugger() -> TerminalPdb | LinePdb:
             Porter(porters, host=_served.host, on_stop=partial(tell, f"process {os.getpid()}"))
         line = _served.line
     if getattr(_own, "line", None) is not line:
-        _own.line, _own.over_line = line, LinePdb(line.recv, line.send)
+        _own.line, _own.over_line = line, LinePdb(line.fileno())
     return _own.over_line
 
 
@@ -190,9 +183,9 @@ class DebugLine:
         if not BOARD.is_public and is_watched():
             tell(self._key, place)
             return
-        title = f"{self._role} process {self._number} on node {_served.node}"
-        seat = DebugSeat(role=self._role, rank=self._number, node=_served.node, title=title)
-        BOARD.post(self._key, seat, place)
+        node = _served.node
+        who = f"{self._role} process {self._number} on node {node}"
+        BOARD.post(self._key, place, role=self._role, rank=self._number, node=node, who=who)
 
     def close(self) -> None:
         self._is_closed = True

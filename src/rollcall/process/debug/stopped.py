@@ -122,15 +122,15 @@ class _Debugger(pdb.Pdb):
         if heard is None:
             return
         self.set_continue()
-        if isinstance(heard, Stopped) and heeded().is_shielded:
+        if isinstance(heard, Stopped) and heeded().num_shields:
             return  # a checkpoint is being written: it is completed, and the run stops after it
         raise heard
 
-    def _refuse(self, arg: str) -> None:
+    def do_run(self, arg: str) -> None:
         """Refuse to restart the process, because the run itself restarts it if necessary."""
         self.error("a process of a run cannot be started again from its debugger")
 
-    do_run = do_restart = _refuse
+    do_restart = do_run
 
 
 class TerminalPdb(_Debugger):
@@ -156,16 +156,10 @@ class TerminalPdb(_Debugger):
 
 
 class LinePdb(_Debugger):
-    """pdb that talks over a line. ``read`` and ``write`` use its file descriptor; ``around`` is entered while a prompt is open."""
+    """pdb that talks over a line with this file descriptor. ``around`` is entered while a prompt is open."""
 
-    def __init__(
-        self,
-        read: Callable[[int], bytes],
-        write: Callable[[memoryview], int | None],
-        *,
-        around: Callable[[], AbstractContextManager[Any]] = nullcontext,
-    ) -> None:
-        self._talk = _Talk(read, write, introduce=self._introduce)
+    def __init__(self, fd: int, *, around: Callable[[], AbstractContextManager[Any]] = nullcontext) -> None:
+        self._talk = _Talk(fd, introduce=self._introduce)
         self._around = around
         super().__init__(stdin=self._talk, stdout=self._talk, readrc=False)  # a worker's directory is not the user's
         self._ends_prompt = KeyboardInterrupt
@@ -198,7 +192,7 @@ class LinePdb(_Debugger):
         self._goes_on = True
         return super().do_continue(arg)
 
-    do_c = do_cont = do_continue
+    do_c = do_cont = do_EOF = do_continue  # EOF: the line is closed, and no terminal can attach any longer
 
     def do_quit(self, arg: str) -> None:
         """q(uit)
@@ -208,10 +202,6 @@ class LinePdb(_Debugger):
         self._talk.say(left=True)
 
     do_q = do_exit = do_quit
-
-    def do_EOF(self, arg: str) -> Any:
-        """Continue, because the line is closed and no terminal can attach any longer."""
-        return self.do_continue(arg)
 
     def do_interact(self, arg: str) -> None:
         """interact
@@ -228,15 +218,13 @@ class LinePdb(_Debugger):
 
 
 class _Talk(io.TextIOBase):
-    """pdb's streams. Once pdb reads input, the text after the last newline is the prompt."""
+    """pdb's streams. Once pdb reads input, the text after the last newline is the prompt. They only read and write the line, because a
+    confined process may do nothing else with a socket."""
 
     encoding = "utf-8"
 
-    def __init__(
-        self, read: Callable[[int], bytes], write: Callable[[memoryview], int | None], *, introduce: Callable[[], None]
-    ) -> None:
-        self._read = read
-        self._write = write
+    def __init__(self, fd: int, *, introduce: Callable[[], None]) -> None:
+        self._fd = fd
         self._introduce = introduce
         self._tail = ""
 
@@ -244,7 +232,7 @@ class _Talk(io.TextIOBase):
         data = memoryview(json_frame(message))
         try:
             while data:
-                data = data[self._write(data) or len(data) :]
+                data = data[os.write(self._fd, data) :]
         except OSError:  # the porter is gone; the next read reports that
             return
 
@@ -255,9 +243,6 @@ class _Talk(io.TextIOBase):
             self.say(text=shown[begin : begin + PIECE])
         return len(text)
 
-    def flush(self) -> None:
-        return None
-
     def close(self) -> None:
         """Keep the line open, because `exit()` in an interpreter closes standard input."""
 
@@ -266,7 +251,7 @@ class _Talk(io.TextIOBase):
         self.say(prompt=prompt)
         while True:
             try:
-                heard = read_json_frame(partial(read_exactly, self._read))
+                heard = read_json_frame(partial(read_exactly, partial(os.read, self._fd)))
             except OSError:
                 return ""
             if "line" in heard:

@@ -17,8 +17,6 @@ from rollcall.base.wait import Wait
 from rollcall.process.debug.here import POST_MORTEM
 from rollcall.process.groups.sightings import Lookout
 
-STOP_DEADLINE_S = 30.0
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ask:
@@ -140,25 +138,13 @@ class Call:
         self.value, self.error, self.is_done = value, error, True
 
 
-class Overseer(Protocol):
-    """The gang as its carrier sees it."""
-
-    lookout: Lookout
-
-    def lose(self, losses: Mapping[Member, str]) -> None:
-        """Record that members are lost, and why. Any thread may call it; reporting the same member again has no effect."""
-        ...
-
-
 class Carrier(ABC):
     """Starts a gang's processes and delivers calls to them. A call names a method of ``host.Host``."""
 
     peer_s = 0.0  # a peer's death is known within this time after a worker reports it; 0: no peers
-    changed: threading.Condition  # notified when a call finishes; for carriers that finish calls in a different thread
-    gang: Overseer
-
-    def open(self, gang: Overseer) -> None:
-        self.gang = gang
+    changed = threading.Condition()  # one that finishes calls in a different thread has its own, and notifies it
+    lookout: Lookout  # the gang's
+    lose: Callable[[Mapping[Member, str]], None]  # the gang's; any thread may call it
 
     @abstractmethod
     def launch(self, spec: WorkerSpec, *, lost: Member | None, wait: Wait) -> Member:

@@ -12,19 +12,9 @@ from types import TracebackType
 from typing import Any
 
 from rollcall.base.errors import ClusterError
-from rollcall.process.groups.backend import (
-    STOP_DEADLINE_S,
-    Ask,
-    Backend,
-    NodeSeats,
-    Recipe,
-    Reservation,
-    Seat,
-    WorkerSpec,
-)
-from rollcall.process.groups.gang import Gang
+from rollcall.process.groups.backend import Ask, Backend, NodeSeats, Recipe, Reservation, Seat, WorkerSpec
+from rollcall.process.groups.gang import STOP_DEADLINE_S, Gang
 
-PLACE_DEADLINE_S = 180.0
 _default: Backend | None = None
 
 
@@ -50,7 +40,7 @@ class VirtualCluster:
         use_gpus: bool = True,
         name: str = "rollcall",
         node_ranks: Sequence[int] | None = None,
-        timeout_s: float = PLACE_DEADLINE_S,
+        timeout_s: float = 180.0,
         backend: Backend | None = None,
     ) -> None:
         counts = tuple(bundle_ct_per_node_list)
@@ -73,8 +63,7 @@ class VirtualCluster:
             use_gpus=use_gpus,
             node_ranks=None if node_ranks is None else tuple(node_ranks),
         )
-        backend = backend or _default
-        if backend is None:
+        if (backend := backend or _default) is None:
             raise ClusterError("this process is not connected to a cluster; call init_ray() first")
         self._reservation: Reservation | None = backend.reserve(self._ask, timeout_s=timeout_s)
         self._nodes = {node.node_rank: node for node in self._reservation.nodes}
@@ -134,8 +123,7 @@ class VirtualCluster:
         return gang
 
     def forget(self, group: Any) -> None:
-        if group in self._groups:
-            self._groups.remove(group)
+        self._groups.remove(group)
 
     def shutdown(self) -> None:
         """Shut down the groups in this cluster, the last one first, and release the slots even if a group cannot be stopped."""

@@ -6,7 +6,7 @@ workers get an empty part. They are still called because every worker has to tak
 
 from __future__ import annotations
 
-import functools
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -40,8 +40,8 @@ class NamedSharding:
             )
         if ranks.size == 0:
             raise ValueError(f"a layout needs at least one rank; its shape is {ranks.shape}")
-        if len(np.unique(ranks)) < ranks.size:
-            values, counts = np.unique(ranks, return_counts=True)
+        values, counts = np.unique(ranks, return_counts=True)
+        if counts.max() > 1:
             raise ValueError(
                 f"rank {values[counts > 1][0]} is in the layout {counts.max()} times; each rank must appear once"
             )
@@ -75,8 +75,7 @@ class NamedSharding:
 
     def get_worker_coords(self, worker_id: int) -> dict[str, int]:
         """Return a rank's position on each axis."""
-        place = self._coords.get(worker_id)
-        if place is None:
+        if (place := self._coords.get(worker_id)) is None:
             raise ValueError(
                 f"rank {worker_id} is not in the layout; its ranks are {self.ranks[0]} to {self.ranks[-1]}"
             )
@@ -91,8 +90,7 @@ class NamedSharding:
         return index
 
     def num_shards(self, axes: Iterable[str]) -> int:
-        shape = self.shape
-        return int(np.prod([shape[axis] for axis in axes], dtype=np.int64))
+        return math.prod(self.shape[axis] for axis in axes)
 
     def check_axes(self, names: Iterable[str], *, argument: str = "axis", also: Sequence[str] = ()) -> None:
         """Refuse a name that is neither an axis nor one of ``also``."""
@@ -113,7 +111,6 @@ class Route:
     drop: Drop
 
 
-@functools.lru_cache(maxsize=256)  # a group repeats the same few calls
 def routes(
     sharding: NamedSharding,
     *,
@@ -124,8 +121,7 @@ def routes(
     """Return the workers to call, by rank. On an axis that is in neither list of input axes, only the first worker is called."""
     sharding.check_axes(in_sharded_axes, argument="in_sharded_axes")
     sharding.check_axes(replicate_on_axes, argument="replicate_on_axes")
-    both = [axis for axis in in_sharded_axes if axis in replicate_on_axes]
-    if both:
+    if both := [axis for axis in in_sharded_axes if axis in replicate_on_axes]:
         raise ValueError(
             f"axis {both[0]!r} is in in_sharded_axes and in replicate_on_axes; name it in only one of them"
         )
@@ -216,8 +212,7 @@ def split_rows(value: Any, *, num_parts: int) -> list[Any]:
     if isinstance(value, Mapping):
         parts = {key: split_rows(item, num_parts=num_parts) for key, item in value.items()}
         return [{key: part[index] for key, part in parts.items()} for index in range(num_parts)]
-    total = len(value)
-    small, more = divmod(total, num_parts)
+    small, more = divmod(len(value), num_parts)
     edges = [index * small + min(index, more) for index in range(num_parts + 1)]
     return [_rows(value, start, end) for start, end in zip(edges, edges[1:], strict=False)]
 

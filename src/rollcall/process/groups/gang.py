@@ -24,7 +24,7 @@ from rollcall.process.groups.sightings import Lookout, Sightings
 # When a worker dies in a collective, the others raise errors moments later, perhaps before its death is known.
 STUMBLE_S = 0.5
 TURN_S = 0.5  # between two checks of what the carrier has seen
-LOOK_S = 0.25
+STOP_DEADLINE_S = 30.0
 
 
 class Gang:
@@ -35,6 +35,7 @@ class Gang:
         self._specs = specs
         self._recipe = recipe
         self._carrier = carrier
+        carrier.lookout, carrier.lose = self.lookout, self.lose
         self._shared: tuple[list[Any], dict[str, Any]] = [], {}  # what each worker is created from
         self._master_port = 0
         self._tolerated: frozenset[int] = frozenset(range(len(specs)))
@@ -44,7 +45,6 @@ class Gang:
     def start(self, *, timeout_s: float) -> None:
         """Create every worker."""
         wait, recipe = Wait(timeout_s), self._recipe
-        self._carrier.open(self)
         for spec in self._specs:
             self.members.append(self._carrier.launch(spec, lost=None, wait=wait))
         self._shared = (
@@ -61,10 +61,8 @@ class Gang:
             self.lookout.regain(member.spec.rank, f"process {pid} on node {member.spec.node.node_rank}")
         master = {"master_address": self.members[0].spec.node.address, "master_port": self._master_port}
         args, kwargs = self._shared
-        starts = []
-        for member in members:
-            env = {**self._carrier.start_env(member.spec), **member.spec.group_env(**master)}
-            starts.append(self._send(member, "start", [env, *args], kwargs))
+        envs = [{**self._carrier.start_env(one.spec), **one.spec.group_env(**master)} for one in members]
+        starts = [self._send(one, "start", [env, *args], kwargs) for one, env in zip(members, envs, strict=True)]
         self.gather(starts, wait=wait)
 
     def call(self, rank: int, method: str, drop: Drop, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Call:
@@ -141,6 +139,7 @@ class Gang:
         self._tolerated = frozenset(ranks)
 
     def lose(self, losses: Mapping[Member, str]) -> None:
+        """Record that members are lost, and why. Any thread may call it; reporting the same member again has no effect."""
         new = [member for member in losses if not member.death]
         for member in new:
             member.death = losses[member]
@@ -168,8 +167,7 @@ class Gang:
 
     def stop(self, *, timeout_s: float) -> None:
         """Stop every process of the gang, and every process that they started."""
-        shut_down = WorkerDiedError(f"{self._specs[0].role} has been shut down", **whom(self._specs))
-        self._end = self._end or shut_down
+        self._end = self._end or WorkerDiedError(f"{self._specs[0].role} has been shut down", **whom(self._specs))
         self._carrier.stop(self.members, timeout_s=timeout_s)
 
     def _died(self, members: Sequence[Member]) -> WorkerDiedError:
@@ -214,9 +212,8 @@ class Gang:
             self._check([call for call in calls if not call.is_done])
             self._look_for_dead(calls)
             if dead := list(dict.fromkeys(call.member for call in calls if call.member.death)):
-                why = f"{dead[0].death}{self._waits()}\n{complaint}"
-                raise died([member.spec for member in dead], why)
-            time.sleep(LOOK_S)
+                raise died([member.spec for member in dead], f"{dead[0].death}{self._waits()}\n{complaint}")
+            time.sleep(0.25)
 
     def _look_for_dead(self, calls: Sequence[Call]) -> None:
         members = {call.member for call in calls if not call.member.death}

@@ -15,14 +15,13 @@ from typing import Any, TypedDict
 from rollcall.base.errors import ClusterError
 from rollcall.base.wait import Wait
 from rollcall.nodes.declared import GROUP_VARIABLES
-from rollcall.process.groups.backend import STOP_DEADLINE_S, Recipe, Seat, WorkerSpec
+from rollcall.process.groups.backend import Recipe, Seat, WorkerSpec
 from rollcall.process.groups.cluster import VirtualCluster
 from rollcall.process.groups.dispatch import NamedSharding, check_fields, leaders, routes, split_arguments
-from rollcall.process.groups.gang import Gang
+from rollcall.process.groups.gang import STOP_DEADLINE_S, Gang
 from rollcall.process.groups.sightings import Sightings
 
 START_DEADLINE_S = 900.0
-RESULT_DEADLINE_S = 3600.0
 
 
 class WorkerMetadata(TypedDict):
@@ -63,8 +62,8 @@ class MultiWorkerFuture:
     def select(self, results: list[Any], *, axes: Sequence[str]) -> list[Any]:
         """Select the results to return; ``results`` contains one per future."""
         if self.return_from_workers is not None and self.called_workers is not None:
-            place = {rank: index for index, rank in enumerate(self.called_workers)}
-            results = [results[place[rank]] for rank in self.return_from_workers]
+            by_rank = dict(zip(self.called_workers, results, strict=True))
+            results = [by_rank[rank] for rank in self.return_from_workers]
         if results:
             check_fields(results[0], self.replicated_fields, axes=axes)
         return results
@@ -129,13 +128,11 @@ class WorkerGroup:
             raise ValueError(
                 f"the sharding has ranks {self.sharding.ranks}, but the group has ranks 0 to {len(seats) - 1}"
             )
-        self.specs = self._specs(
-            seats,
-            env=env_vars or {},
-            node_env=node_env_vars or {},
-            titles=titles or [""] * len(seats),
-            kinds=kinds or [self.name_prefix] * len(seats),
-        )
+        for node_rank in node_env_vars or {}:
+            cluster.node(node_rank)
+        variables = [{**(env_vars or {}), **(node_env_vars or {}).get(seat.node_rank, {})} for seat in seats]
+        titles, kinds = titles or [""] * len(seats), kinds or [self.name_prefix] * len(seats)
+        self.specs = self._specs(seats, variables=variables, titles=titles, kinds=kinds)
         self._one_call = threading.Lock()
         recipe = replace(remote_worker_builder.recipe, purposes=purposes or {})
         self._gang: Gang | None = cluster.launch(self, self.specs, recipe, timeout_s=timeout_s)
@@ -145,19 +142,16 @@ class WorkerGroup:
         self,
         seats: Sequence[Seat],
         *,
-        env: Mapping[str, str],
-        node_env: Mapping[int, Mapping[str, str]],
+        variables: Sequence[Mapping[str, str]],
         titles: Sequence[str],
         kinds: Sequence[str],
     ) -> list[WorkerSpec]:
         """Return the spec of each process, in rank order."""
-        for name in (name for variables in (env, *node_env.values()) for name in variables):
-            if name in GROUP_VARIABLES:
+        for name in GROUP_VARIABLES:
+            if any(name in own for own in variables):
                 raise ValueError(
                     f"{name} is set by the worker group, differently for each worker; leave it out of env_vars"
                 )
-        for node_rank in node_env:
-            self.cluster.node(node_rank)
         per_slot = Counter((seat.node_rank, slot) for seat in seats for slot in seat.slots)
         on_node = [seat.node_rank for seat in seats]
         specs = []
@@ -173,7 +167,7 @@ class WorkerGroup:
                 slots=seat.slots,
                 # Rounded down to Ray's resolution, because several shares rounded up would exceed the slot.
                 share=int(10_000 / num_sharing) / 10_000 if self.takes_slots else 0.0,
-                env={**env, **node_env.get(seat.node_rank, {})},
+                env=variables[rank],
                 title=titles[rank],
                 kind=kinds[rank],
             )
@@ -242,25 +236,21 @@ class WorkerGroup:
             replicate_on_axes=tuple(replicate_on_axes or ()),
             output_is_replicated=tuple(output_is_replicated or ()),
         )
-        both = sorted(set(kwargs) & set(common_kwargs or ()))
-        if both:
+        if both := sorted(set(kwargs) & set(common_kwargs or ())):
             raise ValueError(f"{both[0]} is an argument to split and also in common_kwargs; give it once")
         parts = split_arguments(args, kwargs, num_parts=self.sharding.num_shards(axes))
         readers = Counter(route.shard for route in called)
         parts = [self._shared(*part) if readers[index] > 1 else part for index, part in enumerate(parts)]
         _, shared = self._shared((), common_kwargs or {})
-        futures = []
-        for route in called:
-            part, named = parts[route.shard]
-            futures.append(gang.call(route.rank, method_name, route.drop, part, {**named, **shared}))
+        parts = [(part, {**named, **shared}) for part, named in parts]
         return MultiWorkerFuture(
-            futures=futures,
+            futures=[gang.call(route.rank, method_name, route.drop, *parts[route.shard]) for route in called],
             called_workers=[route.rank for route in called],
             return_from_workers=[route.rank for route in called if route.drop is not None],
             replicated_fields=[name for name in output_is_replicated or () if name not in self.sharding.names],
         )
 
-    def get_all_worker_results(self, futures: Any, *, timeout_s: float = RESULT_DEADLINE_S) -> list[Any]:
+    def get_all_worker_results(self, futures: Any, *, timeout_s: float = 3600.0) -> list[Any]:
         """Wait for the result of one run method, or for those of a list of run methods. Raises as soon as one worker fails or dies.
 
         For one future, this returns the list of its results. For a list, it returns one entry per element: a result or a list of results.
@@ -268,14 +258,13 @@ class WorkerGroup:
         entries = list(futures) if isinstance(futures, list | tuple) else [futures]
         flat = [future for entry in entries for future in _futures(entry)]
         results = iter(self._running.gather(flat, wait=Wait(timeout_s, first_s=30, every_s=30, stalls=False)))
-        found = [self._arrange(entry, [next(results) for _ in _futures(entry)]) for entry in entries]
+        found: list[Any] = []
+        for entry in entries:
+            own = [next(results) for _ in _futures(entry)]
+            if isinstance(entry, MultiWorkerFuture):
+                own = entry.select(own, axes=self.sharding.names)
+            found.append(own if isinstance(entry, MultiWorkerFuture | list | tuple) else own[0])
         return found[0] if isinstance(futures, MultiWorkerFuture) else found
-
-    def _arrange(self, entry: Any, results: list[Any]) -> Any:
-        """Return the entry with its futures replaced by their results."""
-        if isinstance(entry, MultiWorkerFuture):
-            return entry.select(results, axes=self.sharding.names)
-        return results if isinstance(entry, list | tuple) else results[0]
 
     def wait_for_some(self, futures: Sequence[Any], *, timeout_s: float) -> list[Any]:
         """Wait at most ``timeout_s`` for the first future that is done or has failed; return all such futures."""

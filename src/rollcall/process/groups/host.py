@@ -33,11 +33,7 @@ from rollcall.process.groups.dispatch import Drop, trim
 from rollcall.process.groups.pulse import Pulse
 from rollcall.process.groups.reachable import About, be_reachable
 
-_FRAMES = (
-    "rollcall.process.groups.host",
-    "rollcall.process.groups.inprocess",
-    "rollcall.process.groups.pulse",
-)  # frames above those of a worker's own code
+_FRAMES = "rollcall.process.groups."  # modules whose frames are above those of a worker's own code
 DEBUG_HOST = "ROLLCALL_DEBUG_HOST"  # this node's address, at which terminals reach a stopped worker
 GROUP_MARK = "ROLLCALL_GROUP"  # set for a group's processes and for all processes that they start
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import threading
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -22,14 +21,12 @@ from rollcall.process.groups.dispatch import Drop, trim
 from rollcall.process.groups.host import RemoteFailureError, call_method, lease_port, load_class
 from rollcall.process.groups.pulse import RecordedCall
 
-ADDRESS = "127.0.0.1"
-
 
 class InProcessBackend:
     def reserve(self, ask: Ask, *, timeout_s: float) -> Reservation:
         ranks = ask.node_ranks or tuple(range(len(ask.slots_per_node)))
         nodes = [
-            NodeSeats(node_rank=rank, node_id=f"in-process-{rank}", address=ADDRESS, bundles=tuple(range(count)))
+            NodeSeats(node_rank=rank, node_id=f"in-process-{rank}", address="127.0.0.1", bundles=tuple(range(count)))
             for rank, count in sorted(zip(ranks, ask.slots_per_node, strict=True))
             if count
         ]
@@ -40,8 +37,6 @@ class InProcess(Carrier):
     def __init__(self) -> None:
         self._lease = lease_port()
         self._loop = asyncio.new_event_loop()
-        self._is_open = True
-        self.changed = threading.Condition()
 
     def launch(self, spec: WorkerSpec, *, lost: Member | None, wait: Wait) -> Member:
         return Member(spec, link=_Worker(self._loop, port=self._lease.getsockname()[1]))
@@ -54,15 +49,14 @@ class InProcess(Carrier):
             post_mortem(error)
             call.finish(error=RemoteFailureError.of(error))
         if method == "call":
-            self.gang.lookout.add(call.member.spec.rank, RecordedCall(args[0], began_s, time.time()))
+            self.lookout.add(call.member.spec.rank, RecordedCall(args[0], began_s, time.time()))
 
     def is_alive(self, member: Member) -> bool:
-        return self._is_open
+        return not self._loop.is_closed()
 
     def stop(self, members: Sequence[Member], *, timeout_s: float) -> None:
         for member in members:
             member.link = None
-        self._is_open = False
         self._loop.close()
         self._lease.close()
 

@@ -37,7 +37,7 @@ CALL = struct.Struct("<48sddq")  # method, start, end, count
 NUM_CALLS = 256  # capacity of the ring
 RING = PAGE + HEAD.size
 STOP = RING + NUM_CALLS * CALL.size  # where the process has stopped in a debugger, as JSON
-STOP_BYTES = 4096
+STOP_BYTES = 1 << 16  # more than any place takes: debug/attach.py cuts its texts
 SIZE = STOP + STOP_BYTES
 JOIN_S = 0.05  # calls of one method with a shorter pause between them become one entry
 LONGEST_JOIN_S = 30.0  # the longest such entry
@@ -107,7 +107,11 @@ class Pulse:
         finally:
             ended = time.monotonic()
             self._num_done += 1
-            self._note(method, running_s() - began)
+            took_s = running_s() - began
+            if took_s >= self._longest_s.get(method, -1.0) + WORTH_S:
+                self._longest_s[method] = round(took_s, 3)
+                text = json.dumps(self._longest_s).encode()
+                self._memory[BEAT.size : PAGE] = text.ljust(PAGE - BEAT.size)[: PAGE - BEAT.size]
             self._keep(method, started, ended)
             self._write("", 0.0)
 
@@ -115,18 +119,9 @@ class Pulse:
         # CLOCK_MONOTONIC is the same for all processes on a host.
         BEAT.pack_into(self._memory, 0, method.encode()[:METHOD_BYTES], since_s, self._num_done, int(since_s * 1e6))
 
-    def _note(self, method: str, took_s: float) -> None:
-        if took_s < self._longest_s.get(method, -1.0) + WORTH_S:
-            return
-        self._longest_s[method] = round(took_s, 3)
-        text = json.dumps(self._longest_s).encode()
-        self._memory[BEAT.size : PAGE] = text.ljust(PAGE - BEAT.size)[: PAGE - BEAT.size]
-
     def note_stop(self, place: Mapping[str, Any] | None) -> None:
         """Record where this process has stopped in a debugger; None means that it is running again."""
         text = b"" if place is None else json.dumps(place).encode()
-        if len(text) > STOP_BYTES:
-            text = json.dumps({**place, "file": "...", "function": "", "why": "stopped"}).encode()  # type: ignore[dict-item]
         self._memory[STOP:] = text.ljust(STOP_BYTES, b"\0")
 
     def _keep(self, method: str, started: float, ended: float) -> None:
@@ -154,10 +149,9 @@ class Reader:
 
     def __init__(self, pid: int) -> None:
         self._pid = pid
-        try:
+        self._process: psutil.Process | None = None
+        with contextlib.suppress(psutil.NoSuchProcess):
             self._process = psutil.Process(pid)
-        except psutil.NoSuchProcess:
-            self._process = None
         self._file: BinaryIO | None = None
         self._told = 0  # calls reported so far
         self._last: RecordedCall | None = None
@@ -235,25 +229,17 @@ class Reader:
 
 def look(pid: int) -> Seen:
     """Look once at a process and its pulse."""
-    reader = Reader(pid)
-    try:
+    with contextlib.closing(Reader(pid)) as reader:
         return reader.look()
-    finally:
-        reader.close()
 
 
 def memory_file(pid: int, name: str) -> Path | None:
     """Find the process's memory file whose name starts with ``name``; return its path in /proc, or None."""
-    try:
-        entries = sorted(Path(f"/proc/{pid}/fd").iterdir())
-    except (FileNotFoundError, ProcessLookupError, PermissionError):  # gone, or another user's
-        return None
-    for entry in entries:
-        with contextlib.suppress(
-            FileNotFoundError, ProcessLookupError, PermissionError
-        ):  # it was closed in the meantime, or belongs to another user
-            if os.readlink(entry).startswith(f"/memfd:{name}"):
-                return entry
+    with contextlib.suppress(OSError):  # the process is gone, or belongs to another user
+        for entry in sorted(Path(f"/proc/{pid}/fd").iterdir()):
+            with contextlib.suppress(OSError):  # it was closed in the meantime
+                if os.readlink(entry).startswith(f"/memfd:{name}"):
+                    return entry
     return None
 
 
@@ -268,11 +254,7 @@ class LogTail:
                 path = os.readlink(f"/proc/{pid}/fd/{number}")
                 if os.path.isabs(path) and os.path.isfile(path):
                     self._ends.setdefault(path, max(os.path.getsize(path) - LOG_BYTES // 2, 0))
-
-    @property
-    def path(self) -> str:
-        """Return the first of the files, or an empty string if the process prints to none."""
-        return next(iter(self._ends), "")
+        self.path = next(iter(self._ends), "")  # the first of the files; empty if the process prints to none
 
     def read(self) -> bytes:
         """Return the new lines."""

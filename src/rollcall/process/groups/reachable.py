@@ -27,7 +27,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -35,7 +35,7 @@ from typing import Any
 
 import psutil
 
-from rollcall.base.process_table import Process, command_of, descendants, status_of
+from rollcall.base.process_table import Process, command_of, descendants
 from rollcall.nodes.framing import frame, is_own_users, json_frame, read_exactly, read_frame, read_json_frame
 from rollcall.process.groups.pulse import look, memory_file
 
@@ -45,7 +45,6 @@ SPY_S = 60.0  # py-spy reads the symbols of large libraries for native frames
 START_S = 120.0  # for the profiler to start: the first start loads libraries
 END_S = 300.0  # for creating and sending a trace
 _PR_SET_PTRACER, _ANY = 0x59616D61, ctypes.c_ulong(-1)
-_lock = threading.Lock()
 _descriptor = -1  # of the memory file that describes this process
 
 
@@ -85,21 +84,20 @@ class Stacks:
 def be_reachable(about: About) -> None:
     """Let other processes find this process, read its stacks and profile it. A second call changes the description."""
     global _descriptor
-    with _lock:
-        if _descriptor < 0:
-            _descriptor = os.memfd_create(ABOUT)  # stays open so that others can find it
-            serve_profiles()
-        if sys.platform == "linux":  # a kernel without this restriction rejects the call, but needs no permission
-            ctypes.CDLL(None).prctl(_PR_SET_PTRACER, _ANY if about.title else 0, 0, 0, 0)
-        os.pwrite(_descriptor, json.dumps(asdict(about)).encode().ljust(PAGE, b"\0")[:PAGE], 0)
+    if _descriptor < 0:
+        _descriptor = os.memfd_create(ABOUT)  # stays open so that others can find it
+        serve_profiles()
+    # A kernel without this restriction rejects the call, but needs no permission.
+    ctypes.CDLL(None).prctl(_PR_SET_PTRACER, _ANY if about.title else 0, 0, 0, 0)
+    os.pwrite(_descriptor, json.dumps(asdict(about)).encode().ljust(PAGE, b"\0")[:PAGE], 0)
 
 
 def _forget() -> None:
     """Drop the file in a forked child, because it does not describe the child."""
-    global _descriptor, _lock
+    global _descriptor
     if _descriptor >= 0:
         os.close(_descriptor)
-    _descriptor, _lock = -1, threading.Lock()
+    _descriptor = -1
 
 
 os.register_at_fork(after_in_child=_forget)
@@ -141,14 +139,14 @@ def stacks_here(*, run: str | None = None, native: bool = False) -> list[Stacks]
                 titles[process.pid] = f"started by {about.title}: {command_of(process.pid)[:200].strip()}"
     found = []
     for pid, title in titles.items():
-        seen, state, threads, error = look(pid), status_of(pid), list[Thread](), ""
+        seen, threads, error = look(pid), list[Thread](), ""
         try:
             threads = read_threads(pid, native=native)
         except UnreadableError as why:
             error = str(why)
         busy_s = round(seen.busy_s, 1)
         stacks = Stacks(
-            title=title, pid=pid, state=state, doing=seen.doing, busy_s=busy_s, threads=threads, error=error
+            title=title, pid=pid, state=seen.state, doing=seen.doing, busy_s=busy_s, threads=threads, error=error
         )
         found.append(stacks)
     return found
@@ -205,15 +203,11 @@ def _complaint(stderr: str) -> str:
 
 def as_text(threads: Sequence[Thread]) -> str:
     """Format each thread with its frames, innermost first."""
-    return "\n".join(
-        "\n".join(
-            [
-                f"Thread {thread.thread}",
-                *(f"    {one.function} ({one.file}{f':{one.line}' if one.line else ''})" for one in thread.frames),
-            ]
-        )
-        for thread in threads
-    )
+    lines: list[str] = []
+    for thread in threads:
+        lines.append(f"Thread {thread.thread}")
+        lines += [f"    {one.function} ({one.file}{f':{one.line}' if one.line else ''})" for one in thread.frames]
+    return "\n".join(lines)
 
 
 def py_spy() -> str:
@@ -232,8 +226,7 @@ def _name(process: Process) -> str:
 
 def serve_profiles() -> None:
     """Answer requests for profiles in a thread. If it may not create sockets, this process still runs but cannot be profiled."""
-    own = Process.of(os.getpid())
-    if own is None:
+    if (own := Process.of(os.getpid())) is None:  # a sandbox may show the /proc of a different process namespace
         return
     server = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
@@ -276,17 +269,14 @@ def _profile(path: Path, peer: socket.socket, *, seconds: float) -> bool:
         raise ProfileError("the process has not loaded torch")
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # otherwise it prints into the run's output
     import torch
+    from torch._C._profiler import _ExperimentalConfig
     from torch.profiler import ProfilerActivity, profile
 
     kinds = [ProfilerActivity.CPU]
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         kinds.append(ProfilerActivity.CUDA)
-    options: dict[str, Any] = {}
-    with suppress(ImportError, TypeError):  # also records the other threads; without it, only their kernels
-        from torch._C._profiler import _ExperimentalConfig
-
-        options["experimental_config"] = _ExperimentalConfig(profile_all_threads=True)
-    profiler = profile(activities=kinds, **options)
+    # Without this, it records only the kernels of the other threads.
+    profiler = profile(activities=kinds, experimental_config=_ExperimentalConfig(profile_all_threads=True))
     profiler.start()
     peer.sendall(json_frame({}))  # reports that the profiler has started
     try:
@@ -300,8 +290,7 @@ def _profile(path: Path, peer: socket.socket, *, seconds: float) -> bool:
 
 def profile_process(pid: int, *, seconds: float) -> bytes:
     """Profile a process on this host and return the trace as gzipped JSON. Raise ``ProfileError`` if that fails."""
-    process = Process.of(pid)
-    if process is None:
+    if (process := Process.of(pid)) is None:
         raise ProfileError("the process has ended")
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as line:
         try:

@@ -232,17 +232,11 @@ class Lookout:
             turns, logs = self._turns, self._logs
             self._calls.clear()
             self._turns, self._logs = [], {}
-            workers = [self._sighting(rank, pid, is_silent=rank in silent) for rank, pid in enumerate(pids)]
+            workers = []
+            for rank, pid in enumerate(pids):
+                seen, since_s = self._seen.get(rank, (None, None))
+                is_silent, log = rank in silent, self._paths.get(rank, "")
+                lost = self._lost[rank].why if rank in self._lost else ""
+                own = Sighting(rank=rank, pid=pid, seen=seen, since_s=since_s, is_silent=is_silent, lost=lost, log=log)
+                workers.append(own)
         return Sightings(workers=workers, calls=calls, turns=turns, logs=logs)
-
-    def _sighting(self, rank: int, pid: int, *, is_silent: bool) -> Sighting:
-        seen, since_s = self._seen.get(rank, (None, None))
-        return Sighting(
-            rank=rank,
-            pid=pid,
-            seen=seen,
-            since_s=since_s,
-            is_silent=is_silent,
-            lost=self._lost[rank].why if rank in self._lost else "",
-            log=self._paths.get(rank, ""),
-        )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
 import threading
 import uuid
 from collections.abc import Collection, Mapping, Sequence
@@ -10,7 +9,6 @@ from dataclasses import replace
 from typing import Any
 
 import ray
-from ray import cloudpickle
 from ray._private import state as ray_state  # the pinned Ray has no public call for actor states
 from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
 from ray.util.placement_group import PlacementGroup
@@ -19,14 +17,14 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from rollcall.base.errors import ClusterError, WorkerDiedError
 from rollcall.base.wait import Wait
 from rollcall.nodes.declared import for_ray
-from rollcall.process.groups.backend import Call, Carrier, Member, Overseer, Recipe, WorkerSpec, whom
+from rollcall.process.groups.backend import Call, Carrier, Member, Recipe, WorkerSpec, whom
 from rollcall.process.groups.host import DEBUG_HOST, GROUP_MARK, Host, RemoteFailureError, end_group
 from rollcall.process.groups.sightings import SILENT_S
 from rollcall.process.ray import zygote
 from rollcall.process.ray.each_node import answers_of, pinned
 from rollcall.process.ray.supervise import Supervisor
 
-INLINE_BYTES = 100 * 1024
+INLINE_BYTES = 100 * 1024  # Ray itself stores a larger argument, once for each call
 
 
 class OnRay(Carrier):
@@ -42,10 +40,7 @@ class OnRay(Carrier):
         self._hosts: dict[int, Any] = {}  # by rank
         self._may_have_moved: set[Member] = set()
         self._has_ended = False
-
-    def open(self, gang: Overseer) -> None:
-        super().open(gang)
-        self._supervisor = Supervisor(self._mark, gang)
+        self._supervisor = Supervisor(self._mark, self)
         self._supervisor.start()
 
     def launch(self, spec: WorkerSpec, *, lost: Member | None, wait: Wait) -> Member:
@@ -70,10 +65,12 @@ class OnRay(Carrier):
             placement_group_bundle_index=spec.node.bundles[spec.slots[0]],
             placement_group_capture_child_tasks=False,
         )
-        runtime_env: dict[str, Any] = {"env_vars": {**for_ray(spec.env), GROUP_MARK: self._mark}}
+        variables = {**for_ray(spec.env), GROUP_MARK: self._mark}
+        runtime_env: dict[str, Any] = {"env_vars": variables}
         if self._may_fork:
             module = str(self._target).rpartition(".")[0]
-            runtime_env = zygote.runtime_env(module, self._mark, runtime_env["env_vars"])
+            variables |= {zygote.MODULES: f"ray._private.worker {module}", zygote.GROUP: self._mark}
+            runtime_env["py_executable"] = zygote.COMMAND
         # Ray counts a process with several slots only on its first slot; the virtual cluster keeps other workers off its other slots.
         return (
             ray.remote(Host)
@@ -89,8 +86,10 @@ class OnRay(Carrier):
 
     def watch(self, member: Member) -> None:
         if member in self._may_have_moved:  # it may have moved to a different node, which has taken over the rank
-            spec, node_id = member.spec, self._state_of(member)["Address"]["NodeID"]
+            spec, node_id = member.spec, self._state_of(member).get("Address", {}).get("NodeID")
             addresses = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}
+            if node_id not in addresses:
+                return  # it has died since it answered, so Ray no longer names its node; the next call to it fails and says why
             member.spec = replace(spec, node=replace(spec.node, node_id=node_id, address=addresses[node_id]))
         self._supervisor.add(member)
 
@@ -98,12 +97,11 @@ class OnRay(Carrier):
         return {DEBUG_HOST: spec.node.address}  # the process already has the user's variables
 
     def share(self, value: Any) -> Any:
-        return ray.put(value) if is_large(value) else value
+        return value if is_small(value) else ray.put(value)
 
     def send(self, call: Call, method: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         host, cached = call.member.link  # creating a bound method takes longer than calling it
-        bound = cached if method == "call" else getattr(host, method)
-        call.link = bound.remote(*args, **kwargs)
+        call.link = (cached if method == "call" else getattr(host, method)).remote(*args, **kwargs)
 
     def settle(self, calls: Sequence[Call], *, timeout_s: float, through_failures: bool = False) -> None:
         missing = [call for call in calls if not call.is_done]
@@ -127,7 +125,7 @@ class OnRay(Carrier):
                 call.finish(error=cause if isinstance(cause, RemoteFailureError) else error)
             except RayError as error:
                 if isinstance(error, RayActorError) or not self.is_alive(call.member):
-                    self.gang.lose({call.member: _death(error)})
+                    self.lose({call.member: _death(error)})
                 call.finish(error=error)
 
     def answered(self, calls: Sequence[Call], *, timeout_s: float) -> Collection[Call]:
@@ -189,32 +187,19 @@ def _death(error: Exception) -> str:
     return lines[-1].partition(" Some common causes include")[0].removesuffix(".") if lines else type(error).__name__
 
 
-def is_large(value: Any) -> bool:
-    """Return whether one shared copy is cheaper than a copy in each worker's call."""
-    # The size of arrays and tensors is known without pickling them; pickling a tensor would copy it.
-    parts = value.values() if isinstance(value, Mapping) else (value,)
-    if sum(part.nbytes for part in parts if isinstance(getattr(part, "nbytes", None), int)) > INLINE_BYTES:
-        return True
-    scale = _Scale()
-    try:
-        cloudpickle.Pickler(scale, protocol=5, buffer_callback=scale.write).dump(value)
-    except _IsLarge:
-        return True
-    except (pickle.PicklingError, TypeError):
-        return False  # the call itself raises a clearer error about the value that cannot be sent
-    return False
-
-
-class _IsLarge(Exception):  # noqa: N818 - an outcome
-    pass
-
-
-class _Scale:
-    """Counts the bytes of a pickle without storing them. It stops at the limit, because pickling all samples of a step takes a second."""
-
-    num_bytes = 0
-
-    def write(self, part: Any) -> None:
-        self.num_bytes += memoryview(part).nbytes
-        if self.num_bytes > INLINE_BYTES:
-            raise _IsLarge
+def is_small(value: Any) -> bool:
+    """Return whether a copy in each worker's call is cheaper than one stored copy, which every node has to fetch. This pickles nothing
+    to learn its size, so objects other than plain values and arrays count as large."""
+    left, num_bytes = [value], 0
+    while left and num_bytes <= INLINE_BYTES:
+        one = left.pop()
+        if isinstance(one, dict | list | tuple):
+            num_bytes += 8 * len(one)
+            left += [*one, *one.values()] if isinstance(one, dict) else one
+        elif isinstance(one, str | bytes):
+            num_bytes += len(one)
+        elif isinstance(size := getattr(one, "nbytes", None), int):  # an array or a tensor
+            num_bytes += size
+        elif one is not None and not isinstance(one, int | float | ray.ObjectRef):  # Ray refuses to store a reference
+            return False
+    return num_bytes <= INLINE_BYTES

@@ -24,6 +24,7 @@ from rollcall.nodes.address import is_loopback, resolve, split_address
 from rollcall.nodes.cluster import (
     MODE,
     Cluster,
+    OurCluster,
     PlainRay,
     find_cluster,
     is_in_a_job,
@@ -32,6 +33,7 @@ from rollcall.nodes.cluster import (
     wished_cluster,
 )
 from rollcall.nodes.head import HeadUnreachable
+from rollcall.nodes.state import note_driver
 from rollcall.process.debug.board import BOARD, Waiting, dump_board, parse_board
 from rollcall.process.debug.here import serve
 from rollcall.process.groups.cluster import use_by_default
@@ -65,24 +67,16 @@ def init_ray(*, num_gpus: int | None = None, backend: Literal["ray", "local"] | 
 
     from rollcall.process.ray.reserve import RayBackend
 
-    if ray.is_initialized():
-        use_by_default(RayBackend())
-        return
-    cluster = wished_cluster()
+    cluster = None if ray.is_initialized() else wished_cluster()
     use_by_default(RayBackend(cluster))
     if cluster is not None:
         connect(cluster)
-        return
-    # Without an explicit address, Ray would join any Ray that runs on this machine.
-    ray.init(address="local", num_gpus=num_gpus, include_dashboard=False, logging_level=logging.WARNING)
+    elif not ray.is_initialized():
+        # Without an explicit address, Ray would join any Ray that runs on this machine.
+        ray.init(address="local", num_gpus=num_gpus, include_dashboard=False, logging_level=logging.WARNING)
 
 
-def connect(
-    cluster: Cluster | None = None,
-    *,
-    ray_address: str | None = None,
-    log_to_driver: bool = True,
-) -> Cluster:
+def connect(cluster: Cluster | None = None, *, ray_address: str | None = None, log_to_driver: bool = True) -> Cluster:
     """Make this process a driver of the cluster. The default is the selected cluster; ``ray_address`` comes from the run file.
 
     An existing connection is kept if it is to that cluster or if no cluster is named.
@@ -92,23 +86,34 @@ def connect(
     import ray
 
     if ray.is_initialized():
-        return _same_cluster(cluster or wished_cluster(ray_address=ray_address))
+        address = ray.get_runtime_context().gcs_address
+        # If no cluster is named, the script has connected itself.
+        cluster = cluster or wished_cluster(ray_address=ray_address) or PlainRay(address)
+        if not is_same_address(address, cluster.head_address):
+            raise ClusterError(
+                f"this process is connected to the Ray cluster at {address}, not to {cluster.title} at {cluster.head_address}; "
+                "call ray.shutdown() first"
+            )
+        return cluster
     cluster = cluster or find_cluster(ray_address=ray_address)
     if is_in_a_job() and isinstance(cluster, PlainRay):
-        _join(cluster, node_ip=None, temp_dir=None, log_to_driver=log_to_driver)
-        _say_open(cluster, is_open=os.environ.get(MODE, "disabled") == "disabled")
-        return cluster
-    # Ask first: Ray itself retries a dead head for minutes, then kills the process.
-    answer = cluster.ask(timeout_s=60.0)
-    if answer.head is None:
-        raise HeadUnreachable(f"the head of {cluster.title} is not up yet, or has just ended; try again")
-    own = cluster.own_node(answer)
-    _use_environment(cluster.environment(answer))
-    _say_open(cluster, is_open=answer.is_open)
-    # If the host has several raylets, use this node's own.
-    _join(cluster, node_ip=own.address, temp_dir=own.temp_dir, log_to_driver=log_to_driver)
-    if is_heeding():
-        cluster.note_driver()
+        node_ip, temp_dir, is_open = None, None, os.environ.get(MODE, "disabled") == "disabled"
+    else:
+        # Ask first: Ray itself retries a dead head for minutes, then kills the process.
+        answer = cluster.ask(timeout_s=60.0)
+        if answer.head is None:
+            raise HeadUnreachable(f"the head of {cluster.title} is not up yet, or has just ended; try again")
+        own = cluster.own_node(answer)  # if the host has several raylets, use this node's own
+        node_ip, temp_dir, is_open = own.address, own.temp_dir, answer.is_open
+        _use_environment(cluster.environment(answer))
+    if is_open:
+        say_once(
+            f"note: {cluster.title} has no token, so anyone who reaches its ports can run code on its nodes; to use a token, set "
+            "RAY_AUTH_MODE=token and RAY_AUTH_TOKEN before `ray start` on each node"
+        )
+    _join(cluster, node_ip=node_ip, temp_dir=temp_dir, log_to_driver=log_to_driver)
+    if is_heeding() and isinstance(cluster, OurCluster):
+        note_driver(cluster.name)
     return cluster
 
 
@@ -168,28 +173,6 @@ def _use_environment(variables: Mapping[str, str | None]) -> None:
             os.environ[name] = value
     raylet.Config.initialize("")
     raylet.AuthenticationTokenLoader.instance().reset_cache()
-
-
-def _say_open(cluster: Cluster, *, is_open: bool) -> None:
-    if is_open:
-        say_once(
-            f"note: {cluster.title} has no token, so anyone who reaches its ports can run code on its nodes; to use a token, set "
-            "RAY_AUTH_MODE=token and RAY_AUTH_TOKEN before `ray start` on each node"
-        )
-
-
-def _same_cluster(cluster: Cluster | None) -> Cluster:
-    import ray
-
-    address = ray.get_runtime_context().gcs_address
-    if cluster is None:  # the script itself has connected
-        return PlainRay(address)
-    if not is_same_address(address, cluster.head_address):
-        raise ClusterError(
-            f"this process is connected to the Ray cluster at {address}, not to {cluster.title} at {cluster.head_address}; "
-            "call ray.shutdown() first"
-        )
-    return cluster
 
 
 def hide_stacks() -> None:

@@ -5,15 +5,9 @@ Prints one number to standard output.
 
 from ray._private.accelerators import get_accelerator_manager_for_resource
 
-
-def count_gpus() -> int:
-    manager = get_accelerator_manager_for_resource("GPU")
-    if manager is None:
-        return 0
+if (manager := get_accelerator_manager_for_resource("GPU")) is None:
+    print(0)
+else:
     visible = manager.get_current_process_visible_accelerator_ids()
     count = manager.get_current_node_num_accelerators()
-    return count if visible is None else min(count, len(visible))
-
-
-if __name__ == "__main__":
-    print(count_gpus())
+    print(count if visible is None else min(count, len(visible)))

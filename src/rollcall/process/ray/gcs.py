@@ -24,8 +24,7 @@ def claim(client: Any, rank: str, mark: str, *, alive: set[str]) -> str:
     before = ""
     while True:
         key = f"{rank}/{before}".encode()
-        holder = client.internal_kv_get(key, RANKS, timeout=30)
-        if holder is None:
+        if (holder := client.internal_kv_get(key, RANKS, timeout=30)) is None:
             client.internal_kv_put(key, mark.encode(), False, RANKS, timeout=30)
         elif holder.decode() == mark or holder.decode() in alive:
             return holder.decode()

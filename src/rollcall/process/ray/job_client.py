@@ -35,16 +35,10 @@ from rollcall.process.ray.each_node import NoAnswerError, Pinned, answer_of
 ANSWER_S = 20.0  # for the head to answer a request
 UPLOAD_S = 120.0  # for the head to accept a package and a job
 RELAY_S = 60.0  # for starting the actor on the head node
-LOOK_EVERY_S = 1.0
-LAST_CHARACTERS = 10_000  # length of the kept end of an error response
 
 
 class Unreachable(ClusterError):
     """The head did not answer."""
-
-
-class UnknownJob(ClusterError):
-    """The head has no such job."""
 
 
 class HttpClient(JobSubmissionClient):
@@ -71,8 +65,11 @@ class HttpClient(JobSubmissionClient):
             return getattr(self, method)(*args, **options)
         except (requests.ConnectionError, requests.Timeout) as error:
             after = f" after {time.monotonic() - began:.0f} s" if isinstance(error, requests.Timeout) else ""
+            # The innermost cause, without the addresses that the error repeats.
+            found = re.search(r"\[Errno -?\d+\] ([^'\")]+)|(timed out)", str(error))
+            reason = (found[1] or found[2]).strip() if found else redact(str(error))[:200]
             raise Unreachable(
-                f"no answer from the cluster's head at {self.where}{after} ({_reason(error)}); check that the cluster is "
+                f"no answer from the cluster's head at {self.where}{after} ({reason}); check that the cluster is "
                 "up (`rollcall status` on a node), that its dashboard listens on that address, and that this machine can reach it"
             ) from None
         except AuthenticationError:
@@ -82,9 +79,7 @@ class HttpClient(JobSubmissionClient):
                 f"the program at {self.where} does not answer like a cluster's dashboard; check the address"
             ) from None
         except RuntimeError as error:  # the client raises this for every error status
-            text = redact_end(str(error).strip(), LAST_CHARACTERS)
-            if text.startswith("Request failed with status code 404"):
-                raise UnknownJob(f"the cluster at {self.where} has no such job: {visible(text)}") from None
+            text = redact_end(str(error).strip(), 10_000)
             raise ClusterError(f"the head at {self.where} answered: {visible(text).splitlines()[-1]}") from None
 
     def submit_package(self, package: bytes, *, runtime_env: dict[str, Any], **options: Any) -> str:
@@ -94,10 +89,9 @@ class HttpClient(JobSubmissionClient):
             file.flush()
             return self.submit_job(runtime_env={**runtime_env, "working_dir": file.name}, **options)
 
-    def read(self, job_id: str, skip: int) -> tuple[str, bool]:
-        """Return the log without its first ``skip`` characters, and whether the job was over before the log was read."""
-        is_over = self.get_job_status(job_id).is_terminal()
-        return self.get_job_logs(job_id)[skip:], is_over
+    def read(self, job_id: str, skip: int) -> str:
+        """Return the log without its first ``skip`` characters."""
+        return self.get_job_logs(job_id)[skip:]
 
     def tail(self, job_id: str, *, skip: int, take: Callable[[str], None]) -> str:
         """Pass a log to ``take`` as it grows, without its first ``skip`` characters. Return "" at the log's end, or why this
@@ -113,8 +107,7 @@ class HttpClient(JobSubmissionClient):
                     # The job is quiet, or the head is gone. Ray (2.60) does not answer pings, so ask the head.
                     if (await asyncio.to_thread(self.call, "get_job_status", job_id)).is_terminal():
                         return ""
-                piece = waiting.result()
-                if piece is None:
+                if (piece := waiting.result()) is None:
                     return ""
                 if len(piece) > skip:
                     take(piece[skip:])
@@ -178,17 +171,13 @@ class RelayClient:
         return answer
 
     def tail(self, job_id: str, *, skip: int, take: Callable[[str], None]) -> str:
-        while True:
-            try:
-                text, is_over = self.call("read", job_id, skip)
-            except Unreachable as error:
-                return str(error)
-            if text:
-                take(text)
-                skip += len(text)
-            if is_over:
-                return ""
-            time.sleep(LOOK_EVERY_S)
+        """Pass what is new in the log to ``take``, and wait a moment. Return "", or why the log cannot be read."""
+        try:
+            take(self.call("read", job_id, skip))
+        except Unreachable as error:
+            return str(error)
+        time.sleep(1.0)
+        return ""
 
 
 JobClient = HttpClient | RelayClient
@@ -205,10 +194,3 @@ class AtHead:
             return None, self._client.call(method, *args, **options)
         except ClusterError as error:
             return error, None
-
-
-def _reason(error: Exception) -> str:
-    """Return the innermost cause of an error from requests, without the addresses that the error repeats."""
-    text = str(error)
-    found = re.search(r"\[Errno -?\d+\] ([^'\")]+)|(timed out)", text)
-    return (found[1] or found[2]).strip() if found else redact(text)[:200]

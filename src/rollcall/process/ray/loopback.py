@@ -11,9 +11,7 @@ def keep_loopback() -> None:
     """Stop Ray in this process from replacing loopback addresses."""
     from ray._private import services
 
-    assert callable(services.resolve_ip_for_localhost), (
-        "Ray has renamed this function; find out what replaces the address"
-    )
+    assert callable(services.resolve_ip_for_localhost)  # if Ray has renamed it, find out what replaces the address
     services.resolve_ip_for_localhost = lambda host: host
 
 

@@ -17,7 +17,6 @@ from rollcall.process.ray.each_node import pinned
 from rollcall.process.ray.gcs import node_rows
 
 RANK_LABEL = "rollcall.rank"  # set by `rollcall node`, or by a user's `ray start`
-MARK_LABEL = "rollcall.mark"  # set by `rollcall node` only
 
 # The ranks that were assigned to nodes without a rank of their own when a run was placed on them, by Ray cluster and node's place.
 _settled: dict[str, dict[str, int]] = {}
@@ -87,7 +86,7 @@ def ranked_nodes() -> list[RayNode]:
             address=places[place]["NodeManagerAddress"],
             place=place,
             is_labelled=RANK_LABEL in places[place]["Labels"],
-            is_ours=MARK_LABEL in places[place]["Labels"],
+            is_ours="rollcall.mark" in places[place]["Labels"],  # set by `rollcall node` only
             total=places[place]["Resources"],
             free=free.get(places[place]["NodeID"], {}),
         )

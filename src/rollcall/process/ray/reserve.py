@@ -46,10 +46,8 @@ class RayBackend:
         wait = Wait(timeout_s)
         while True:
             nodes = ranked_nodes()
-            chosen = choose_nodes(ask, nodes)
-            if chosen is not None:
-                group = _place(ask, chosen, timeout_s=min(PLACE_TRY_S, max(wait.left_s, 0.1)))
-                if group is not None:
+            if (chosen := choose_nodes(ask, nodes)) is not None:
+                if (group := _place(ask, chosen, timeout_s=min(PLACE_TRY_S, max(wait.left_s, 0.1)))) is not None:
                     settle_ranks(nodes)
                     return Reservation(
                         nodes=_seats(ask, chosen, group, wait=wait),
@@ -69,8 +67,7 @@ def wait_for_nodes(cluster: Cluster | None, num_nodes: int, *, fewest: int, wait
     wait = Wait()
     while True:
         here = [node.rank for node in ranked_nodes() if node.rank < num_nodes]
-        missing = sorted(set(range(num_nodes)) - set(here))
-        if not missing:
+        if not (missing := sorted(set(range(num_nodes)) - set(here))):
             return here
         awaited = _missing(cluster, missing)
         if wait.waited_s >= wait_s and len(here) >= fewest:
@@ -101,16 +98,12 @@ def choose_nodes(ask: Ask, nodes: Sequence[RayNode]) -> list[RayNode] | None:
     """Return a node for each entry: the named nodes, or the first in rank order with enough free slots; None if there are too few."""
     if ask.node_ranks is not None:
         by_rank = {node.rank: node for node in nodes}
-        named = [by_rank.get(rank) for rank in ask.node_ranks]
-        return [node for node in named if node is not None] if all(named) else None
-    chosen: list[RayNode] = []
-    left = iter(nodes)
-    for count in ask.slots_per_node:
-        node = next((node for node in left if node.free.get(ask.resource, 0) >= count), None)
-        if node is None:
-            return None
-        chosen.append(node)
-    return chosen
+        found = [by_rank.get(rank) for rank in ask.node_ranks]
+    else:
+        left, counts = iter(nodes), ask.slots_per_node
+        found = [next((node for node in left if node.free.get(ask.resource, 0) >= count), None) for count in counts]
+    chosen = [node for node in found if node is not None]
+    return chosen if len(chosen) == len(found) else None
 
 
 def _may_fork(nodes: Sequence[RayNode]) -> bool:

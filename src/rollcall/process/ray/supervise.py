@@ -24,8 +24,8 @@ import ray
 from ray.exceptions import RayError
 
 from rollcall.base.wait import warn
-from rollcall.process.debug.board import BOARD, DebugSeat
-from rollcall.process.groups.backend import Member, Overseer
+from rollcall.process.debug.board import BOARD
+from rollcall.process.groups.backend import Carrier, Member
 from rollcall.process.groups.host import GROUP_MARK, end_group
 from rollcall.process.groups.pulse import JOIN_S, LogTail, Reader, Seen
 from rollcall.process.groups.reachable import UnreadableError, as_text, read_threads
@@ -34,7 +34,6 @@ from rollcall.process.ray.each_node import pinned
 from rollcall.process.ray.members import suspect
 
 ALONE_S = 60.0
-ENDED_S = 10.0  # for killed workers to exit
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,7 +69,7 @@ class Eyes:
     def _end_when_alone(self) -> None:
         while self._asked_s is None or time.monotonic() - self._asked_s < ALONE_S:
             time.sleep(1.0)
-        end_group(self._mark, timeout_s=ENDED_S)
+        end_group(self._mark, timeout_s=10.0)  # for killed workers to exit
         os._exit(1)
 
     def stacks(self, pid: int) -> str:
@@ -86,9 +85,9 @@ class Eyes:
 
 
 class Supervisor:
-    def __init__(self, mark: str, gang: Overseer) -> None:
+    def __init__(self, mark: str, carrier: Carrier) -> None:
         self._mark = mark
-        self._gang = gang
+        self._carrier = carrier
         self._watch = Watch()
         self._eyes: dict[str, Any] = {}  # by node
         # The pending query to each node, the time when it was sent, and the processes that it covers, by rank.
@@ -171,16 +170,14 @@ class Supervisor:
             except RayError as error:
                 warn(f"cannot monitor the workers: {error}")
                 continue
-            with self._lock:
-                silent = self._silent_nodes & {seats[loss.rank].spec.node.node_id for loss in losses}
-            for node_id in silent:
+            for node_id in self._silent_nodes & {seats[loss.rank].spec.node.node_id for loss in losses}:
                 suspect(node_id)  # no run is placed on it until it answers again
             with self._lock:  # a worker that was replaced in the meantime is not lost
                 current = {
                     seats[loss.rank]: loss.why for loss in losses if self._seats.get(loss.rank) is seats[loss.rank]
                 }
                 if current and not self._ended.is_set():
-                    self._gang.lose(current)
+                    self._carrier.lose(current)
             for loss in losses:  # kill workers only now: the gang must know the real reason for the loss first
                 if loss.still_runs:
                     member = seats[loss.rank]
@@ -212,8 +209,8 @@ class Supervisor:
         """Tell the board where this worker has stopped in a debugger. Ray's own debugger does not report where."""
         spec = member.spec
         (rank,) = re.findall(r"\w+ rank (\d+)", spec.title)[:1] or [spec.rank]
-        seat = DebugSeat(role=spec.kind, rank=int(rank), node=spec.node.node_rank, title=spec.where)
-        BOARD.post(f"{self._mark} {member.pid}", seat, stop or None)
+        key, node = f"{self._mark} {member.pid}", spec.node.node_rank
+        BOARD.post(key, stop or None, role=spec.kind, rank=int(rank), node=node, who=spec.where)
 
     def _answers(self, nodes: list[str]) -> dict[str, NodeLook | None]:
         """Return the answers that arrive in time; the other queries stay pending until the next round."""
@@ -244,15 +241,14 @@ class Supervisor:
         return found
 
     def _keep(self, node_id: str, answer: NodeLook, *, asked_s: float) -> None:
-        lookout = self._gang.lookout
+        lookout = self._carrier.lookout
         lookout.note(node_id, answer.workers, there_s=answer.now_s, asked_s=asked_s, answered_s=time.time())
         for rank, (path, added) in answer.logs.items():
             lookout.note_log(rank, path, added)
 
     def _tell_stacks(self, member: Member, *, why: str) -> None:
         try:
-            eyes = self._eyes[member.spec.node.node_id]
-            stacks = ray.get(eyes.stacks.remote(member.pid), timeout=10)
+            stacks = ray.get(self._eyes[member.spec.node.node_id].stacks.remote(member.pid), timeout=10)
         except RayError as error:
             stacks = f"they cannot be read: {error}"
         warn(f"{member.spec.where}: {why}; its thread stacks:\n{stacks}")

@@ -14,9 +14,7 @@ because its forked workers could then no longer use CUDA.
 from __future__ import annotations
 
 import gc
-import hashlib
 import importlib
-import json
 import os
 import runpy
 import select
@@ -24,7 +22,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator
 from contextlib import suppress
 from functools import partial
 from typing import Any, NoReturn
@@ -37,14 +35,8 @@ GROUP = "ROLLCALL_ZYGOTE_GROUP"  # each group has one zygote per node
 COMMAND = '"$ROLLCALL_PYTHON" -m rollcall.process.ray.zygote'  # a bash line, on a node that `rollcall node` started
 ANSWER_S = 240.0  # ray_start.TUNED: Ray gives up on a worker that has not registered after 300 s
 IDLE_S = 120.0
-LOOK_S = 1.0
+LOOK_S = 0.1  # between two checks for workers that have exited
 FORKED = b"f"  # the first byte of the zygote's answer; the second is the worker's exit status
-
-
-def runtime_env(module: str, group: str, env_vars: Mapping[str, str]) -> dict[str, Any]:
-    """Return Ray's runtime environment for workers that are forked from a zygote with this module."""
-    variables = {**env_vars, MODULES: f"ray._private.worker {module}", GROUP: group}
-    return {"py_executable": COMMAND, "env_vars": variables}
 
 
 def main(arguments: list[str]) -> int:
@@ -53,13 +45,11 @@ def main(arguments: list[str]) -> int:
     if (zygote := _connect()) is not None:
         zygote.settimeout(ANSWER_S)
         request = {"argv": arguments, "env": dict(os.environ), "cwd": os.getcwd()}
-        try:
+        with suppress(OSError):  # the zygote is too slow, or has exited
             socket.send_fds(zygote, [FORKED], [0, 1, 2])
             zygote.sendall(json_frame(request))
             answer = zygote.recv(1)
             zygote.settimeout(None)
-        except OSError:  # the zygote is too slow, or has exited
-            answer = None
     if zygote is None or answer != FORKED:
         os.execv(sys.executable, [sys.executable, *arguments])
     status = zygote.recv(1)
@@ -68,8 +58,7 @@ def main(arguments: list[str]) -> int:
 
 def _connect() -> socket.socket | None:
     """Connect to the group's zygote on this node, and start it if there is none. Return None if that fails."""
-    key = json.dumps([os.environ[GROUP], sys.executable, os.getuid()])
-    address = f"\0rollcall-zygote-{hashlib.sha256(key.encode()).hexdigest()[:32]}"  # in the abstract namespace, without a file
+    address = f"\0rollcall-zygote-{os.environ[GROUP]}"  # in the abstract namespace, without a file
     for _ in range(2):
         zygote = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
@@ -112,26 +101,19 @@ def _serve(listener: socket.socket) -> NoReturn:
         os.dup2(nothing, stream)
     gc.collect()
     gc.freeze()  # otherwise a collection in a worker would write to the shared pages, and thereby copy them
-    wake, wake_end = os.pipe()
-    os.set_blocking(wake, False)
-    os.set_blocking(wake_end, False)
-    signal.signal(signal.SIGCHLD, lambda number, frame: None)
-    signal.set_wakeup_fd(wake_end, warn_on_full_buffer=False)
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # if a parent ignores it, a worker's status would be lost
     raylet, since_s = int(os.environ.get("RAY_RAYLET_PID", "0")), time.monotonic()
     stubs: dict[int, socket.socket] = {}  # by their worker's process id
     while True:
-        ready, _, _ = select.select([listener, wake, *stubs.values()], [], [], LOOK_S)
-        if wake in ready:
-            os.read(wake, 1 << 16)
+        ready, _, _ = select.select([listener, *stubs.values()], [], [], LOOK_S)
         for pid in [pid for pid, stub in stubs.items() if stub in ready]:  # readable: the stub was killed
             os.kill(pid, signal.SIGKILL)
             stubs.pop(pid).close()
         if listener in ready:
             stub, _ = listener.accept()
-            if (pid := _fork(stub, keep_out=[listener, *stubs.values()], pipe=(wake, wake_end))) is not None:
+            if (pid := _fork(stub, keep_out=[listener, *stubs.values()])) is not None:
                 stubs[pid] = stub
-        while (ended := _ended()) is not None:
-            pid, status = ended
+        for pid, status in _ended():
             if pid in stubs:
                 with stubs.pop(pid) as stub, suppress(OSError):  # the stub was killed
                     stub.sendall(bytes([status & 0xFF]))
@@ -141,16 +123,14 @@ def _serve(listener: socket.socket) -> NoReturn:
             os._exit(0)
 
 
-def _ended() -> tuple[int, int] | None:
-    """Return a child that has exited, and its exit status."""
-    try:
-        pid, status = os.waitpid(-1, os.WNOHANG)
-    except ChildProcessError:
-        return None
-    return (pid, os.waitstatus_to_exitcode(status)) if pid else None
+def _ended() -> Iterator[tuple[int, int]]:
+    """Yield each child that has exited, with its exit status."""
+    with suppress(ChildProcessError):  # there is no child
+        while (ended := os.waitpid(-1, os.WNOHANG))[0]:
+            yield ended[0], os.waitstatus_to_exitcode(ended[1])
 
 
-def _fork(stub: socket.socket, *, keep_out: list[socket.socket], pipe: tuple[int, int]) -> int | None:
+def _fork(stub: socket.socket, *, keep_out: list[socket.socket]) -> int | None:
     """Fork the worker that this stub requests, and return its process id. In the worker, this does not return."""
     if not is_own_users(stub):
         stub.close()
@@ -163,11 +143,10 @@ def _fork(stub: socket.socket, *, keep_out: list[socket.socket], pipe: tuple[int
         stub.close()
         return None
     stub.settimeout(None)
-    pid = os.fork()
-    if pid == 0:
+    if (pid := os.fork()) == 0:
         for other in (*keep_out, stub):
             other.close()
-        _become_worker(request, streams, pipe)
+        _become_worker(request, streams)
     for stream in streams:
         os.close(stream)
     with suppress(OSError):  # the stub was killed
@@ -175,14 +154,11 @@ def _fork(stub: socket.socket, *, keep_out: list[socket.socket], pipe: tuple[int
     return pid
 
 
-def _become_worker(request: dict[str, Any], streams: list[int], pipe: tuple[int, int]) -> NoReturn:
+def _become_worker(request: dict[str, Any], streams: list[int]) -> NoReturn:
     os.setpgid(0, 0)  # the raylet kills a worker's whole process group
-    signal.set_wakeup_fd(-1)
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    for stream, place in zip(streams, (0, 1, 2), strict=True):
+    for place, stream in enumerate(streams):
         os.dup2(stream, place)
-    for descriptor in (*streams, *pipe):
-        os.close(descriptor)
+        os.close(stream)
     os.environ.clear()
     os.environ.update(request["env"])
     os.chdir(request["cwd"])

@@ -26,27 +26,9 @@ from typing import Any, Self
 from rollcall.base.errors import ClusterError, NoRoomError
 from rollcall.base.stop import Stopped
 from rollcall.base.wait import Wait
-from rollcall.process.groups.backend import Ask, Call, Carrier, Member, NodeSeats, Overseer, Reservation, WorkerSpec
-from rollcall.process.groups.folder.messages import (
-    BEAT_S,
-    SILENT_S,
-    Messages,
-    Peer,
-    Presence,
-    Rhythm,
-    State,
-    about_this_process,
-    label_of,
-    message_name,
-    names,
-    own_folder,
-    put,
-    read,
-    read_name,
-    refuse_second,
-    remove,
-    sweep,
-)
+from rollcall.process.groups.backend import Ask, Call, Carrier, Member, NodeSeats, Reservation, WorkerSpec
+from rollcall.process.groups.folder import messages
+from rollcall.process.groups.folder.messages import BEAT_S, SILENT_S, Messages, Peer, Presence, Rhythm, State
 from rollcall.process.groups.host import GROUP_MARK, RemoteFailureError, end_group
 from rollcall.process.groups.pulse import RecordedCall, Seen
 
@@ -67,35 +49,26 @@ class NodeWorker:
         self.calls: dict[int, Call] = {}  # open calls by number; the worker handles them one after the other
         self.since_s = 0.0  # when it began the first open call, or finished its last call; monotonic clock
         self.done: list[RecordedCall] = []  # finished calls that were not reported yet
-        self.num_done = 0
 
     def end_call(self, number: int) -> Call:
         """Record that a call was answered, and that the worker is now working on the next call."""
         call, began_s, self.since_s = self.calls.pop(number), self.since_s, time.monotonic()
         if call.link:
             self.done.append(RecordedCall(call.link, began_s, self.since_s))
-            self.num_done += 1
         return call
 
 
 class FolderBackend:
     """The master of a shared folder, used in a ``with`` block. At the end of the block, it tells the workers how the run ended."""
 
-    def __init__(
-        self,
-        folder: Path,
-        *,
-        num_nodes: int,
-        run: str,
-        options: Mapping[str, str] | None = None,
-    ) -> None:
-        self.folder = own_folder(folder)
+    def __init__(self, folder: Path, *, num_nodes: int, run: str, options: Mapping[str, str] | None = None) -> None:
+        self.folder = messages.own_folder(folder)
         self.num_nodes = num_nodes
         self.changed = threading.Condition()
         self._epoch = 0
         self._messages = Messages(self.folder)
-        facts = {**about_this_process(), "state": State.RUNNING, "why": "", "run": run, "epoch": 0, "dismissed": []}
-        facts |= {"options": {"--num-nodes": str(num_nodes), **(options or {})}, "folder": str(self.folder)}
+        facts = {**messages.about_this_process(), "state": State.RUNNING, "why": "", "run": run, "dismissed": []}
+        facts |= {"options": {"--num-nodes": str(num_nodes), **(options or {})}, "folder": str(self.folder), "epoch": 0}
         self._presence = Presence(self._messages.master, facts)
         self._peers = {rank: Peer(self._messages.node(rank)) for rank in range(num_nodes)}
         self._workers: dict[int, NodeWorker] = {}
@@ -107,10 +80,10 @@ class FolderBackend:
 
     def __enter__(self) -> Self:
         self._messages.root.mkdir(mode=0o700, exist_ok=True)
-        refuse_second(self._messages.master, who="a master")
+        messages.refuse_second(self._messages.master, who="a master")
         self._messages.answers.mkdir(mode=0o700, exist_ok=True)
         for folder in (self._messages.answers, self._messages.master):
-            sweep(folder)
+            messages.sweep(folder)
         self._presence.begin()
         self._postman.start()
         return self
@@ -124,12 +97,7 @@ class FolderBackend:
 
     def reserve(self, ask: Ask, *, timeout_s: float) -> Reservation:
         """Wait until every node has a worker. This ignores ``timeout_s`` and waits longer, because a user starts the workers by hand."""
-        wanted = ask.node_ranks or tuple(range(len(ask.slots_per_node)))
-        if max(ask.slots_per_node) > 1 or max(wanted) >= self.num_nodes:
-            raise ClusterError(
-                f"slots {list(ask.slots_per_node)} were requested, but each of the {self.num_nodes} nodes of {self.folder} has only one"
-            )
-        workers = self.await_workers(sorted(wanted), timeout_s=APPEAR_S)
+        workers = self.await_workers(sorted(ask.node_ranks or range(len(ask.slots_per_node))), timeout_s=APPEAR_S)
         # No devices: a process uses the accelerators that are visible on its node.
         nodes = [NodeSeats(node_rank=one.rank, node_id=one.host, address="", bundles=(0,)) for one in workers]
         return Reservation(nodes=nodes, carrier=lambda recipe: Mail(self))  # the workers stay for the next group
@@ -158,12 +126,10 @@ class FolderBackend:
         """Start worker 0, unless it is already running."""
         with self.changed:
             if self._child is None:
-                # The child is killed when its standard input closes, so it ends with this process.
+                # The child is killed when its standard input closes, so it ends with this process. Ctrl-C must reach only this one.
                 module = "rollcall.process.groups.folder.worker"
                 command = [sys.executable, "-m", module, str(self.folder), "0", str(self.num_nodes)]
-                self._child = subprocess.Popen(
-                    command, stdin=subprocess.PIPE, start_new_session=True
-                )  # Ctrl-C must reach only this process
+                self._child = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
 
     def _welcome(self, rank: int) -> bool:
         """Return whether this rank has a living worker. A new worker takes the place of a dead worker."""
@@ -175,7 +141,7 @@ class FolderBackend:
             is_new = known is None or known.incarnation != peer.incarnation
             if not (is_new and peer.is_alive and facts.get("state") == State.HERE):
                 return False
-            ours = about_this_process()
+            ours = messages.about_this_process()
             for what in ("rollcall", "python"):
                 if str(facts[what]).rpartition(".")[0] != str(ours[what]).rpartition(".")[0]:
                     raise ClusterError(
@@ -219,11 +185,12 @@ class FolderBackend:
             if not worker.calls:
                 worker.since_s = time.monotonic()
             worker.calls[worker.number] = call
-            put(self._messages.inbox(worker.rank) / message_name(self._label(worker), worker.number), data)
+            name = messages.message_name(self._label(worker), worker.number)
+            messages.put(self._messages.inbox(worker.rank) / name, data)
             self._rhythm.note(happened=True)
 
     def _label(self, worker: NodeWorker) -> str:
-        return label_of(master=self._presence.incarnation, worker=worker.incarnation, epoch=self._epoch)
+        return messages.label_of(master=self._presence.incarnation, worker=worker.incarnation, epoch=self._epoch)
 
     def _carry(self) -> None:
         """The postman's loop: receive answers and watch the workers until the end."""
@@ -252,11 +219,10 @@ class FolderBackend:
 
     def _take_answers(self) -> bool:
         answers, found = self._messages.answers, False
-        for name in names(answers):
-            data = read(answers / name)
-            if data is None:
+        for name in messages.names(answers):
+            if (data := messages.read(answers / name)) is None:
                 continue
-            label, number = read_name(name)
+            label, number = messages.read_name(name)
             with self.changed:
                 asked = [worker for worker in self._workers.values() if label == self._label(worker)]
                 for answered in [worker.end_call(number) for worker in asked if number in worker.calls]:
@@ -267,7 +233,7 @@ class FolderBackend:
                         answered.finish(outcome[0])
                     found = True
                     self.changed.notify_all()
-            remove(answers / name)  # also if the answer belongs to an earlier conversation
+            messages.remove(answers / name)  # also if the answer belongs to an earlier conversation
         return found
 
     def _cause_of_death(self, rank: int, worker: NodeWorker) -> str:
@@ -279,15 +245,14 @@ class FolderBackend:
             return f"another process took its place on {peer.facts.get('host')}"
         if peer.facts.get("state") == State.LEFT:
             return f"it left ({peer.facts.get('why')})"
-        if peer.silent_s > SILENT_S:
-            return f"its counter in {self._messages.node(rank)} has not moved for {peer.silent_s:.0f} s"
+        if peer.beat.silent_s > SILENT_S:
+            return f"its counter in {self._messages.node(rank)} has not moved for {peer.beat.silent_s:.0f} s"
         if worker.calls and (busy_s := time.monotonic() - worker.since_s) > CALL_S:
             return f"it has not answered a call for {busy_s:.0f} s"
         return ""
 
     def _bury(self, rank: int, why: str) -> None:
-        worker = self._workers.get(rank)
-        if worker is None or worker.death:
+        if (worker := self._workers.get(rank)) is None or worker.death:
             return
         worker.death = why
         if rank == 0 and self._child is not None:
@@ -314,16 +279,13 @@ class Mail(Carrier):
     def __init__(self, post: FolderBackend) -> None:
         self._post, self.changed = post, post.changed
         self._mark = uuid.uuid4().hex
-
-    def open(self, gang: Overseer) -> None:
-        super().open(gang)
-        self._post.begin_epoch()
+        post.begin_epoch()
 
     def launch(self, spec: WorkerSpec, *, lost: Member | None, wait: Wait) -> Member:
         """Use the worker that is waiting on the node, where a user has started it."""
         (worker,) = self._post.await_workers([spec.node.node_rank], timeout_s=wait.left_s)
         member = Member(replace(spec, node=replace(spec.node, node_id=worker.host)), link=worker)
-        worker.on_death = lambda why: self.gang.lose({member: why})
+        worker.on_death = lambda why: self.lose({member: why})
         return member
 
     def start_env(self, spec: WorkerSpec) -> Mapping[str, str]:
@@ -356,14 +318,12 @@ class Mail(Carrier):
                     is_alive=not member.death,
                     doing=next((call.link for call in worker.calls.values()), ""),
                     since_s=worker.since_s or None,
-                    num_done=worker.num_done,
                     calls=tuple(done),
                     memory_bytes=facts.get("memory_bytes", 0),
                     device_bytes=facts.get("device_bytes", 0),
                 )
-            now_s, there_s = time.time(), time.monotonic()
-            clock = dict(there_s=there_s, asked_s=now_s, answered_s=now_s)
-            self.gang.lookout.note(worker.incarnation, {member.spec.rank: seen}, **clock)
+            now_s, own = time.time(), {member.spec.rank: seen}
+            self.lookout.note(worker.incarnation, own, there_s=time.monotonic(), asked_s=now_s, answered_s=now_s)
         return ()
 
     def stop(self, members: Sequence[Member], *, timeout_s: float) -> None:

@@ -96,14 +96,12 @@ def own_folder(path: Path) -> Path:
     """Create the folder if it does not exist, and refuse a folder that is open to other users."""
     path = path.absolute()
     path.mkdir(parents=True, mode=0o700, exist_ok=True)
-    found = path.stat()
-    if found.st_uid != os.geteuid():
+    if (found := path.stat()).st_uid != os.geteuid():
         raise ClusterError(
             f"{path} belongs to user {found.st_uid}, but this process runs as user {os.geteuid()}. The nodes exchange Python pickles "
             "there, so the folder must be your own; give another folder"
         )
-    mode = stat.S_IMODE(found.st_mode)
-    if mode & 0o077:
+    if (mode := stat.S_IMODE(found.st_mode)) & 0o077:
         raise ClusterError(
             f"{path} is open to other users (mode {mode:03o}). The nodes exchange Python pickles there, which can run code, so it "
             f"must be closed to others: run `chmod 700 {path}`"
@@ -204,7 +202,7 @@ class Presence:
         folder: Path,
         facts: Mapping[str, Any],
         *,
-        each_beat: Callable[[], None] | None = None,
+        each_beat: Callable[[], None] = lambda: None,
         changing: Callable[[], Mapping[str, Any]] = dict,
     ) -> None:
         self._path = folder / PRESENCE
@@ -234,8 +232,7 @@ class Presence:
     def end(self, **facts: Any) -> None:
         """Stop the counter, and write these facts to the presence file one last time."""
         self._ended.set()
-        if self._thread.is_alive() and self._thread is not threading.current_thread():
-            self._thread.join(timeout=2 * BEAT_S)
+        self._thread.join(timeout=2 * BEAT_S)
         self.say(**facts)
 
     def _write(self, *, durable: bool) -> None:
@@ -248,8 +245,7 @@ class Presence:
         while not self._ended.wait(BEAT_S):
             try:
                 self._write(durable=False)
-                if self._each_beat is not None:
-                    self._each_beat()
+                self._each_beat()
             except (OSError, DiskError) as error:
                 # Other processes see that the counter does not change, and wait until the folder is available again.
                 warn(f"{self._path} cannot be written: {error}")
@@ -261,31 +257,22 @@ class Peer:
     def __init__(self, folder: Path) -> None:
         self.facts: Mapping[str, Any] = {}
         self._folder = folder
-        self._beat = Heartbeat()
+        self.beat = Heartbeat()
 
     @property
     def incarnation(self) -> str | None:
         return self.facts.get("incarnation")
 
     @property
-    def is_moving(self) -> bool:
-        """Whether its counter has been seen to advance: the process was alive at that time."""
-        return self._beat.has_moved
-
-    @property
-    def silent_s(self) -> float:
-        return self._beat.silent_s
-
-    @property
     def is_alive(self) -> bool:
-        return self.is_moving and self.silent_s < SILENT_S
+        return self.beat.has_moved and self.beat.silent_s < SILENT_S
 
     def look(self) -> None:
         if PRESENCE not in names(self._folder) or (data := read(self._folder / PRESENCE)) is None:
             return
         with suppress(ValueError):  # a power cut left an incomplete file
             self.facts = json.loads(data)
-            self._beat.see(self.facts["incarnation"], self.facts["counter"])
+            self.beat.see(self.facts["incarnation"], self.facts["counter"])
 
 
 def refuse_second(folder: Path, *, who: str) -> None:
@@ -298,7 +285,7 @@ def refuse_second(folder: Path, *, who: str) -> None:
     while time.monotonic() < until:
         time.sleep(0.2)
         peer.look()
-        if peer.is_moving:
+        if peer.beat.has_moved:
             raise ClusterError(
                 f"{who} is already running, as process {peer.facts['pid']} on {peer.facts['host']}, in {folder.parent.parent}; end it "
                 "first, or give another --log-path"

@@ -29,26 +29,8 @@ from rollcall.base.errors import ClusterError
 from rollcall.base.stop import heeded_signals
 from rollcall.base.wait import Wait, say
 from rollcall.process.child import end_with
-from rollcall.process.groups.folder.messages import (
-    BEAT_S,
-    SILENT_S,
-    Inbox,
-    Messages,
-    Peer,
-    Presence,
-    Rhythm,
-    State,
-    about_this_process,
-    label_of,
-    message_name,
-    names,
-    new_id,
-    own_folder,
-    put,
-    refuse_second,
-    remove,
-    sweep,
-)
+from rollcall.process.groups.folder import messages
+from rollcall.process.groups.folder.messages import BEAT_S, SILENT_S, Inbox, Messages, Peer, Presence, Rhythm, State
 from rollcall.process.groups.host import GROUP_MARK, Host, RemoteFailureError, end_group
 from rollcall.process.groups.pulse import device_bytes
 
@@ -56,28 +38,13 @@ MASTER_WAIT_S = 1800.0  # how long to wait for a master that has not started yet
 END_S = 10.0  # for killed processes to exit
 
 
-# These do not derive from Exception, so that the code of a call does not catch them as its own errors.
 class _Abandoned(BaseException):
-    """Nobody is waiting for this call any longer."""
-
-
-class _Terminated(BaseException):
-    """The process received this signal to stop."""
-
-    def __init__(self, number: int) -> None:
-        self.number = signal.Signals(number)
+    """Nobody is waiting for this call any longer. Not an Exception, so that the code of a call does not catch it as its own error."""
 
 
 class FolderWorker:
-    def __init__(
-        self,
-        folder: Path,
-        *,
-        rank: int,
-        num_nodes: int,
-        options: Mapping[str, str] | None = None,
-    ) -> None:
-        self.folder = own_folder(folder)
+    def __init__(self, folder: Path, *, rank: int, num_nodes: int, options: Mapping[str, str] | None = None) -> None:
+        self.folder = messages.own_folder(folder)
         self.rank = rank
         self.num_nodes = num_nodes
         self._options = {"--num-nodes": str(num_nodes), **(options or {})}
@@ -87,48 +54,46 @@ class FolderWorker:
         self._master = Peer(self._messages.master)
         self._presence = Presence(
             self._own,
-            {**about_this_process(), "state": State.HERE, "why": "", "rank": rank},
+            {**messages.about_this_process(), "state": State.HERE, "why": "", "rank": rank},
             each_beat=self._look,
             changing=lambda: {"memory_bytes": psutil.Process().memory_info().rss, "device_bytes": device_bytes()},
         )
         self._label = ""  # the label of the current conversation; empty: there is no conversation
-        self._served: set[str] = set()  # masters that this worker has served
         self._is_calling = False
         self._host: Host | None = None
         self._mark = ""  # the mark of its group
         self._inbox: Inbox | None = None
+        self._why = "it was ended"  # why it left
         self._tells = rank > 0  # worker 0, the master's child, is quiet, because the master prints the same messages
 
     def run(self) -> None:
         """Serve until the master says that the run is over."""
         for path in (self._messages.root, self._own, self._calls, self._messages.answers):
             path.mkdir(mode=0o700, exist_ok=True)
-        refuse_second(self._own, who=f"worker {self.rank}")
+        messages.refuse_second(self._own, who=f"worker {self.rank}")
         for path in (self._own, self._calls):
-            sweep(path)
+            messages.sweep(path)
+        for name in messages.names(self._calls):  # for earlier workers: no master knows this one yet
+            messages.remove(self._calls / name)
         for number in heeded_signals():
             signal.signal(number, self._terminate)
         signal.signal(signal.SIGUSR1, self._abandon)
         self._refuse_other_options()
         before = self._master.incarnation if self._master.facts.get("state") == State.ENDED else None
         self._presence.begin()
-        why = "it was ended"
         try:
             self._say(f"worker {self.rank} of {self.num_nodes} nodes, in {self.folder}")
             self._serve(ended_before=before)
-            why = "the run is over"
+            self._why = "the run is over"
         except KeyboardInterrupt:
-            why = "Ctrl-C"
+            self._why = "Ctrl-C"
             raise
-        except _Terminated as end:
-            why = end.number.name
-            raise SystemExit(128 + end.number) from None
         except Exception as error:
-            why = str(error)
+            self._why = str(error)
             raise
         finally:
             self._drop()
-            self._presence.end(state=State.LEFT, why=why)
+            self._presence.end(state=State.LEFT, why=self._why)
 
     def _refuse_other_options(self) -> None:
         """Compare options before the master can assign work to this worker. If the worker exited later, the run's attempt would fail."""
@@ -175,13 +140,13 @@ class FolderWorker:
             what = f"waiting for the master (`rollcall train ... --master`) to appear in {self.folder}"
         elif facts.get("state") == State.BROKE_OFF:
             what = f"the master on {facts['host']} stopped ({facts['why']}); waiting for it to be started again with the same command"
-        elif self._master.silent_s < SILENT_S:
+        elif self._master.beat.silent_s < SILENT_S:
             what = (
                 f"the master on {facts['host']} (process {facts['pid']}) has appeared; waiting to see that it is alive"
             )
         else:
             what = (
-                f"the master on {facts['host']} (process {facts['pid']}) has been silent for {self._master.silent_s:.0f} s; "
+                f"the master on {facts['host']} (process {facts['pid']}) has been silent for {self._master.beat.silent_s:.0f} s; "
                 "waiting for it, or for the same command to be run there again"
             )
         if waiting.is_over:
@@ -206,33 +171,24 @@ class FolderWorker:
 
     def _current_label(self) -> str:
         assert self._master.incarnation is not None
-        return label_of(
-            master=self._master.incarnation,
-            worker=self._presence.incarnation,
-            epoch=self._master.facts["epoch"],
+        return messages.label_of(
+            master=self._master.incarnation, worker=self._presence.incarnation, epoch=self._master.facts["epoch"]
         )
 
     def _attach(self) -> None:
-        """Join the master's current group. Calls from other groups are discarded and never answered."""
+        """Join the master's current group. Calls from the group that this worker leaves are discarded and never answered."""
         if self._presence.incarnation in self._master.facts["dismissed"]:
             self._say(
                 f"worker {self.rank} was silent for too long, so the master considered it dead; it is rejoining as a new worker"
             )
-            self._drop()
-            self._presence.say(incarnation=new_id())  # so that the master treats this process as a new worker
-        label = self._current_label()
-        if label == self._label:
+            self._presence.say(incarnation=messages.new_id())  # so that the master treats this process as a new worker
+        if (label := self._current_label()) == self._label:
             return
         self._drop()
+        for name in messages.names(self._calls):
+            if messages.read_name(name)[0] == self._label:
+                messages.remove(self._calls / name)
         self._label = label
-        self._served.add(label.partition("-")[0])
-        for name in names(self._calls):
-            # A call may already belong to a later epoch, or to a master that this worker has not seen yet.
-            master, _, rest = name.partition("-")
-            is_ours = rest.startswith(f"{self._presence.incarnation}-")
-            is_past = master in self._served and not label.startswith(f"{master}-")
-            if not is_ours or is_past or (label.startswith(f"{master}-") and name.rpartition(".")[0] < label):
-                remove(self._calls / name)
         self._inbox, self._host = Inbox(self._calls, label=label), Host(f"worker {self.rank}")
 
     def _drop(self) -> None:
@@ -248,11 +204,10 @@ class FolderWorker:
     def _work(self) -> bool:
         """Read the next call and answer it; return False if there is no call."""
         assert self._inbox is not None
-        taken = self._inbox.take()
-        if taken is None:
+        if (taken := self._inbox.take()) is None:
             return False
         number, data = taken
-        put(self._messages.answers / message_name(self._label, number), self._outcome(data))
+        messages.put(self._messages.answers / messages.message_name(self._label, number), self._outcome(data))
         return True
 
     def _outcome(self, data: bytes) -> bytes:
@@ -282,7 +237,7 @@ class FolderWorker:
     def _look(self) -> None:
         """Check the master. The presence thread calls this."""
         self._master.look()
-        if not (self._is_calling and self._master.is_moving):
+        if not (self._is_calling and self._master.beat.has_moved):
             return
         if self._label != self._current_label() or self._presence.incarnation in self._master.facts["dismissed"]:
             signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGUSR1)
@@ -293,7 +248,8 @@ class FolderWorker:
             raise _Abandoned
 
     def _terminate(self, number: int, frame: Any) -> None:
-        raise _Terminated(number)
+        self._why = signal.Signals(number).name
+        raise SystemExit(128 + number)
 
     def _say(self, text: str) -> None:
         if self._tells:
