@@ -6,6 +6,7 @@ After a crash, the same steps run again with the same groups, so they train on t
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
@@ -188,7 +189,7 @@ class OpenGroups:
 
 
 def is_finite(completion: Completion) -> bool:
-    return all(np.isfinite(np.add.reduce(row.logprobs)) for row in rows_of(completion))
+    return all(math.isfinite(np.add.reduce(row.logprobs)) for row in rows_of(completion))
 
 
 def sampling_of(

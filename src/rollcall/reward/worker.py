@@ -36,7 +36,7 @@ _OWN_FILES = (__file__, user_function.__file__)
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """One completion for one reward, or all completions in a group for a reward that takes groups."""
+    """One completion for one reward, or all completions in a group for a reward that takes groups or cannot hang."""
 
     reward: int
     prompt: str
@@ -116,7 +116,8 @@ class RewardWorker:
         given, limit_s = item.completion, timeout_s - ASYNC_GRACE_S
         if isinstance(given, str):
             return self._batch(lambda: [_call(function, item, given)], 1)
-        assert isinstance(function, UserFunction), "the parent knows which functions take groups"
+        if not isinstance(function, UserFunction):
+            return [self._batch(lambda one=one: [_call(function, item, one)], 1)[0] for one in given]
         if not function.is_async:
             results = self._batch(lambda: _call(function, item, given), len(given), is_trl=function.is_trl)
         elif function.is_batched:
