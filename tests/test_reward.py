@@ -102,6 +102,28 @@ def score_one(
 # Functions
 
 
+@pytest.mark.parametrize(
+    ("reward", "num_items"), [(ExactReward(), 1), (NumberReward(), 1), (RegexReward(pattern="4"), 3)]
+)
+def test_a_reward_that_cannot_hang_gets_a_group_as_one_item(
+    reward: Any, num_items: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[int] = []
+    score = RewardPool.score
+
+    def counted(pool: RewardPool, items: list[Item], **given: Any) -> Any:
+        asked.append(len(items))
+        return score(pool, items, **given)
+
+    monkeypatch.setattr(RewardPool, "score", counted)
+    with Scorer([reward], num_workers=1, model_rewards={}) as scorer:
+        scores = asyncio.run(scorer.score(a_prompt(), completions_of("46", "none", " 46 ")))
+        unanswered = asyncio.run(scorer.score(a_prompt(answer=""), completions_of(*["46"] * 40)))
+    assert asked == [num_items, 40 if num_items > 1 else 1]
+    assert [one.value for one in scores] == [1, 0, 1]
+    assert [bool(one.errors) for one in unanswered] == [num_items == 1] * 40
+
+
 def test_exact_compares_stripped_text() -> None:
     assert score_one({"type": "exact"}, completion=" 46\n", answer="46") == 1
     assert score_one({"type": "exact"}, completion="46.", answer="46") == 0

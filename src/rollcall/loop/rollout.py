@@ -46,8 +46,7 @@ class Rollouts:
             # takes 0.2 s and blocks everything.
             gc.collect()
             gc.freeze()
-            # With thousands of open requests, the default of 700 takes a sixth of this thread's time.
-            gc.set_threshold(50_000, 20, 20)
+            gc.set_threshold(50_000, 20, 20)  # with the default of 700, it takes a sixth of this thread's time
         self._free = asyncio.Semaphore(1 if self.player is None else self.player.section.max_running)
 
     async def group(

@@ -31,7 +31,6 @@ RewardFunction = Callable[[str, str, str, dict[str, Any]], float]
 
 LARGEST_SCORE = 1e15  # values computed from rewards, such as squares, stay finite in float32
 PROCESS_TYPES = ("exact", "number", "math", "regex", "countdown", "reasoning_gym", "function")
-LINEAR_TYPES = ("exact", "number")  # their time is linear in the text, so a whole group can be one item
 
 _NUMBER = re.compile(
     r"(?:(?<![\w)\]}])-)?"  # a minus after a digit or a bracket is a subtraction

@@ -22,7 +22,7 @@ from rollcall.base.stop import heeded
 from rollcall.base.types import Completion, EndReason, Group, Prompt, Score
 from rollcall.base.wait import warn
 from rollcall.base.words import all_of, visible
-from rollcall.reward.functions import LINEAR_TYPES, PROCESS_TYPES
+from rollcall.reward.functions import PROCESS_TYPES
 from rollcall.reward.given import with_pickled
 from rollcall.reward.pool import RewardPool
 from rollcall.reward.services import ASKED_TYPES, Asker
@@ -133,17 +133,15 @@ class Scorer(AbstractContextManager["Scorer"]):
         assert self._pool is not None
         about, reward = self._functions.get(index), self._rewards[index]
         kind, is_trl = (about.kind, bool(about.trl)) if about else ("", False)
-        takes_group, limit_s = bool(kind) or reward.type in LINEAR_TYPES, reward.timeout_s
-        limit_s += ASYNC_GRACE_S if kind == "async" else 0
+        takes_group = kind or reward.type in ("exact", "number")  # these two need time only in proportion to the text
+        limit_s = reward.timeout_s + (ASYNC_GRACE_S if kind == "async" else 0)
         # Skip episodes whose environment failed: a TRL function cannot read them, and they score 0.
         places = [place for place, one in enumerate(completions) if not (is_trl and _has_failed(one))]
         lists = lists_of(prompt, [completions[place] for place in places]) if is_trl and places else None
         groups = [[place] for place in places] if not takes_group else [places] if places else []
-        items: list[Item] = []
-        for group in groups:
-            texts = [completions[place].text for place in group]
-            given = texts if takes_group else texts[0]
-            items.append(Item(index, prompt.text, given, prompt.answer, prompt.metadata, lists))
+        texts = [[completions[place].text for place in group] for group in groups]
+        rest = (prompt.answer, prompt.metadata, lists)
+        items = [Item(index, prompt.text, some if takes_group else some[0], *rest) for some in texts]
         found = [RewardResult(0.0)] * len(completions)
         answers = await self._pool.score(items, timeout_s=limit_s) if items else []
         for group, results in zip(groups, answers, strict=True):

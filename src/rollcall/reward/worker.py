@@ -117,8 +117,8 @@ class RewardWorker:
         if isinstance(given, str):
             return self._batch(lambda: [_call(function, item, given)], 1)
         if not isinstance(function, UserFunction):
-            return [self._batch(lambda one=one: [_call(function, item, one)], 1)[0] for one in given]
-        if not function.is_async:
+            results = [self._batch(lambda text=text: [_call(function, item, text)], 1)[0] for text in given]
+        elif not function.is_async:
             results = self._batch(lambda: _call(function, item, given), len(given), is_trl=function.is_trl)
         elif function.is_batched:
             work = partial(_within, function, item, given, limit_s)
