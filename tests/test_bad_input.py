@@ -146,7 +146,7 @@ def test_an_environment_ends_when_the_model_cannot_be_read(tmp_path: Path, monke
 def test_prompts_that_become_the_same_tokens_are_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     rows = [{"prompt": f"1+{letter}=", "answer": "1"} for letter in ("1", "a", "b", "c")]
     load_inputs(make_run(tmp_path, "model.path=builtin:arithmetic", rows=rows))
-    assert "2 prompts are identical to another prompt for the model, although the texts" in caplog.text
+    assert "2 prompts have the same tokens as another prompt, although the texts" in caplog.text
 
 
 def test_prompts_that_the_tokenizer_cannot_write_are_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

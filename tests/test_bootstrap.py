@@ -408,9 +408,7 @@ def test_a_token_that_can_be_guessed_is_refused_with_how_to_make_one(
     monkeypatch.setenv("ROLLCALL_STATE_DIR", str(tmp_path / "s"))
     monkeypatch.setenv("ROLLCALL_TOKEN", token)
     monkeypatch.setattr(ray_start, "_count_gpus", lambda: 0)
-    with pytest.raises(
-        ClusterError, match="needs at least 32, 8 of them different.* `openssl rand -hex 32`"
-    ) as refused:
+    with pytest.raises(ClusterError, match="needs at least 32, 8 of them distinct.* `openssl rand -hex 32`") as refused:
         start_node(replace(join(tmp_path), temp_dir=Path("/tmp/rc")))
     assert len(token) == 1 or token not in str(refused.value)
 

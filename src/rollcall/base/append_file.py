@@ -35,7 +35,7 @@ class AppendFile:
             os.ftruncate(self._fd, self._end)
 
     def append(self, record: bytes) -> None:
-        """Write the record completely. Raises OSError if that fails, and then leaves the file unchanged."""
+        """Write the whole record, or raise OSError and leave the file unchanged."""
         try:
             write_at(self._fd, record, self._end)
         except OSError as error:

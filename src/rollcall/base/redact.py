@@ -244,7 +244,7 @@ class GuardedStream:
 
 
 def harmless(text: str) -> str:
-    """Remove escape sequences and other characters that control a terminal; line ends and tabs stay.
+    """Remove escape sequences and other characters that control a terminal; newlines and tabs are kept.
 
     >>> harmless("done\\x1b[31m in red\\x1b]0;title\\x07")
     'done in red'

@@ -88,7 +88,7 @@ class Turn:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Branch:
-    """An additional training row of an episode. It contains a conversation of the agent's program that does not extend the first one."""
+    """An additional training row of an episode. It contains a conversation that the agent's program held and that does not extend the first one."""
 
     prompt_ids: Ints
     token_ids: Ints  # [T]

@@ -43,7 +43,7 @@ def say(text: str) -> None:
 
 
 def is_silent() -> bool:
-    """Whether output is turned off, so that libraries must be silent too."""
+    """Whether output is turned off. Libraries must be silent then too."""
     return _voice is in_silence
 
 

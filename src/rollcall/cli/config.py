@@ -238,7 +238,7 @@ def data(
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Make the data files of a task.
+    """Create the data files for a task.
 
     \b
     Examples:

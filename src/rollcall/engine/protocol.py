@@ -109,7 +109,7 @@ class Core(Protocol):
 
     @property
     def num_unfinished(self) -> int:
-        """Number of requests that were submitted but not yet returned by ``step``."""
+        """Number of requests that have been submitted but not yet returned by ``step``."""
         ...
 
     @property

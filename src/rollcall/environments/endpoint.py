@@ -415,7 +415,7 @@ class Open:
     is_stopping: bool = False
 
     def sampling(self, wanted: Wanted, *, room: int, num_added: int) -> Sampling:
-        """``room``: how many tokens fit after the prompt. ``num_added``: how many of its tokens follow the answer that it extends."""
+        """``room``: how many tokens fit after the prompt. ``num_added``: how many of the prompt's tokens follow the answer that it extends."""
         default = self.default
         return Sampling(
             temperature=default.temperature if wanted.temperature is None else wanted.temperature,

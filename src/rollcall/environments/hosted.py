@@ -186,7 +186,7 @@ class _Hosted(Environment):
                 await self.close(broken=broken)
 
     async def close(self, *, broken: bool) -> None:
-        """Hang up. Raise ``EnvironmentLost`` if a call failed because the host is gone, since the environment is then not to blame."""
+        """Hang up. Raise ``EnvironmentLost`` if a call failed because the host is gone; the environment is not to blame for that."""
         self.host.playing.discard(self)
         try:
             if not self._is_lost:

@@ -259,7 +259,7 @@ class Sharded(BodyBase):
         return WeightSplit(name=name, shape=shape, rows=rows, split=self.split, **how)
 
     def _whole(self, tensor: Tensor) -> Tensor:
-        """Return a decoder weight with its values, which the first rank may have to send."""
+        """Return a decoder weight with its values. The first rank may have to send them to the others."""
         if not self._first_gives:
             return tensor
         if self.gang.rank == 0:

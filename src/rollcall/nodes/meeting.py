@@ -104,7 +104,7 @@ class MeetingServer:
                 case "count":
                     return len(self._values)
                 case _:
-                    raise ConnectionError(f"a member sent the unknown request {do!r}")
+                    raise ConnectionError(f"a member sent an unknown request: {do!r}")
 
 
 class MeetingStore(dist.Store):

@@ -24,7 +24,7 @@ RAYLET, GCS = "raylet", "gcs_server"
 
 
 def find_processes(folder: Path, *, recorded: Iterable[Process] = ()) -> list[Process]:
-    """Find all living processes of the cluster with this folder, except this one."""
+    """Find all running processes of the cluster with this folder, except this one."""
     table = {process.pid: process for process in living() if process.info["uids"].real == os.getuid()}
     ours = {process.pid for process in recorded if process.is_alive()} & table.keys()
     ours |= {pid for pid in table if (environment_of(pid) or {}).get(MARK) == str(folder)}

@@ -93,8 +93,8 @@ def check_token(token: str) -> None:
     """Refuse a weak token: with the token, anyone who reaches a port can run code on every node."""
     if len(token) < TOKEN_LENGTH or len(set(token)) < TOKEN_LETTERS:
         raise ClusterError(
-            f"{TOKEN} has {len(token)} characters, {len(set(token))} of them different; it needs at least {TOKEN_LENGTH}, "
-            f"{TOKEN_LETTERS} of them different, so that nobody can guess it. Create a token with `openssl rand -hex 32`, and set "
+            f"{TOKEN} has {len(token)} characters, {len(set(token))} of them distinct; it needs at least {TOKEN_LENGTH}, "
+            f"{TOKEN_LETTERS} of them distinct, so that nobody can guess it. Create a token with `openssl rand -hex 32`, and set "
             "the same token on every node"
         )
 

@@ -199,7 +199,7 @@ class Worker:
                 self._unwatch()
 
     def ask(self, method: str, *args: Any, deadline_s: float, each: Callable[[Any], None] | None = None) -> Any:
-        """Call a method like ``call``, but block this thread until the result is there."""
+        """Call a method like ``call``, but block this thread until the result is available."""
         return self.wait(self.begin(method, *args, deadline_s=deadline_s, each=each))
 
     def begin(self, method: str, *args: Any, deadline_s: float, each: Callable[[Any], None] | None = None) -> Call:

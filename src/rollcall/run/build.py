@@ -110,9 +110,9 @@ def _warn_of_rows(train: PromptSet, val: PromptSet | None, tokenizer: Any, *, ma
     texts = {prompt.text for prompt in train.prompts}
     if num_alike := len(texts) - len({prompt.token_ids.tobytes() for prompt in train.prompts}):
         warn(
-            f"data.train={train.source}: {counted(num_alike, 'prompt')} {are(num_alike)} identical to another prompt for the model, although "
-            "the texts "
-            "differ, because the tokenizer has no tokens for the difference; use another model, or prompts that its tokenizer can encode"
+            f"data.train={train.source}: {counted(num_alike, 'prompt')} {'has' if num_alike == 1 else 'have'} the same tokens as another "
+            "prompt, although the texts differ: the tokenizer has no tokens for the difference; use another model, or prompts that its "
+            "tokenizer can encode"
         )
     if may_repeat:
         return

@@ -37,7 +37,7 @@ class NoGroupError(LookupError):
 
 
 def preview(root: Path, row: GroupRow) -> str:
-    """Return the end of a group's prompt, because all prompts with the same chat template begin alike."""
+    """Return the end of a group's prompt, because prompts with the same chat template start with the same text."""
     data = _header_bytes(root, row)
     try:
         return "" if data is None else _asked(json.loads(data))[-SHORT:]

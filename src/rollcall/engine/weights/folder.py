@@ -129,7 +129,7 @@ class FolderReceiver:
             views.read()  # so that the checksums cover the tensors themselves, not the data that was copied into them
             sums = [checksum(bucket) for bucket in views.buckets(BUCKETS)]
         if sums != due:
-            raise RefusedUpdateError(f"the checksums of version {version} differ after it was applied")
+            raise RefusedUpdateError(f"the checksums do not match after version {version} was applied")
 
     def _find(self, version: int, number: int, deadline: Wait) -> Path:
         path, pause_s = _path(self._invitation, version, number), LOOK_S / 16

@@ -38,7 +38,7 @@ class Probe:
         self._meeting: socket.socket | None = None
 
     def facts(self, ask: dict[str, Any]) -> dict[str, Any]:
-        """Collect the node's facts. ``ask`` names packages, disks (purpose to path) and paths that must exist."""
+        """Collect facts about the node. ``ask`` names packages, disks (purpose to path) and paths that must exist."""
         gpus, complaint = read_gpus()
         memory = psutil.virtual_memory()
         return {

@@ -140,7 +140,7 @@ class Stored:
 
 
 def _read_overlap(piece: Piece, block: torch.Tensor, *, start: tuple[int, ...]) -> None:
-    """Fill the part of ``block`` (at ``start`` in the tensor) that ``piece`` contains."""
+    """Fill the part of ``block`` that ``piece`` contains. ``block`` begins at ``start`` in the tensor."""
     low = [max(a, b) for a, b in zip(piece.start, start, strict=True)]
     high = [min(a + n, b + m) for a, n, b, m in zip(piece.start, piece.shape, start, block.shape, strict=True)]
     if any(a >= b for a, b in zip(low, high, strict=True)):

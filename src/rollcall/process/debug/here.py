@@ -80,7 +80,7 @@ def is_rays() -> bool:
 
 
 def is_watched() -> bool:
-    """Return whether this process is a worker of a run, whose stops do not go to this process's board."""
+    """Return whether this process is a worker of a run. A worker does not post its stops on a board of its own."""
     return _served.is_on and _served.on_stop is not _tell_board
 
 

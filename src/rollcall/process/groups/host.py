@@ -195,5 +195,5 @@ def end_group(mark: str, *, timeout_s: float) -> list[int]:
 
 
 def marked_processes(mark: str) -> list[int]:
-    """Return the group's processes on this node, without zombies (they have no environment)."""
+    """Return the group's processes on this node, except zombies, whose environment cannot be read."""
     return [pid for pid in psutil.pids() if (environment_of(pid) or {}).get(GROUP_MARK) == mark]

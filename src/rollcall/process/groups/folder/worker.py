@@ -223,7 +223,7 @@ class FolderWorker:
             return pickle.dumps(RemoteFailureError.of(error))
 
     def _call(self, method: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """Call this method of the host."""
+        """Call this method on the host."""
         assert self._host is not None
         if method == "start":
             self._mark = args[0][GROUP_MARK]
