@@ -1,7 +1,7 @@
 """Computes the weighted sum of a run's rewards for each completion of a prompt. Every failure is counted and shown.
 
 Reward functions run in worker processes (pool.py), and a thread queries services such as ``judge`` and ``http`` (services.py). Rewards
-that need a model (``self_certainty``, ``model``) run in this process while the workers are busy. A reward that fails adds 0, and the
+that need a model (``self_certainty``, ``model``) run in this process or, on a cluster, in others. A reward that fails adds 0, and the
 Score contains the reason. A TRL function that declines to score adds 0. If every reward declines, the Score says so.
 """
 
