@@ -257,7 +257,9 @@ def test_a_worker_group_in_a_folder_calls_answers_raises_and_leaves_no_message_b
         assert len(pids) == 2 and os.getpid() not in pids
         many = [group.run_single_worker_single_data("size", 1, "x" * number) for number in range(40)]
         assert group.get_all_worker_results(many) == list(range(40))
-        seen = group.sightings().calls[1]
+        sightings = group.sightings()
+        seen = sightings.calls[1]
+        assert [one.seen and one.seen.num_done for one in sightings.workers][1] == 41
         assert [call.name for call in seen] == ["prepare_for_training", *["size"] * 40]
         assert all(before.end_s <= after.start_s <= after.end_s for before, after in pairwise(seen))
         assert group.get_all_worker_results(group.run_single_worker_single_data("size", 0, b"x" * 5_000_000)) == [

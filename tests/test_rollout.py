@@ -8,16 +8,21 @@ import subprocess
 import sys
 import threading
 from collections.abc import Coroutine
+from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any, TypeVar
 
 import numpy as np
 import pytest
-from scored import made_of
+from scored import made_of, make_group
 
 from rollcall.base.types import Completion, Group, Prompt, Score
+from rollcall.config import parse_config
 from rollcall.engine.protocol import Made, Refused, Request, Sampling, Stats
-from rollcall.loop.group_maker import OpenGroups
+from rollcall.loop.group_maker import GroupMaker, OpenGroups
+from rollcall.loop.phases import Bounds
 from rollcall.loop.rollout import Rewards, Rollouts, sampling_seeds
+from rollcall.loop.tasks import all_of, in_thread
 
 T = TypeVar("T")
 SAMPLING = Sampling(temperature=1.0, top_p=1.0, top_k=0, max_tokens=4, stop_token_ids=(0,), stop_strings=())
@@ -253,7 +258,8 @@ def test_what_has_ended_of_open_groups_is_written_once_and_all_at_once(monkeypat
         assert writes == [], "what an earlier process has made is written already"
         dones[0][2], dones[1][1], dones[2][0] = made_of(6), made_of(7), made_of(8)
         open_groups.close(step=1, draw=2)
-        await asyncio.sleep(0.1)
+        while not writes:
+            await asyncio.sleep(0.01)
         dones[1][0] = broken = made_of(9)
         broken.logprobs[0] = np.nan
         dones[1][2] = made_of(10)
@@ -265,3 +271,59 @@ def test_what_has_ended_of_open_groups_is_written_once_and_all_at_once(monkeypat
     assert found == [[(0, 2, 6), (1, 1, 7)], [(1, 2, 10)]], (
         "also what ended since the last write, and nothing that is not finite"
     )
+
+
+def test_groups_that_wait_for_a_slow_disk_when_the_attempt_ends_are_written() -> None:
+    begun, goes_on = threading.Event(), threading.Event()
+    written: list[int] = []
+    kept: list[tuple[int, int]] = []
+
+    class SlowJournal:
+        trained = dict
+        read = read_attempts = staticmethod(lambda step: {})
+
+        def append(self, group: Group) -> None:
+            begun.set()
+            assert goes_on.wait(60)
+            written.append(group.draw)
+
+        def append_attempts(self, attempts: list[tuple[int, Group]]) -> None:
+            kept.extend((group.draw, place) for place, group in attempts)
+
+    async def group(prompt: Prompt, *, step: int, draw: int, seeds: Any, done: Any, **_: Any) -> Group:
+        done.update({place: made_of(seed) for place, seed in enumerate(seeds)})
+        return replace(make_group(draw, step=step), completions=tuple(done.values()))
+
+    config = parse_config({"rollout": {"samples_per_prompt": 2}, "reward": [{"type": "exact"}]})
+    train = SimpleNamespace(prompts=[make_prompt(str(draw)) for draw in range(3)])
+    stubs: Any = SimpleNamespace(
+        workers=SimpleNamespace(train=train, scorer=None, stop_token_ids=()),
+        rollouts=SimpleNamespace(group=group),
+        journal=SlowJournal(),
+    )
+
+    async def work() -> None:
+        maker = GroupMaker(
+            config, stubs.workers, bounds=Bounds(), journal=stubs.journal, rollouts=stubs.rollouts, call=in_thread
+        )
+        keeping = asyncio.create_task(maker.open_groups.run())
+        makes = [asyncio.create_task(maker.make(1, draw)) for draw in range(3)]
+        await in_thread(begun.wait, 60)
+        for task in (*makes, keeping):
+            task.cancel()
+        await asyncio.wait({*makes, keeping})
+        goes_on.set()
+
+    drive(work())
+    assert {draw for draw in range(3) if {(draw, 0), (draw, 1)} <= {*kept}} | {*written} == {0, 1, 2}
+
+
+def test_an_error_while_a_result_is_kept_ends_the_wait() -> None:
+    async def result() -> int:
+        return 1
+
+    def keep(key: int, result: int) -> None:
+        raise KeyError("no place for it")
+
+    with pytest.raises(KeyError, match="no place for it"):
+        drive(asyncio.wait_for(all_of({0: result(), 1: result()}, keep), timeout=60))

@@ -123,11 +123,11 @@ class GroupMaker:
                 f"this group was not journaled. Lower actor.lr or set actor.grad_clip, then remove the newest checkpoint in "
                 f"{self._config.run.dir / 'checkpoints'} to continue from an older one, or start over with --fresh"
             )
-        self.open_groups.close(step=step, draw=draw)
         self._unwritten[draw] = group
         async with self._writing:
             if draw in self._unwritten:  # otherwise an earlier call has written it
                 await self._call(self._write)
+        self.open_groups.close(step=step, draw=draw)  # last, because a cancellation must not lose its completions
         return group
 
     def _write(self) -> None:
@@ -163,7 +163,7 @@ class OpenGroups:
         self._groups[step, draw] = (make, done, set(done), set(done))
 
     def close(self, *, step: int, draw: int) -> None:
-        """Close a group, because the caller is about to write the whole group."""
+        """Close a group, because it has been written as a whole."""
         del self._groups[step, draw]
 
     async def run(self) -> None:

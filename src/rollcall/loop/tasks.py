@@ -93,18 +93,16 @@ async def all_of(work: Mapping[K, Awaitable[T]], keep: Callable[[K, T], None]) -
 
     def end(key: K, future: asyncio.Future[T]) -> None:
         nonlocal num_left
-        error = None if future.cancelled() else future.exception()  # asyncio reports an error that was never retrieved
-        if ended.done():
-            return
-        if future.cancelled():
-            ended.cancel()
-        elif error is not None:
-            ended.set_exception(error)
-        else:
-            keep(key, future.result())
-            num_left -= 1
-            if not num_left:
-                ended.set_result(None)
+        try:
+            result = future.result()  # read in any case, because asyncio reports an error that nobody has read
+            if not ended.done():
+                keep(key, result)
+                num_left -= 1
+                if not num_left:
+                    ended.set_result(None)
+        except BaseException as error:  # noqa: BLE001 - raised in the caller
+            if not ended.done():
+                ended.set_exception(error)
 
     for key, future in futures.items():
         future.add_done_callback(partial(end, key))

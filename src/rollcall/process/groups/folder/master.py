@@ -48,13 +48,14 @@ class NodeWorker:
         self.number = 0  # number of its last call in this epoch
         self.calls: dict[int, Call] = {}  # open calls by number; the worker handles them one after the other
         self.since_s = 0.0  # when it began the first open call, or finished its last call; monotonic clock
-        self.done: list[RecordedCall] = []  # finished calls that were not reported yet
+        self.done, self.num_done = list[RecordedCall](), 0  # finished calls that were not reported yet; number of all
 
     def end_call(self, number: int) -> Call:
         """Record that a call was answered, and that the worker is now working on the next call."""
         call, began_s, self.since_s = self.calls.pop(number), self.since_s, time.monotonic()
         if call.link:
             self.done.append(RecordedCall(call.link, began_s, self.since_s))
+            self.num_done += 1
         return call
 
 
@@ -318,6 +319,7 @@ class Mail(Carrier):
                     is_alive=not member.death,
                     doing=next((call.link for call in worker.calls.values()), ""),
                     since_s=worker.since_s or None,
+                    num_done=worker.num_done,
                     calls=tuple(done),
                     memory_bytes=facts.get("memory_bytes", 0),
                     device_bytes=facts.get("device_bytes", 0),
