@@ -119,7 +119,10 @@ def test_a_reward_that_cannot_hang_gets_a_group_as_one_item(
     with Scorer([reward], num_workers=1, model_rewards={}) as scorer:
         scores = asyncio.run(scorer.score(a_prompt(), completions_of("46", "none", " 46 ")))
         unanswered = asyncio.run(scorer.score(a_prompt(answer=""), completions_of(*["46"] * 40)))
-    assert asked == [num_items, 40 if num_items > 1 else 1]
+        asyncio.run(scorer.score(a_prompt(), completions_of(*["46"] * 65)))
+        asyncio.run(scorer.score(a_prompt(), completions_of("4" * 40_000, "6" * 40_000)))
+    # A larger group is spread over the workers, each completion with its own limit.
+    assert asked == [num_items, 40 if num_items > 1 else 1, 65, 2]
     assert [one.value for one in scores] == [1, 0, 1]
     assert [bool(one.errors) for one in unanswered] == [num_items == 1] * 40
 

@@ -129,21 +129,21 @@ class Scorer(AbstractContextManager["Scorer"]):
         return self._scores_of(prompt, completions, results)
 
     async def _ask_pool(self, index: int, prompt: Prompt, completions: tuple[Completion, ...]) -> Results:
-        """Queue one item per completion, or one item for all of them if the function takes groups or cannot hang."""
+        """Queue one item per completion, or one for all of them if the function takes groups or is quick."""
         assert self._pool is not None
         about, reward = self._functions.get(index), self._rewards[index]
         kind, is_trl = (about.kind, bool(about.trl)) if about else ("", False)
-        takes_group = kind or reward.type in ("exact", "number")  # these two need time only in proportion to the text
-        limit_s = reward.timeout_s + (ASYNC_GRACE_S if kind == "async" else 0)
         # Skip episodes whose environment failed: a TRL function cannot read them, and they score 0.
         places = [place for place, one in enumerate(completions) if not (is_trl and _has_failed(one))]
-        lists = lists_of(prompt, [completions[place] for place in places]) if is_trl and places else None
-        groups = [[place] for place in places] if not takes_group else [places] if places else []
-        texts = [[completions[place].text for place in group] for group in groups]
-        rest = (prompt.answer, prompt.metadata, lists)
-        items = [Item(index, prompt.text, some if takes_group else some[0], *rest) for some in texts]
-        found = [RewardResult(0.0)] * len(completions)
-        answers = await self._pool.score(items, timeout_s=limit_s) if items else []
+        found, texts = [RewardResult(0.0)] * len(completions), [completions[place].text for place in places]
+        if not places:
+            return found
+        lists = lists_of(prompt, [completions[place] for place in places]) if is_trl else None
+        # exact and number cannot hang; up to this size, one message holds the results, and one time limit is enough.
+        is_quick = reward.type in ("exact", "number") and len(texts) <= 64 and sum(map(len, texts)) < 1 << 16
+        groups, given = ([places], [texts]) if kind or is_quick else ([[place] for place in places], texts)
+        items = [Item(index, prompt.text, one, prompt.answer, prompt.metadata, lists) for one in given]
+        answers = await self._pool.score(items, timeout_s=reward.timeout_s + ASYNC_GRACE_S * (kind == "async"))
         for group, results in zip(groups, answers, strict=True):
             for place, result in zip(group, results, strict=True):
                 found[place] = result

@@ -34,7 +34,7 @@ MODULES = "ROLLCALL_ZYGOTE_MODULES"  # the modules that the zygote imports
 GROUP = "ROLLCALL_ZYGOTE_GROUP"  # each group has one zygote per node
 COMMAND = '"$ROLLCALL_PYTHON" -m rollcall.process.ray.zygote'  # a bash line, on a node that `rollcall node` started
 ANSWER_S = 240.0  # ray_start.TUNED: Ray gives up on a worker that has not registered after 300 s
-IDLE_S = 120.0
+IDLE_S = 30.0  # a stub may start a zygote just when its run has ended
 LOOK_S = 0.1  # between two checks for workers that have exited
 FORKED = b"f"  # the first byte of the zygote's answer; the second is the worker's exit status
 
