@@ -61,7 +61,7 @@ class Server:
     def version(self) -> str:
         import vllm  # type: ignore[import-not-found]
 
-        return vllm.__version__
+        return vllm.__version__  # type: ignore[attr-defined]
 
     def load(self, spec: dict[str, Any]) -> None:
         """Create the engine. An engine with the same settings is kept, but its completions, weights and adapter become invalid."""
