@@ -44,7 +44,7 @@ class Game:
         return None
 
     def step(self, text, token_ids):
-        time.sleep(random.choice((0.2, 0.8)))
+        time.sleep(random.choice((0.2, 1.6)))
         self.turns += 1
         node = float(os.uname().nodename[-1])
         if self.turns == 3:
