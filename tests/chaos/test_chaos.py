@@ -11,7 +11,7 @@ import pytest
 from lab.lab import needs_lab
 
 from chaos.arena import STEPS, Arena, open_arena
-from chaos.faults import strike, strike_held
+from chaos.faults import strike, strike_held, wait_for_words
 
 pytestmark = [needs_lab, pytest.mark.chaos, pytest.mark.slow]
 ELASTIC: dict[str, Any] = {"elastic": {"min_nodes": 1, "wait_s": 5}}
@@ -66,6 +66,9 @@ def test_thirty_random_faults_in_one_run(arena: Arena, mode: str, steps: int) ->
             if run.next_step > steps - 4:
                 break  # how many steps pass during a fault depends on the machine
             fault, phase = chance.choice(RANDOM_FAULTS), chance.choice(["rollout", "update", "sync"])
+            if fault == "controller killed" and run.to_notice:  # nobody would be left to notice the fault before it
+                _, words, since = run.to_notice[-1]
+                wait_for_words(run, words, since=since)
             strike(run, fault, phase=phase, step=run.next_step)
         assert len(run.struck) >= 20
         run.end()
